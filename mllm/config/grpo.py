@@ -6,7 +6,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
-LossType: TypeAlias = Literal["grpo", "dapo", "prompt_mean", "dr_grpo", "gspo"]
+LossType: TypeAlias = Literal["grpo", "dapo", "prompt_mean", "dr_grpo", "gspo", "cispo", "sapo"]
+ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
 class RolloutConfig(Section):
@@ -46,17 +47,20 @@ class GrpoConfig(Section):
     loss_type: LossType = "grpo"
     """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), first over
     the tokens of each prompt's completions (`prompt_mean`), or as a sum over a constant (`dr_grpo`); `gspo` is `grpo`
-    with the probability ratio of whole completions, and needs more than one update per rollout."""
+    with the probability ratio of whole completions, `cispo` `dapo` with the capped ratio as a constant weight of the
+    log-probability, `sapo` `grpo` with a soft gate in place of the clip; these three need more than one update per
+    rollout."""
     steps_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
     """How often each rollout is gone through."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
     """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4. This, `epsilon_high` and `dual_clip`
-    need more than one update per rollout (`steps_per_generation`, `num_iterations`), since the first one's ratio is
-    1."""
+    need more than one update per rollout (`steps_per_generation`, `num_iterations`), since the first one's ratio is 1,
+    and `sapo` has none of them, `cispo` only `epsilon_high`."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4."""
+    """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4. With `cispo` the
+    cap of the ratio itself; None: 5."""
     dual_clip: float | None = Field(default=None, gt=1)
     """The largest ratio that counts where the advantage is negative; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
@@ -69,13 +73,16 @@ class GrpoConfig(Section):
     scale_rewards: Literal["group", "batch", "none"] | None = None
     """Which rewards' standard deviation divides the advantages: the group's, or the rollout's (`batch`); None: the
     group's, with `dr_grpo` none."""
-    importance_sampling: Literal["token_truncate", "sequence_mask"] = "token_truncate"
-    """How the trainer's probability over the sampler's becomes a weight: each token's, at most `importance_cap`; or the
-    whole completion's, 0 above `importance_cap`, which is needed."""
+    importance_sampling: ImportanceSampling = "token_truncate"
+    """How the trainer's probability over the sampler's becomes a weight: each token's or the whole completion's, which
+    above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
     importance_cap: PositiveFloat | None = 2.0
     """The limit of the importance weight; None: no such weight."""
     dynamic_sampling: PositiveInt = 1
     """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
+    filter_by: str | None = None
+    """The name of the reward whose equal values count as equal rewards, also where other rewards differ; None: the
+    weighted sum. Only with `dynamic_sampling` above 1."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
@@ -90,11 +97,19 @@ class GrpoConfig(Section):
             self.reject_unused("with beta: 0", "reference")
         if self.importance_cap is None:
             self.reject_unused("with importance_cap: null", "importance_sampling")
+        if self.dynamic_sampling == 1:
+            self.reject_unused("with dynamic_sampling: 1", "filter_by")
         if self.updates_per_rollout == 1:
             one = "with one update per rollout, whose ratios are all 1 (steps_per_generation * num_iterations)"
             self.reject_unused(one, "epsilon", "epsilon_high", "dual_clip")
-            if self.loss_type == "gspo":
-                raise impossible("loss_type", f"gspo is grpo {one}: set steps_per_generation to 2 or more")
+            if (same := {"gspo": "grpo", "sapo": "grpo", "cispo": "dapo"}.get(self.loss_type)) is not None:
+                what = f"{self.loss_type} is {same} {one}"
+                raise impossible("loss_type", f"{what}: set steps_per_generation to 2 or more")
+        if self.loss_type in ("cispo", "sapo"):
+            unused = ("epsilon", "dual_clip", "epsilon_high")[: 2 + (self.loss_type == "sapo")]
+            self.reject_unused(f"with loss_type: {self.loss_type}", *unused)
+        if self.loss_type == "cispo" and self.clip_range[1] < 1:
+            raise impossible("epsilon_high", f"{self.epsilon_high} is the cap of cispo's ratio itself: give 1 or more")
         return self
 
     @property
@@ -108,6 +123,8 @@ class GrpoConfig(Section):
     @property
     def clip_range(self) -> tuple[float, float]:
         """The lowest and highest probability ratio that are not clipped."""
+        if self.loss_type == "cispo":
+            return 0.0, self.epsilon_high or 5.0  # ScaleRL's (Khatri et al. 2025, arXiv:2510.13786)
         low, high = (3e-4, 4e-4) if self.loss_type == "gspo" else (0.2, 0.2)  # GSPO: its paper's section 5.1
         return 1 - (self.epsilon or low), 1 + (self.epsilon_high or self.epsilon or high)
 
@@ -119,4 +136,14 @@ class GrpoConfig(Section):
     @property
     def needs_old_logprobs(self) -> bool:
         """Whether the trainer's log-probabilities are computed before the first update."""
-        return self.updates_per_rollout > 1 or self.importance_sampling == "sequence_mask"
+        return self.updates_per_rollout > 1
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether the importance weight is that of whole completions."""
+        return self.importance_cap is not None and self.importance_sampling.startswith("sequence")
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether a token's loss takes the current log-probabilities of all of its completion."""
+        return self.loss_type == "gspo" or (self.weighs_sequences and not self.needs_old_logprobs)

@@ -165,8 +165,13 @@ class Config(Section):
         if self.grpo.row_length is not None and self.grpo.row_length < longest:
             both = f"rollout.max_prompt_length + max_completion_length ({longest})"
             raise impossible("grpo.row_length", f"{self.grpo.row_length} is less than {both}")
-        if self.grpo.loss_type == "gspo" and self.head.workspace_mib is not None:
-            raise impossible("head.workspace_mib", "is not used with grpo.loss_type: gspo: remove it")
+        if self.grpo.takes_sequences and self.head.workspace_mib is not None:
+            whole = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
+            raise impossible("head.workspace_mib", f"is not used with {whole}: remove it")
+        if (name := self.grpo.filter_by) is not None and self.task:
+            known = [reward.name for reward in self.task.rewards]
+            if name not in known:
+                raise impossible("grpo.filter_by", f"{name} is none of task.rewards ({', '.join(known)})")
         group, updates = self.grpo.num_generations, self.grpo.updates_per_rollout
         if self.batch_size % group:
             raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")

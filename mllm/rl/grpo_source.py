@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
@@ -20,7 +20,7 @@ from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
 from mllm.rl import trajectories
-from mllm.rl.rewards import RewardRunner
+from mllm.rl.rewards import RewardRunner, number
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import round_size
 from mllm.stopwatch import Stopwatch
@@ -95,14 +95,16 @@ class GrpoSource:
     def roll_out(self, params: Params, reference: Params | None, step: int, watch: Stopwatch) -> list[Step]:
         """Sample and score completions, and make the batches of all updates that share them."""
         drawn, rewards, rounds = self.draw(params, step, watch)
-        equal, names = objectives.equal_rewards(rewards), self.rewards.names
+        equal, names = self.without_signal(drawn, rewards), self.rewards.names
         if equal.all():
             self.warn_without_signal(step)
         # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
         groups = np.sort(np.argsort(equal, kind="stable")[: self.config.groups_per_rollout(self.batch_size)])
         members = np.arange(rewards.size).reshape(rewards.shape)[groups].reshape(-1)
         chosen, failed = [drawn[member] for member in members], np.isnan(rewards).reshape(-1)[members]
-        advantages = objectives.advantages(rewards[groups], self.config.reward_scale).reshape(-1)
+        advantages = objectives.advantages(rewards[groups], self.config.reward_scale)
+        advantages[equal[groups]] = 0  # also where `filter_by` alone finds a group's completions equal
+        advantages = advantages.reshape(-1)
         counts = ~failed
         if self.config.mask_truncated_completions:
             counts &= [trajectory.finished for trajectory in chosen]
@@ -183,10 +185,19 @@ class GrpoSource:
                 group=self.config.num_generations,
             )
             rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations)
-            missing = wanted - int(np.count_nonzero(~objectives.equal_rewards(rewards)))
+            missing = wanted - int(np.count_nonzero(~self.without_signal(drawn, rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
                 break
         return drawn, rewards, rounds
+
+    def without_signal(self, drawn: list[Trajectory], rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
+        """Which groups nothing is learned from: their rewards are equal, or those that `filter_by` names."""
+        equal, name = objectives.equal_rewards(rewards), self.config.filter_by
+        if name is None:
+            return equal
+        function = self.rewards.names.index(name)
+        judged = np.array([number(one.rewards[function]) for one in drawn]).reshape(rewards.shape)
+        return equal | objectives.equal_rewards(judged)
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}

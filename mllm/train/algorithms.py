@@ -3,6 +3,7 @@
 The losses themselves are pure functions, in objectives.py.
 """
 
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -43,13 +44,17 @@ class Grpo:
         self.config = config
 
     def loss(self, head: Head, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
-        config, inputs = self.config, objectives.token_inputs(self.config, batch)
-        if config.loss_type == "gspo":
-            # The ratio of a sequence needs the log-probabilities of all its tokens before any loss is known.
+        config = self.config
+        if config.takes_sequences:
+            # A sequence's ratio or weight needs the log-probabilities of all its tokens before any loss is known.
             outputs, counts = head.logprobs(states, batch), batch.weights > 0
-            losses = objectives.gspo(config, outputs.logprob, outputs.entropy, inputs, counts, batch.segments)
+            inputs = objectives.token_inputs(config, batch, jax.lax.stop_gradient(outputs.logprob))
+            loss_of = objectives.grpo
+            if config.loss_type == "gspo":
+                loss_of = partial(objectives.gspo, mask=counts, segments=batch.segments)
+            losses = loss_of(config, outputs.logprob, outputs.entropy, inputs)
             return jnp.sum(jnp.where(counts, batch.weights * losses, 0.0)), jax.lax.stop_gradient(outputs)
-        operands, structure = jax.tree.flatten(inputs)
+        operands, structure = jax.tree.flatten(objectives.token_inputs(config, batch))
 
         def objective(logprob: Array, entropy: Array, *operands: Array) -> Array:
             return objectives.grpo(config, logprob, entropy, jax.tree.unflatten(structure, operands))

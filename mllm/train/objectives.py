@@ -8,7 +8,8 @@ PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex c
 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages). Dr. GRPO: Liu et al. 2025, Understanding
 R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated
 importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training, and
-Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability.
+Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability. CISPO:
+MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO: Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -23,6 +24,9 @@ from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
+
+
+SAPO_TEMPERATURES = 1.0, 1.05  # of the gate for advantages above 0, and for others: the paper's
 
 
 def sft(logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
@@ -47,17 +51,18 @@ class TokenInputs(NamedTuple):
     """Under the reference policy; None: there is no KL penalty."""
 
 
-def token_inputs(config: GrpoConfig, batch: Batch) -> TokenInputs:
+def token_inputs(config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B T"] | None = None) -> TokenInputs:
     """The arrays of a batch that the settings need.
 
-    With one update to a rollout, the old policy is the current one.
+    With one update to a rollout, the old policy is the current one, whose log-probabilities `logprob` is then needed,
+    as a constant, where `config.weighs_sequences`.
     """
-    weighted, by_sequence = config.importance_cap is not None, config.importance_sampling == "sequence_mask"
+    by_sequence = config.weighs_sequences
     return TokenInputs(
         batch.advantages,
         batch.old_logprobs if config.updates_per_rollout > 1 else None,
-        batch.sampler_logprobs if weighted and not by_sequence else None,
-        sequence_importance_weights(config, batch) if by_sequence else None,
+        None if config.importance_cap is None or by_sequence else batch.sampler_logprobs,
+        sequence_importance_weights(config, batch, logprob) if by_sequence else None,
         batch.reference_logprobs if config.beta > 0 else None,
     )
 
@@ -65,11 +70,11 @@ def token_inputs(config: GrpoConfig, batch: Batch) -> TokenInputs:
 def grpo(
     config: GrpoConfig, logprob: Float[jax.Array, "*S"], entropy: Float[jax.Array, "*S"], inputs: TokenInputs
 ) -> Float[jax.Array, "*S"]:
-    """Each token's loss with the ratio of its own probabilities: `grpo`, `dapo`, `prompt_mean` and `dr_grpo`.
+    """Each token's loss with the ratio of its own probabilities: all loss types but `gspo`.
 
-    These loss types differ in their means, which `sequence_weights` has.
+    `grpo`, `dapo`, `prompt_mean` and `dr_grpo` differ in their means, which `sequence_weights` has.
     """
-    return clipped_loss(config, logprob - old_logprobs(inputs, logprob), logprob, entropy, inputs)
+    return policy_loss(config, logprob - old_logprobs(inputs, logprob), logprob, entropy, inputs)
 
 
 def gspo(
@@ -86,36 +91,59 @@ def gspo(
     token, as with TRL's `importance_sampling_level="sequence"`.
     """
     log_ratio, _ = sequence_means(logprob - old_logprobs(inputs, logprob), mask, segments)
-    return clipped_loss(config, log_ratio, logprob, entropy, inputs)
+    return policy_loss(config, log_ratio, logprob, entropy, inputs)
 
 
-def clipped_loss(
+def policy_loss(
     config: GrpoConfig,
     log_ratio: Float[jax.Array, "*R"],
     logprob: Float[jax.Array, "*S"],
     entropy: Float[jax.Array, "*S"],
     inputs: TokenInputs,
 ) -> Float[jax.Array, "*S"]:
-    """PPO's clipped ratio with an importance weight, KL penalty and entropy bonus; `log_ratio` says which ratio.
+    """The surrogate with an importance weight, KL penalty and entropy bonus; `log_ratio` says which ratio.
 
-    As in TRL, the importance weight multiplies the clipped ratio, not the penalty and the bonus. It is constant:
-    neither of its policies is the current one.
+    As in TRL, the importance weight multiplies the surrogate, not the penalty and the bonus. It is constant: neither
+    of its policies is the current one.
     """
-    advantage, ratio = inputs.advantages, bounded_exp(log_ratio)
-    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
-    if config.dual_clip is not None:
-        gain = jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
+    gain = surrogate(config, bounded_exp(log_ratio), logprob, inputs.advantages)
     if inputs.importance_weights is not None:
         gain *= inputs.importance_weights
-    elif inputs.sampler_logprobs is not None and config.importance_cap is not None:
-        ratio = bounded_exp(old_logprobs(inputs, logprob) - inputs.sampler_logprobs)
-        gain *= jnp.minimum(ratio, config.importance_cap)
+    elif inputs.sampler_logprobs is not None:
+        gain *= importance_weight(config, old_logprobs(inputs, logprob) - inputs.sampler_logprobs)
     loss = -gain
     if inputs.reference_logprobs is not None:
         loss += config.beta * k3(logprob, inputs.reference_logprobs)
     if config.entropy_coef:
         loss -= config.entropy_coef * entropy
     return loss
+
+
+def surrogate(
+    config: GrpoConfig, ratio: Float[jax.Array, "*R"], logprob: Float[jax.Array, "*S"], advantage: Float[Any, "*S"]
+) -> Float[jax.Array, "*S"]:
+    """What is maximised: PPO's clipped ratio times the advantage, or what CISPO and SAPO have in its place.
+
+    CISPO: the log-probability times the capped ratio, a constant, so that no token loses its gradient. SAPO: a sigmoid
+    of the ratio around 1, with the slope of the ratio itself there.
+    """
+    if config.loss_type == "cispo":
+        return jax.lax.stop_gradient(jnp.minimum(ratio, config.clip_range[1])) * advantage * logprob
+    if config.loss_type == "sapo":
+        temperature = jnp.where(advantage > 0, *SAPO_TEMPERATURES)
+        return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantage
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
+    if config.dual_clip is None:
+        return gain
+    return jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
+
+
+def importance_weight(config: GrpoConfig, log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """The weight that the trainer's probability over the sampler's gives a token, or a sequence."""
+    assert config.importance_cap is not None
+    ratio = bounded_exp(log_ratio)
+    above = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
+    return jnp.where(ratio <= config.importance_cap, ratio, above)
 
 
 def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
@@ -158,17 +186,18 @@ def sequence_means(
     return jax.vmap(sum_segments)(jnp.where(mask, values, 0.0), segments) / jnp.maximum(counts, 1), counts
 
 
-def sequence_importance_weights(config: GrpoConfig, batch: Batch) -> Float[jax.Array, "B T"]:
-    """At each token its completion's probability under the trainer over that under the sampler; 0 above the limit.
+def sequence_importance_weights(
+    config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B T"] | None
+) -> Float[jax.Array, "B T"]:
+    """At each token the importance weight of its completion, by the old policy, or `logprob` where that is current.
 
-    As in TRL's `sequence_mask`: the product over the tokens that count, not their geometric mean.
+    As in TRL's modes: of the product over the tokens that count, not their geometric mean.
     """
-    assert batch.old_logprobs is not None
+    old = logprob if batch.old_logprobs is None else batch.old_logprobs
+    assert old is not None
     assert batch.sampler_logprobs is not None
-    assert config.importance_cap is not None
-    mean, tokens = sequence_means(batch.old_logprobs - batch.sampler_logprobs, batch.weights > 0, batch.segments)
-    weight = bounded_exp(mean * tokens)
-    return jnp.where(weight <= config.importance_cap, weight, 0.0)
+    mean, tokens = sequence_means(old - batch.sampler_logprobs, batch.weights > 0, batch.segments)
+    return importance_weight(config, mean * tokens)
 
 
 def sequence_weights(
@@ -179,23 +208,24 @@ def sequence_weights(
     `tokens` are the numbers of completion tokens that count, in all sequences of one update, 0 for a sequence that
     doesn't count; each `group_size` sequences in turn are a group.
 
-    - `grpo`, `gspo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL.
-    - `dapo`: the mean over all tokens of the batch, as in TRL and verl.
+    - `grpo`, `gspo`, `sapo`: the mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in
+      TRL.
+    - `dapo`, `cispo`: the mean over all tokens of the batch, as in TRL and verl.
     - `prompt_mean`: the mean over all tokens of a group, then over groups: DAPO's eq. 8 as it is written.
     - `dr_grpo`: the sum over tokens divided by the constant `max_completion_length`, then the mean over
       completions (Dr. GRPO), as in TRL.
 
     A completion or group without any token that counts (cut off and masked, failed reward) adds nothing, but the
-    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `dapo`.
+    outer mean is still over it, as in TRL: what is left weighs the same without it, except under `dapo` and `cispo`.
 
     Raises ValueError where the sequences are not divisible into groups.
     """
     if tokens.size % group_size:
         raise ValueError(f"tokens: {tokens.size} sequences are not divisible into groups of {group_size}")
     match loss_type:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "sapo":
             denominator = tokens.size * tokens
-        case "dapo":
+        case "dapo" | "cispo":
             denominator = tokens.sum()
         case "prompt_mean":
             groups = tokens.size // group_size
@@ -265,11 +295,12 @@ def policy_metrics(
     """Means over the tokens of a whole batch that have a weight, under TRL's names; 0 if there are none.
 
     `clip_ratio/low_mean` is the share of tokens (under GSPO, of sequences) that the lower clip keeps from becoming
-    less likely still, `high_mean` the upper clip's share, `dual_mean` that of the dual clip. `masked_sequences` is the
-    share of sequences whose importance weight is above the limit. The other `sampling` metrics compare the policy
+    less likely still, `high_mean` the upper clip's share, `dual_mean` that of the dual clip; under CISPO
+    `cispo_clip_ratio` the share of tokens whose ratio is capped. `masked_sequences` is the share of sequences whose
+    importance weight is 0. The other `sampling` metrics compare the policy
     before the rollout's first update with the sampler, and don't truncate the ratio.
     """
-    inputs, mask = token_inputs(config, batch), batch.weights > 0
+    inputs, mask = token_inputs(config, batch, logprob), batch.weights > 0
     log_ratio, share = logprob - old_logprobs(inputs, logprob), mask.astype(jnp.float32)
     advantage = inputs.advantages
     mean, tokens = sequence_means(log_ratio, mask, batch.segments)
@@ -280,15 +311,15 @@ def policy_metrics(
     ratio, share = bounded_exp(log_ratio), share / jnp.maximum(share.sum(), 1)
     below = share.sum(where=(ratio < low) & (advantage < 0))
     above = share.sum(where=(ratio > high) & (advantage > 0))
-    metrics = {
-        "entropy": masked_mean(entropy, mask),
-        "clip_ratio/low_mean": below,
-        "clip_ratio/high_mean": above,
-        "clip_ratio/region_mean": below + above,
-    }
+    metrics = {"entropy": masked_mean(entropy, mask)}
+    if config.loss_type == "cispo":
+        metrics["cispo_clip_ratio"] = above
+    elif config.loss_type != "sapo":
+        names = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+        metrics |= zip(names, (below, above, below + above), strict=True)
     if config.dual_clip is not None:
         metrics["clip_ratio/dual_mean"] = share.sum(where=(ratio > config.dual_clip) & (advantage < 0))
-    if inputs.importance_weights is not None:
+    if config.weighs_sequences and config.importance_sampling == "sequence_mask":
         masked = by_sequence.sum(where=inputs.importance_weights == 0)
         metrics["sampling/masked_sequences"] = masked / jnp.maximum(by_sequence.sum(), 1)
     if inputs.reference_logprobs is not None:

@@ -33,6 +33,7 @@ rollout: {max_prompt_length: 8, max_completion_length: 8}
 grpo: {num_generations: 4}
 """
 TWO = "4, steps_per_generation: 2}"
+CISPO = "4, loss_type: cispo, num_iterations: 2}"
 GSPO = "4, loss_type: gspo, num_iterations: 2}"
 VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, ")
 SUMS = SFT + "task: {name: arithmetic}\n"
@@ -94,6 +95,16 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),
+        (GRPO, "grpo.loss_type=cispo", "grpo.loss_type: cispo is dapo with one update per rollout"),
+        (GRPO.replace("4}", CISPO), "grpo.epsilon_high=0.28", "0.28 is the cap of cispo's ratio itself: give 1 or"),
+        (GRPO.replace("4}", CISPO), "grpo.epsilon=0.2", "grpo.epsilon: is not used with loss_type: cispo"),
+        (
+            GRPO + "head: {workspace_mib: 4}\n",
+            "grpo.importance_sampling=sequence_mask",
+            "nor where one update takes the imp",
+        ),
+        (GRPO, "grpo.filter_by=exact_match", "grpo.filter_by: is not used with dynamic_sampling: 1"),
+        (GRPO, "grpo={dynamic_sampling: 2, filter_by: f}", "grpo.filter_by: f is none of task.rewards (exact_match)"),
         (GRPO, "grpo.epsilon=0.1", "grpo.epsilon: is not used with one update per rollout"),
         (GRPO, "grpo={importance_cap: null, importance_sampling: sequence_mask}", "is not used with importance_cap"),
         (GRPO + "eval: {every: 2}\n", "checkpoint={every: 4, keep_best: true}", "eval.every (2) is not a multiple"),

@@ -274,6 +274,27 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_li
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
 
 
+class Brevity(SomeRewards):
+    """Besides, a second reward that differs in every group."""
+
+    def __init__(self, unequal):
+        super().__init__(unequal)
+        self.names, self.weights = ["exact_match", "brevity"], np.array([1.0, 0.1])
+
+    def score(self, samples):
+        lengths = [("value", float(number % GROUP)) for number in range(len(samples))]
+        return [[*answers, length] for answers, length in zip(super().score(samples), lengths, strict=True)]
+
+
+def test_a_group_whose_rewards_of_the_name_to_filter_by_are_equal_is_drawn_again_and_not_learned_from():
+    plain = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2)
+    by_name = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2, filter_by="exact_match")
+    for source, drawn, learned in ((plain, 2, 2), (by_name, 3, 1)):
+        step = source.next(np.float32(0), 0, Stopwatch())
+        assert len(source.rewards.drawn) == drawn
+        assert len(sequences(step.batch)) == learned * GROUP
+
+
 def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
     """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
     source = make_source([0, 3, 4, 5], dynamic_sampling=3, steps_per_generation=2, scale_rewards="batch")

@@ -18,12 +18,21 @@ ROWS = GROUPS * GROUP
 IN_ROW = 3
 """Sequences that a row of the batch holds."""
 LONGEST = 8  # max_completion_length
-LOSS_TYPES = ("grpo", "dapo", "prompt_mean", "dr_grpo")
+MEANS = ("grpo", "dapo", "prompt_mean", "dr_grpo")
+"""Loss types that differ in their means alone."""
 OFF_POLICY = {"steps_per_generation": 2}
 KL = {"beta": 0.1, "reference": "initial"}
-MASKED = {"importance_sampling": "sequence_mask"}
 CLIPPING = {"importance_cap": 1.2, "epsilon": 0.2, "epsilon_high": 0.3, "dual_clip": 1.4}
 EVERYTHING = {**OFF_POLICY, **KL, **CLIPPING, "entropy_coef": 0.05}
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def make_config(loss_type, mode="token_truncate", **settings):
+    """All settings that the loss type has, away from their defaults."""
+    chosen = {**EVERYTHING, **settings, "loss_type": loss_type, "importance_sampling": mode}
+    if loss_type in ("cispo", "sapo"):
+        chosen = {name: value for name, value in chosen.items() if name not in ("epsilon", "epsilon_high", "dual_clip")}
+    return GrpoConfig(**chosen | ({"epsilon_high": 1.3} if loss_type == "cispo" else {}))
 
 
 def make_sequences(seed=0):
@@ -39,40 +48,47 @@ def make_sequences(seed=0):
     return mask, logprob, entropy, (advantage, old, sampler, reference)
 
 
-def reference_token(weight, log_ratio, logprob, entropy, advantage, old, sampler, reference):
-    """PPO eq. 7 with the dual clip, times an importance weight (None: min(old / sampler, cap)), plus beta k3, minus the
-    entropy bonus; one token, float64.
-    """
+def reference_surrogate(loss_type, log_ratio, current, logprob, advantage):
+    """PPO eq. 7 with the dual clip; MiniMax-M1 eq. 4 with its constant ratio; SAPO eq. 5; one token, float64."""
     ratio = np.exp(log_ratio)
+    if loss_type == "cispo":
+        return min(np.exp(current), 1.3) * advantage * logprob
+    if loss_type == "sapo":
+        temperature = 1.0 if advantage > 0 else 1.05
+        return 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * advantage
     clipped = min(max(ratio, 0.8), 1.3)
     surrogate = min(ratio * advantage, clipped * advantage)
-    if advantage < 0:
-        surrogate = max(surrogate, 1.4 * advantage)
-    surrogate *= min(np.exp(old - sampler), 1.2) if weight is None else weight
-    k3 = np.exp(reference - logprob) - (reference - logprob) - 1
-    return -surrogate + 0.1 * k3 - 0.05 * entropy
+    return max(surrogate, 1.4 * advantage) if advantage < 0 else surrogate
 
 
-def sequence_importance_weight(old, sampler, active):
-    product = np.exp((old - sampler)[active].sum())
-    return product if product <= 1.2 else 0
+def reference_weight(mode, log_ratios, t):
+    """The importance weight of token t of a sequence whose tokens have these log-ratios."""
+    weight = np.exp(log_ratios.sum() if mode.startswith("sequence") else log_ratios[t])
+    return weight if weight <= 1.2 else {"mask": 0, "truncate": 1.2}[mode.split("_")[1]]
 
 
-def reference_loss(loss_type, sequence_mask, mask, logprob, entropy, operands):
-    """The papers' means over tokens, completions and groups, of losses from a loop over tokens."""
-    _, old, sampler, _ = operands
+def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
+    """The papers' means over tokens, completions and groups, of losses from a loop over tokens.
+
+    `constant` are the log-probabilities where they are not differentiated; with old None they are the old policy's.
+    """
+    advantage, old, sampler, reference = operands
+    old = constant if old is None else old
     losses, lengths = np.zeros(mask.shape), mask.sum(1)
     for row, t in np.argwhere(mask):
-        log_ratios = (logprob - old)[row]
-        log_ratio = log_ratios[mask[row]].mean() if loss_type == "gspo" else log_ratios[t]
-        weight = sequence_importance_weight(old[row], sampler[row], mask[row]) if sequence_mask else None
-        given = (each[row, t] for each in (logprob, entropy, *operands))
-        losses[row, t] = reference_token(weight, log_ratio, *given)
+        active = mask[row]
+        log_ratios, place = (logprob - old)[row, active], np.count_nonzero(active[:t])
+        log_ratio = log_ratios.mean() if loss_type == "gspo" else log_ratios[place]
+        current = (constant - old)[row, t]
+        gain = reference_surrogate(loss_type, log_ratio, current, logprob[row, t], advantage[row, t])
+        gain *= reference_weight(mode, (old - sampler)[row, active], place)
+        apart = reference[row, t] - logprob[row, t]
+        losses[row, t] = -gain + 0.1 * (np.exp(apart) - apart - 1) - 0.05 * entropy[row, t]
     completions = losses.sum(1)
     match loss_type:
-        case "grpo" | "gspo":
+        case "grpo" | "gspo" | "sapo":
             return np.mean(completions / np.maximum(lengths, 1))
-        case "dapo":
+        case "dapo" | "cispo":
             return completions.sum() / lengths.sum()
         case "dr_grpo":
             return np.mean(completions / LONGEST)
@@ -99,7 +115,7 @@ def pack(weights, advantage, old, sampler, reference):
 
 
 def our_loss(config, batch, logprob, entropy):
-    inputs = objectives.token_inputs(config, batch)
+    inputs = objectives.token_inputs(config, batch, jax.lax.stop_gradient(logprob))
     if config.loss_type == "gspo":
         losses = objectives.gspo(config, logprob, entropy, inputs, batch.weights > 0, batch.segments)
     else:
@@ -121,14 +137,26 @@ def test_sft_is_cross_entropy():
     assert objectives.sft(jnp.array([-2.0]), jnp.array([1.0])) == 2.0
 
 
-@pytest.mark.parametrize("sampling", [{}, MASKED], ids=["token_truncate", "sequence_mask"])
-@pytest.mark.parametrize("loss_type", [*LOSS_TYPES, "gspo"])
-def test_loss_and_gradients_are_those_of_the_paper(loss_type, sampling):
+@pytest.mark.parametrize(
+    ("loss_type", "mode", "updates"),
+    [
+        *((loss_type, "token_truncate", 2) for loss_type in (*MEANS, "gspo", "cispo", "sapo")),
+        *(("grpo", mode, 2) for mode in MODES[1:]),
+        *[("gspo", "sequence_mask", 2), ("cispo", "token_mask", 2), ("sapo", "sequence_truncate", 2)],
+        *((loss_type, mode, 1) for loss_type, mode in zip(MEANS, MODES, strict=True)),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
     mask, logprob, entropy, operands = make_sequences()
-    config = GrpoConfig(**EVERYTHING, **sampling, loss_type=loss_type)
-    ours = partial(our_loss, config, pack(token_weights(loss_type, mask), *operands))
+    config = make_config(loss_type, mode)
+    if updates == 1:  # the current policy is the one whose ratio is 1
+        operands = (operands[0], None, *operands[2:])
+        kept = {"loss_type": loss_type, "importance_sampling": mode, "importance_cap": 1.2, "entropy_coef": 0.05}
+        config = GrpoConfig(**kept, **KL)
+    batch = pack(token_weights(loss_type, mask), *(logprob if x is None else x for x in operands))
+    ours = partial(our_loss, config, batch if updates == 2 else batch._replace(old_logprobs=None))
     loss, gradients = jax.value_and_grad(ours, argnums=(0, 1))(packed(logprob), packed(entropy))
-    paper = partial(reference_loss, loss_type, sampling == MASKED, mask)
+    paper = partial(reference_loss, loss_type, mode, mask, logprob)
     assert loss == pytest.approx(paper(logprob, entropy, operands), rel=1e-5)
     by_logprob = numerical_gradient(lambda x: paper(x, entropy, operands), logprob)
     by_entropy = numerical_gradient(lambda x: paper(logprob, x, operands), entropy)
@@ -136,11 +164,11 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, sampling):
         np.testing.assert_allclose(gradient, packed(expected), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
 def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(loss_type):
     """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
     mask, _, entropy, (advantage, *_) = make_sequences()
-    config, rng = GrpoConfig(**EVERYTHING, **MASKED, loss_type=loss_type), np.random.default_rng(0)
+    config, rng = make_config(loss_type, "sequence_mask"), np.random.default_rng(0)
     compute = jax.jit(jax.value_and_grad(partial(our_loss, config), argnums=(1, 2)))
     distances = np.array([0, 30, 89, 1e4, 1e12])
     for _ in range(8):
@@ -161,6 +189,7 @@ def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(lo
         ({"epsilon": 0.1, "epsilon_high": 0.28, "scale_rewards": "none"}, 0.9, 1.28, "none"),
         ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
         ({"loss_type": "gspo"}, 1 - 3e-4, 1 + 4e-4, "group"),
+        ({"loss_type": "cispo"}, 0, 5, "group"),
     ],
 )
 def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(settings, low, high, scale):
@@ -183,7 +212,8 @@ def test_without_old_logprobs_the_gradient_is_the_policy_gradient_times_an_impor
 
 def test_masked_completions_and_groups_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
     mask = np.array([[1, 1], [0, 0]], bool)
-    for loss_type, weight in {"grpo": 1 / 4, "dapo": 1 / 2, "prompt_mean": 1 / 2, "dr_grpo": 1 / 16}.items():
+    expected = {"grpo": 1 / 4, "sapo": 1 / 4, "dapo": 1 / 2, "cispo": 1 / 2, "prompt_mean": 1 / 2, "dr_grpo": 1 / 16}
+    for loss_type, weight in expected.items():
         np.testing.assert_allclose(token_weights(loss_type, mask, group=2), [[weight] * 2, [0, 0]])
         assert not np.asarray(token_weights(loss_type, 0 * mask, group=2)).any()
     mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
@@ -244,7 +274,7 @@ def test_over_the_policy_s_samples_k3_is_the_reverse_kl_and_its_gradient_that_of
 def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
     mask, logprob, entropy, operands = make_sequences()
     advantage, old, sampler, reference = operands
-    config = GrpoConfig(**EVERYTHING, **MASKED, loss_type=loss_type)
+    config = make_config(loss_type, "sequence_mask")
     metrics = policy_metrics(config, packed(logprob), packed(entropy), pack(mask, *operands))
     sequences = [row for row in range(ROWS) if mask[row].any()]
     ratio, sign = np.exp(logprob - old)[mask], advantage[mask]
@@ -253,7 +283,7 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
         sign = advantage[sequences, 0]
     low = np.mean((ratio < 0.8) & (sign < 0))
     high = np.mean((ratio > 1.3) & (sign > 0))
-    importance = [sequence_importance_weight(old[row], sampler[row], mask[row]) for row in sequences]
+    importance = [reference_weight("sequence_mask", (old - sampler)[row, mask[row]], 0) for row in sequences]
     difference, mismatch = (reference - logprob)[mask], (old - sampler)[mask]
     assert low > 0
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
@@ -272,6 +302,19 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
         },
         rel=1e-5,
     )
+
+
+def test_cispo_counts_the_tokens_whose_ratio_is_capped_and_sapo_clips_none():
+    mask, logprob, entropy, operands = make_sequences()
+    advantage, old, *_ = operands
+    found = [
+        policy_metrics(make_config(loss_type), packed(logprob), packed(entropy), pack(mask, *operands))
+        for loss_type in ("cispo", "sapo")
+    ]
+    capped = np.mean(((np.exp(logprob - old) > 1.3) & (advantage > 0))[mask])
+    assert capped > 0
+    assert float(found[0]["cispo_clip_ratio"]) == pytest.approx(capped, rel=1e-5)
+    assert not [name for name in {**found[0], **found[1]} if name.startswith("clip_ratio")]
 
 
 def test_with_one_update_to_a_rollout_the_current_policy_is_compared_with_the_sampler():

@@ -1,6 +1,7 @@
 """Gradients of packed rows are those of a row for each sequence, whatever is left out because it has no gradient.
 
-Loss types but gspo differ from dapo in the weights of tokens alone (test_objectives).
+Most loss types differ from dapo in each token's loss or weight alone (test_objectives). `grpo` stands for one update
+a rollout, with the importance weights of whole completions by the current policy.
 """
 
 from functools import cache
@@ -20,7 +21,7 @@ from mllm.train.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
 PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
-PENALTIES |= {"dual_clip": 1.2, "importance_sampling": "sequence_mask"}
+PENALTIES |= {"importance_sampling": "sequence_mask"}
 MESHES = {(1, 1, 1): (3, None), (2, 2, 2): (4, 61)}
 """The mesh's shape: micro-batch and row length, by default the longest sequence's."""
 ONE_DEVICE = (1, 1, 1)
@@ -28,7 +29,8 @@ ONE_DEVICE = (1, 1, 1)
 
 def make_settings(loss_type, penalties, mesh=ONE_DEVICE):
     micro, row_length = MESHES[mesh]
-    objective = {"num_iterations": 2, "loss_type": loss_type, "row_length": row_length}
+    several = {"num_iterations": 2, **({"dual_clip": 1.2} if penalties else {})} if loss_type != "grpo" else {}
+    objective = {**several, "loss_type": loss_type, "row_length": row_length}
     return config(
         batch_size=SEQUENCES,
         rollout={"max_prompt_length": PROMPT, "max_completion_length": COMPLETION},
@@ -98,7 +100,9 @@ def errors(got, exact):
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "penalties", "mesh"), [("dapo", False, ONE_DEVICE), ("gspo", True, (2, 2, 2))], ids=str
+    ("loss_type", "penalties", "mesh"),
+    [("dapo", False, ONE_DEVICE), ("gspo", True, (2, 2, 2)), ("grpo", True, ONE_DEVICE)],
+    ids=str,
 )
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
     rows = make_settings(loss_type, penalties, mesh).rows
