@@ -1,5 +1,7 @@
 """GRPO's source without a model, with random completions and rewards by their numbers; a token's distribution."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -21,7 +23,7 @@ GROUP, LIMIT = 4, 4
 class RandomCompletions(Sampler):
     """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off, and of longer ones more is kept."""
 
-    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
         rng = np.random.default_rng(step + first_sequence)
         found = []
         for number in range(len(prompts)):
@@ -32,7 +34,14 @@ class RandomCompletions(Sampler):
         return found
 
 
-class SquareRewards(RewardRunner):
+class InstantRewards(RewardRunner):
+    """Rewards whose `score` needs no process."""
+
+    def scoring(self, count):
+        return nullcontext(SimpleNamespace(finish=self.score))
+
+
+class SquareRewards(InstantRewards):
     """The reward of a completion is its number in the batch, squared; it fails for the numbers in `bad`."""
 
     codes: ClassVar = {}

@@ -3,11 +3,13 @@
 A reward that raises, runs over its time or is not a number is counted and left NaN, never guessed.
 """
 
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import chain, product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from queue import PriorityQueue
 from threading import Event
 
 import numpy as np
@@ -23,6 +25,9 @@ log = logging.getLogger(__name__)
 
 CHUNKS = 4
 """A function's samples are dealt to the workers in so many chunks for each, so that all end at about the same time."""
+
+Call = tuple[list[int], Sequence[int]]
+"""The functions and samples of a call, by their numbers."""
 
 
 class Stopped(Exception):
@@ -51,7 +56,7 @@ class RewardRunner:
         self.kinds = first.kinds
         self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
         self.warned: set[tuple[str, str]] = set()
-        if "single" not in self.kinds and len(self.workers) > (calls := len(self.calls(1))):
+        if "single" not in self.kinds and len(self.workers) > (calls := len(self.whole_calls(1))):
             first.kill()
             many = f"{len(self.workers)} processes for {calls} calls with all completions"
             each = "one for each batched function and one for all async functions"
@@ -63,31 +68,23 @@ class RewardRunner:
         The first failure of each function and kind in the run is logged. What `poll` raises passes through, and the
         runner can be used again.
         """
-        found: list[list[Answer]] = [[(NOT_APPLICABLE, "")] * len(self.names) for _ in samples]
-        calls = iter(self.calls(len(samples)))
+        with self.scoring(len(samples)) as scoring:
+            return scoring.finish(samples)
+
+    @contextmanager
+    def scoring(self, count: int) -> Iterator["Scoring"]:
+        """Score so many samples, of which some come before others; what still runs when this is left is stopped."""
         self.stopped.clear()
-
-        def serve(worker: Worker) -> None:
-            try:
-                for functions, part in calls:  # each call goes to one thread: they share a list's iterator
-                    answers = worker.ask(functions, [samples[i] for i in part], self.timeout)
-                    for (function, sample), answer in zip(product(functions, part), answers, strict=True):
-                        found[sample][function] = answer
-            except BaseException:
-                worker.kill()  # it may be in the middle of a function
-                raise
-
         with ThreadPoolExecutor(len(self.workers)) as pool:
+            scoring = Scoring(self, count, pool)
             try:
-                serving = {pool.submit(serve, worker) for worker in self.workers}
-                while serving:
-                    self.poll()
-                    done, serving = wait(serving, TICK)
-                    for future in done:
-                        future.result()
-            except BaseException:
+                yield scoring
+            finally:
                 self.stopped.set()
-                raise
+                scoring.close()
+
+    def warn(self, found: Sequence[Sequence[Answer]]) -> None:
+        """Log the first failure of each function and kind in the run."""
         for function, name in enumerate(self.names):
             column = [row[function] for row in found]
             if {kind for kind, *_ in column} == {NOT_APPLICABLE}:
@@ -96,21 +93,24 @@ class RewardRunner:
                 if kind in (*FAILURES, "returned None") and (name, kind) not in self.warned:
                     self.warned.add((name, kind))
                     log.warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
-        return found
 
     def stop_thread(self) -> None:
         """What the workers' threads poll while they wait."""
         if self.stopped.is_set():
             raise Stopped
 
-    def calls(self, count: int) -> list[tuple[list[int], range]]:
-        """Each call's functions and samples, of so many; those with all samples, which take longest, come first."""
-        size = -(-count // (CHUNKS * len(self.workers))) or 1
-        chunks = [range(first, min(first + size, count)) for first in range(0, count, size)]
+    def whole_calls(self, count: int) -> list[Call]:
+        """The calls with all of so many samples."""
         together = [function for function, kind in enumerate(self.kinds) if kind == "async"]
         whole = [together, *([function] for function, kind in enumerate(self.kinds) if kind == "batched")]
+        return [(functions, range(count)) for functions in whole if functions]
+
+    def single_calls(self, samples: Sequence[int]) -> list[Call]:
+        """The calls of functions that are called for each sample alone, with a chunk of these samples each."""
+        size = -(-len(samples) // (CHUNKS * len(self.workers))) or 1
+        chunks = [samples[first : first + size] for first in range(0, len(samples), size)]
         single = [[function] for function, kind in enumerate(self.kinds) if kind == "single"]
-        return [(call, range(count)) for call in whole if call] + [(call, chunk) for call in single for chunk in chunks]
+        return [(functions, chunk) for functions in single for chunk in chunks]
 
     def __enter__(self) -> "RewardRunner":
         return self
@@ -118,6 +118,59 @@ class RewardRunner:
     def __exit__(self, *exception: object) -> None:
         for worker in self.workers:
             worker.kill()
+
+
+class Scoring:
+    """The scores of a rollout's samples: functions of one completion are called as soon as that has ended.
+
+    Functions with all samples wait for the last of them.
+    """
+
+    def __init__(self, runner: RewardRunner, count: int, pool: ThreadPoolExecutor) -> None:
+        self.runner = runner
+        self.samples: dict[int, Sample] = {}
+        self.found: list[list[Answer]] = [[(NOT_APPLICABLE, "")] * len(runner.names) for _ in range(count)]
+        self.calls: PriorityQueue[tuple[int, int, Call | None]] = PriorityQueue()
+        self.numbers = itertools.count()
+        self.serving = {pool.submit(self.serve, worker) for worker in runner.workers}
+
+    def serve(self, worker: Worker) -> None:
+        """Have a worker answer calls; each goes to one thread."""
+        try:
+            while (call := self.calls.get()[2]) is not None and not self.runner.stopped.is_set():
+                functions, part = call
+                answers = worker.ask(functions, [self.samples[i] for i in part], self.runner.timeout)
+                for (function, sample), answer in zip(itertools.product(functions, part), answers, strict=True):
+                    self.found[sample][function] = answer
+        except BaseException:
+            worker.kill()  # it may be in the middle of a function
+            raise
+
+    def add(self, samples: Mapping[int, Sample]) -> None:
+        """Begin to score these, by their numbers."""
+        self.samples |= samples
+        self.put(1, self.runner.single_calls([*samples]))
+
+    def put(self, priority: int, calls: Sequence[Call | None]) -> None:
+        for call in calls:
+            self.calls.put((priority, next(self.numbers), call))
+
+    def close(self) -> None:
+        """Let each thread end when no call is left."""
+        self.put(2, [None] * len(self.runner.workers))
+
+    def finish(self, samples: Sequence[Sample]) -> list[list[Answer]]:
+        """The answers for all samples, of which those that were not added are."""
+        self.add({number: sample for number, sample in enumerate(samples) if number not in self.samples})
+        self.put(0, self.runner.whole_calls(len(samples)))  # which take longest
+        self.close()
+        while self.serving:
+            self.runner.poll()
+            done, self.serving = wait(self.serving, TICK, FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        self.runner.warn(self.found)
+        return self.found
 
 
 def number(answer: Answer) -> float:
@@ -138,7 +191,7 @@ def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) ->
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):
         logged = defaultdict[str, list[float]](list)
-        for kind, metric, value in chain.from_iterable(rest for _, _, *rest in column):
+        for kind, metric, value in itertools.chain.from_iterable(rest for _, _, *rest in column):
             if kind == "metric":
                 logged[printable(metric)].append(float(value))
         metrics |= {f"rewards/{name}/{metric}": float(np.mean(values)) for metric, values in logged.items()}

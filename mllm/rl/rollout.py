@@ -14,7 +14,7 @@ each of them decides the same.
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -30,13 +30,12 @@ from mllm.model.decoding import Cache, LayerCache, abstract_cache, decoding_grap
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.parallel.mesh import sharding
-from mllm.parallel.processes import gather_objects
 from mllm.rl import sampling
 from mllm.rl.schedule import PREFILLED_BATCHES, WIDTHS, assign_prompts, places_for, prompts_a_batch, slot_buckets
 from mllm.rl.slots import CHUNK, Slots, Stream, decode, insert, prefill, repack
 
 CALL_SECONDS = 0.25
-"""About how long a call of the decode program may take, so that a signal takes effect soon."""
+"""About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
 
 
 @dataclass
@@ -108,11 +107,13 @@ class Sampler:
         step: int,
         first_sequence: int = 0,
         greedy: bool = False,
+        ended: Callable[[Mapping[int, Completion]], object] = lambda found: None,
     ) -> list[Completion]:
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
-        log-probabilities are 0. ValueError is raised if there are no prompts, or one is empty or longer than
+        log-probabilities are 0. `ended` is called with the completions that have ended, by their prompts' numbers,
+        while others are decoded. ValueError is raised if there are no prompts, or one is empty or longer than
         `options.max_prompt_length`.
         """
         lengths, limit = sorted({*map(len, prompts)}), self.options.max_prompt_length
@@ -120,8 +121,8 @@ class Sampler:
             raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
-            engine.decode_chunk()
-        return [replace(one, text=self.text_of(one)) for one in engine.completions]
+            ended(engine.decode_chunk())
+        return engine.completions
 
     def text_of(self, completion: Completion) -> str:
         """The text of a completion, up to the first of the stop texts."""
@@ -270,22 +271,31 @@ class RolloutEngine:
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 
-    def decode_chunk(self) -> None:
-        """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long."""
+    def decode_chunk(self) -> dict[int, Completion]:
+        """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long.
+
+        Returns the completions that have ended, by their sequences.
+        """
         left, ended, before = CHUNK, 0, self.sequences.copy()
         enough = self.stop_after(int((self.sequences >= 0).sum()))
         while left and ended < enough:
-            start, steps = time.perf_counter(), min(left, self.steps_a_call)
+            # Several processes exchange once a chunk whether a signal has come.
+            start, steps = time.perf_counter(), left if jax.process_count() > 1 else min(left, self.steps_a_call)
             chunk, made = self.run_decode(steps, enough - ended)
             ended += self.record(chunk, made)
             left -= made
-            seconds = max(gather_objects(time.perf_counter() - start))
+            seconds = time.perf_counter() - start
             self.sampler.poll()
             # The first call compiles and says little: the fall is unbounded, the growth is not.
             speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
             self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
         if self.sampler.stop_texts:  # not after each call, since the clock says where one ends
             self.stop_at_texts(before)
+        finished = before[(before >= 0) & (self.sequences != before)].tolist()
+        for sequence in finished:
+            one = self.completions[sequence]
+            self.completions[sequence] = replace(one, text=self.sampler.text_of(one))
+        return {sequence: self.completions[sequence] for sequence in finished}
 
     def stop_at_texts(self, sequences: np.ndarray) -> None:
         """End the completions of the slots' sequences behind the token that completes a stop text."""

@@ -1,7 +1,7 @@
 """Prompts are completed and scored: trajectories, which all processes know, and what is logged of them."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -15,7 +15,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
 from mllm.rl.reward_process import FAILURES, Sample
 from mllm.rl.rewards import RewardRunner, number, reward_metrics, weighted_sum
-from mllm.rl.rollout import Sampler
+from mllm.rl.rollout import Completion, Sampler
 from mllm.stopwatch import Stopwatch
 
 MOST_FAILED_GROUPS = 0.5
@@ -37,21 +37,29 @@ def sample_trajectories(
 ) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
+    What has ended is scored while others are decoded.
+
     No `group` of prompts is scored in parts: a batched function may compare its completions.
 
     Prompt i draws from the stream (seed, step, first_sequence + i).
     """
-    tokens = [prompt.tokens for prompt in prompts]
-    with watch.phase("rollout"):
-        completions = sampler.complete(params, tokens, step=step, first_sequence=first_sequence, greedy=greedy)
-    samples = [
-        Sample(prompt.example, one.text, one.tokens, not one.finished)
-        for prompt, one in zip(prompts, completions, strict=True)
-    ]
-    with watch.phase("reward"):
-        with raise_everywhere():
-            scored = rewards.score(samples[rows.part_of(len(samples), group)])
-        answers = chain(*rows.gather(scored))
+    mine = range(len(prompts))[rows.part_of(len(prompts), group)]
+
+    def sample_of(number: int, one: Completion) -> Sample:
+        return Sample(prompts[number].example, one.text, one.tokens, not one.finished)
+
+    with rewards.scoring(len(mine)) as scoring:
+
+        def ended(found: Mapping[int, Completion]) -> None:
+            scoring.add({i - mine.start: sample_of(i, one) for i, one in found.items() if i in mine})
+
+        with watch.phase("rollout"):
+            how: dict[str, Any] = {"step": step, "first_sequence": first_sequence, "greedy": greedy, "ended": ended}
+            completions = sampler.complete(params, [prompt.tokens for prompt in prompts], **how)
+        with watch.phase("reward"):
+            with raise_everywhere():
+                scored = scoring.finish([sample_of(i, completions[i]) for i in mine])
+            answers = chain(*rows.gather(scored))
     return [
         Trajectory(
             np.array([*prompt.tokens, *one.tokens], np.int32),

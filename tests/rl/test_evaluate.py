@@ -5,6 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
+from rollouts import InstantRewards
 
 from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
@@ -13,7 +14,6 @@ from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rl.evaluation import interval, make_evaluation, pass_at, wilson
 from mllm.rl.reward_process import NOT_APPLICABLE
-from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Completion, Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
@@ -28,7 +28,7 @@ CALLS = []
 class FixedTexts(Sampler):
     """Completes each prompt with its text above, its n-th sample with the n-th, the i-th prompt's in i tokens."""
 
-    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False):
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
         CALLS.append((prompts, step, first_sequence, greedy))
         numbers = [TOKENS.index(prompt) for prompt in prompts]
         texts = [GREEDY[i] if greedy else SAMPLED[i][numbers[:n].count(i)] for n, i in enumerate(numbers)]
@@ -36,7 +36,7 @@ class FixedTexts(Sampler):
         return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text) for i, text in made]
 
 
-class Lengths(RewardRunner):
+class Lengths(InstantRewards):
     """Two rewards: the text's length, which fails for `five`, and half of it, which does not apply to `2`."""
 
     names, weights = ("length", "half"), np.array([1.0, 2.0])

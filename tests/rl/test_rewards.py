@@ -51,6 +51,7 @@ def half_hanging_batch(completions):
         def __float__(self): time.sleep(60)
     return [1.0, Slow(), 1.0]
 """
+NOTHING = ("not_applicable", "")
 HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
@@ -288,6 +289,32 @@ def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_an
         assert np.median(np.diff(calls)) < 0.25
         assert all(is_gone(worker.process.pid) for worker in two.workers)
         assert score(two, "7", "7") == [[("value", 1)]] * 2
+
+
+def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait_for_all():
+    samples = [Sample(SEVEN, completion, array("i", [1]), False) for completion in ("four", "7", "")]
+    with opened("late", "batch") as runner:
+        expected = runner.score(samples)
+        with runner.scoring(3) as scoring:
+            scoring.add({1: samples[1]})
+            while scoring.found[1][0] == NOTHING:
+                time.sleep(0.01)
+            assert scoring.found == [[NOTHING] * 2, [expected[1][0], NOTHING], [NOTHING] * 2]
+            assert scoring.finish(samples) == expected
+
+
+def test_a_rollout_that_ends_early_stops_its_functions():
+    with opened(HOSTILE) as runner:
+        sample = Sample(SEVEN, FOREVER, array("i", [1]), False)
+
+        def interrupted():
+            with runner.scoring(2) as scoring:
+                scoring.add({0: sample})
+                raise Stop
+
+        with pytest.raises(Stop):
+            interrupted()
+        assert score(runner, "7") == [[("value", 1)]]
 
 
 # What comes back

@@ -5,7 +5,6 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +47,13 @@ def prompts():
     return [rng.integers(0, VOCABULARY, length).tolist() for length in (3, 8, 1, 12, 5, 7, 2, 4, 11, 6, 3, 3)]
 
 
-def complete(model, prompts, options=OPTIONS, *, seed=0, step=0, first_sequence=0, slots=5, stops=STOPS, **given):
+def complete(
+    model, prompts, options=OPTIONS, *, seed=0, step=0, first_sequence=0, slots=5, stops=STOPS, ended=len, **given
+):
     """The completions of a sampler with this file's stop tokens."""
     graphdef, params = nnx.split(model)
     sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, max_slots=lambda: slots, **given)
-    return sampler.complete(params, prompts, step=step, first_sequence=first_sequence)
+    return sampler.complete(params, prompts, step=step, first_sequence=first_sequence, ended=ended)
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +109,18 @@ def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_
     assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
 
 
-def test_a_completion_s_text_has_no_control_tokens(monkeypatch):
+def test_a_completion_s_text_has_no_control_tokens():
     """Rewards are given it, as TRL gives it to its functions."""
     ended = Completion(array("i", [*b"<7", 257, *b">", 258]), finished=True)
-    engine = SimpleNamespace(admit=lambda: False, completions=[ended])
-    monkeypatch.setattr(rollout, "RolloutEngine", lambda *_: engine)
-    sampler = Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0)
-    assert [one.text for one in sampler.complete(None, [[1]], step=0)] == ["<7>"]
+    assert Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0).text_of(ended) == "<7>"
+
+
+def test_each_completion_is_told_of_once_when_it_has_ended_while_others_are_decoded(model, prompts, completions):
+    told = []
+    assert complete(model, prompts, ended=told.append) == completions
+    assert len(told) > 2
+    assert {number: one for found in told for number, one in found.items()} == dict(enumerate(completions))
+    assert sum(map(len, told)) == len(completions)
 
 
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
