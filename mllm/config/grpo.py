@@ -135,8 +135,19 @@ class GrpoConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the trainer's log-probabilities are computed before the first update."""
+        """Whether the trainer's log-probabilities are computed before the first update, for those after it."""
         return self.updates_per_rollout > 1
+
+    @property
+    def first_is_current(self) -> bool:
+        """Whether the first update needs none of them: its parameters are those, and no later one takes its batch."""
+        return self.num_iterations == 1 and not self.weighs_sequences
+
+    @property
+    def passes(self) -> int:
+        """The log-prob passes of a rollout, each over one update's batch."""
+        old = (self.steps_per_generation - self.first_is_current) * self.needs_old_logprobs
+        return old + self.steps_per_generation * (self.beta > 0)
 
     @property
     def weighs_sequences(self) -> bool:

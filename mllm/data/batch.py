@@ -54,7 +54,8 @@ class Batch(NamedTuple):
     sampler_logprobs: Floats | None = None
     """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
     old_logprobs: Floats | None = None
-    """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
+    """Log-probabilities under the parameters before this rollout's first update; None, or `objectives.CURRENT`: those
+    are the current ones."""
     reference_logprobs: Floats | None = None
 
 

@@ -94,9 +94,8 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     decoded = steps * weights + sequences / layout.row_shards * completion * cache
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
-    passes = grpo.steps_per_generation * (grpo.needs_old_logprobs + (grpo.beta > 0))
     updates = update * grpo.updates_per_rollout * computed
-    return Seconds(decoded / bandwidth + prefilled, passes * computed, updates, steps)
+    return Seconds(decoded / bandwidth + prefilled, grpo.passes * computed, updates, steps)
 
 
 def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Sequence[int]) -> Iterator[str]:

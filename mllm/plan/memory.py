@@ -125,7 +125,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
-    if config.grpo and (config.grpo.needs_old_logprobs or config.grpo.beta > 0):
+    if config.grpo and config.grpo.passes:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}

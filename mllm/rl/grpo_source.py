@@ -137,7 +137,9 @@ class GrpoSource:
                 whole = pack(sequences, weights[learned], advantages[part[learned]], self.update_rows)
                 batch = jax.tree.map(lambda array: array[mine], whole)
                 if self.config.needs_old_logprobs:
-                    batch = batch._replace(old_logprobs=self.logprob_pass(params, batch))
+                    first = not parts and self.config.first_is_current  # of the same form: one program for all updates
+                    old = np.full(batch.tokens.shape, objectives.CURRENT, np.float32) if first else None
+                    batch = batch._replace(old_logprobs=self.logprob_pass(params, batch) if old is None else old)
                 if self.needs_reference:
                     batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
                 batch = jax.block_until_ready(batch)

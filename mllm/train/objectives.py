@@ -23,6 +23,7 @@ from mllm.config.grpo import GrpoConfig, LossType
 from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
+CURRENT = 1.0  # in place of the old policy's log-probabilities, which are not positive: the policy is the current one
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 
@@ -148,7 +149,8 @@ def importance_weight(config: GrpoConfig, log_ratio: Float[jax.Array, "*S"]) -> 
 
 def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
     """Log-probabilities under the old policy; the current policy's, as constants, where there are none."""
-    return jax.lax.stop_gradient(logprob) if inputs.old_logprobs is None else inputs.old_logprobs
+    current = jax.lax.stop_gradient(logprob)
+    return current if (old := inputs.old_logprobs) is None else jnp.where(old == CURRENT, current, old)
 
 
 def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
@@ -325,7 +327,7 @@ def policy_metrics(
     if inputs.reference_logprobs is not None:
         metrics["kl"] = masked_mean(k3(logprob, inputs.reference_logprobs), mask)
     assert batch.sampler_logprobs is not None
-    trainer = logprob if batch.old_logprobs is None else batch.old_logprobs
+    trainer = old_logprobs(inputs, logprob)
     difference = jnp.where(mask, jnp.abs(trainer - batch.sampler_logprobs), 0.0)
     return metrics | {
         "sampling/sampling_logp_difference/mean": masked_mean(difference, mask),

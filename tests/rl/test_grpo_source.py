@@ -180,6 +180,21 @@ def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):
     ]
 
 
+def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or_its_completions_weights_need_one():
+    for settings, passes in (
+        ({}, 1),
+        ({"num_iterations": 2}, 2),
+        ({"importance_sampling": "sequence_mask"}, 2),
+        ({"beta": 0.1, "reference": "initial"}, 3),
+    ):
+        source, calls = grpo_source(steps_per_generation=2, **settings), []
+        source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
+        first, second = (source.next(np.float32(0), step, Stopwatch(), REFERENCE).batch for step in range(2))
+        assert len(calls) == passes == source.config.passes
+        assert (first.old_logprobs == objectives.CURRENT).all() == (source.config.first_is_current)
+        assert (second.old_logprobs[:, 0] == 0).all()
+
+
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
     source, calls = grpo_source(steps_per_generation=2, num_iterations=2), []
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)

@@ -164,6 +164,23 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
         np.testing.assert_allclose(gradient, packed(expected), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
+def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
+    mask, logprob, entropy, (advantage, _, sampler, reference) = make_sequences()
+    config, current = make_config(loss_type), packed(logprob)
+    batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
+    marked = batch._replace(old_logprobs=jnp.full_like(current, objectives.CURRENT))
+    found, expected = (
+        (
+            *jax.value_and_grad(our_loss, 2)(config, one, current, packed(entropy)),
+            policy_metrics(config, current, packed(entropy), one),
+        )
+        for one in (marked, batch)
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
 def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(loss_type):
     """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
