@@ -30,6 +30,9 @@ class RolloutConfig(Section):
     greedy completions; null: 1. Not under GRPO, whose update computes the probabilities without it."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own tokens; its text ends before them."""
+    weights: Literal["int8"] | None = None
+    """The dtype in which decode steps read matrices, each row with its own scale: a bfloat16 decode step's bytes are
+    halved, and the sampler differs more from the trainer; None: `model.dtype`."""
     max_slots: PositiveInt | None = None
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
 

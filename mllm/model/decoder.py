@@ -24,6 +24,7 @@ from kernels.precision import precision_of
 from mllm.model.architecture import Architecture, LayerKind, RopeScaling
 from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_layer_float32
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -152,8 +153,12 @@ class Decoder(nnx.Module):
 
         Gemma's factor is rounded as well, as it was in training; its product with them is exact.
         """
-        hidden = self.embed[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        hidden = compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
+        embed = self.embed.get_value()
+        if isinstance(embed, Int8Matrix):
+            hidden = embed.rows(tokens)
+        else:
+            hidden = embed.at[tokens].get(mode="fill", fill_value=jnp.nan)
+            hidden = compute_copy(hidden, self.rounding, "embed", rows=tokens[..., None]).astype(jnp.float32)
         factor = self.config.hidden_size**0.5 if self.config.traits.gemma else 1
         return hidden * jnp.asarray(factor, self.dtype).astype(jnp.float32)
 
@@ -266,9 +271,13 @@ def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
     """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, else in that of x."""
+    matrix = weight.get_value()
+    if isinstance(matrix, Int8Matrix):
+        y = matrix.product(x)
+        return (y if bias is None else y + bias[...]).astype(dtype or x.dtype)
     if bias is None:
-        return product(dtype, x, weight[...].astype(jnp.float32))
-    return (product(jnp.float32, x, weight[...].astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
+        return product(dtype, x, matrix.astype(jnp.float32))
+    return (product(jnp.float32, x, matrix.astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
+from kernels.lm_head.contract import dot
 from kernels.precision import precision_of
 from mllm.model.compute_copy import Rounding
 from mllm.model.decoder import Decoder, rotary
+from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import (
     CACHED_KEYS,
     HIDDEN_STATES,
@@ -30,6 +32,7 @@ from mllm.model.layout import (
     Params,
     constrain,
     gather,
+    gather_int8,
     map_parameters,
     split_layers,
 )
@@ -80,19 +83,22 @@ def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
     return nnx.split(Decoder.abstract(config, dithered=model.rounding.dithered, lora=lora, **options))[0]
 
 
-def decoding_weights(graphdef: nnx.GraphDef, params: Params) -> DecodingWeights:
-    """The decoding weights of a model; one layer at a time, so that little more than the result is held."""
+def decoding_weights(graphdef: nnx.GraphDef, params: Params, int8: bool = False) -> DecodingWeights:
+    """The decoding weights of a model; one layer at a time, so that little more than the result is held.
+
+    `int8`: matrices, but no adapters, are `Int8Matrix`.
+    """
     model = nnx.merge(graphdef, params)
     outer, layers = split_layers(params)
-    options = model.rounding, model.layout
+    options = model.rounding, model.layout, int8
     indices = range(model.config.num_hidden_layers)
-    shared = shared_parameters(model, outer)
+    shared = shared_parameters(model, outer, int8)
     copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
     outer = nnx.State({**shared, **merge_and_gather(copied, None, *options, model.lora)})
     return DecodingWeights(outer, tuple(merge_and_gather(layers, i, *options) for i in indices))
 
 
-def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingWeights, Params]:
+def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False) -> tuple[DecodingWeights, Params]:
     """The shapes, dtypes and shardings of the decoding weights, from those of the parameters; and `shared_parameters`.
 
     These are among the decoding weights, but take no further memory.
@@ -100,14 +106,14 @@ def abstract_decoding_weights(model: Decoder, params: Params) -> tuple[DecodingW
     assert model.layout is not None
     outer, layers = split_layers(params)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
-    shared = shared_parameters(model, outer)
+    shared = shared_parameters(model, outer, int8)
     outer = jax.eval_shape(lambda x: merge_adapters(x, model.lora), outer)
-    gathered = model.layout.abstract_gathered(one, model.dtype, "layers.")
-    outer = model.layout.abstract_gathered(outer, model.dtype)
+    gathered = model.layout.abstract_gathered(one, model.dtype, "layers.", int8)
+    outer = model.layout.abstract_gathered(outer, model.dtype, int8=int8)
     return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers), shared
 
 
-def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
+def shared_parameters(model: Decoder, outer: Params, int8: bool) -> dict[str, Any]:
     """The parameters of no layer that decoding reads as they are stored, so that they are not copied.
 
     Embedding and head are gigabytes where a LoRA run holds them in the compute dtype.
@@ -119,21 +125,28 @@ def shared_parameters(model: Decoder, outer: Params) -> dict[str, Any]:
 
     def is_gathered(name: str) -> bool:
         (stored,), (read,) = jax.tree.leaves(outer[name]), jax.tree.leaves(gathered[name])
-        return stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
+        same = stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
+        return same and not (int8 and stored.ndim > 1)
 
     return {name: outer[name] for name in outer if is_gathered(name)}
 
 
-@partial(jax.jit, static_argnames=("rounding", "layout", "lora"))
+@partial(jax.jit, static_argnames=("rounding", "layout", "int8", "lora"))
 def merge_and_gather(
-    params: Params, index: Int[Any, ""] | None, rounding: Rounding, layout: Layout | None, lora: Lora | None = None
+    params: Params,
+    index: Int[Any, ""] | None,
+    rounding: Rounding,
+    layout: Layout | None,
+    int8: bool,
+    lora: Lora | None = None,
 ) -> Params:
     """One layer's parameters of those of all, or without an `index` those of no layer, as decode steps read them."""
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
     layer, prefix = (0, "") if index is None else (index, "layers.")
     merged = merge_adapters(params, lora)
-    return map_parameters(lambda x, name: gather(rounding, layout, name, x, layer), merged, prefix)
+    read = gather_int8 if int8 else gather
+    return map_parameters(lambda x, name: read(rounding, layout, name, x, layer), merged, prefix)
 
 
 def decode_token(
@@ -170,6 +183,12 @@ def decode_token(
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)
     return model.last_norm(hidden)[:, 0], tuple(filled)
+
+
+def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Array, "B V"]:
+    """The float32 logits of hidden states, with the vocabulary matrix of decoding weights."""
+    matrix = (model.embed if model.head is None else model.head).get_value()
+    return matrix.product(hidden) if isinstance(matrix, Int8Matrix) else dot(hidden, matrix, (1, 1), hidden.dtype)
 
 
 def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Decoder:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float32, Int, Shaped
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.int8 import Int8Matrix, quantize
 from mllm.parallel.mesh import RULES, sharding
 
 Params = Any
@@ -66,6 +67,7 @@ for matrix, name in MATRICES.items():
         f"{matrix}_a": ((*layers, "rank", columns), f"{module}lora_A.weight"),
         f"{matrix}_b": ((*layers, rows, "rank"), f"{module}lora_B.weight"),
     }
+QUANTIZED = {"embed", *MATRICES.values()}
 LOGICAL_AXES = {name: axes for name, (axes, _) in PARAMETERS.items()}
 TENSORS = {name: tensor for name, (_, tensor) in PARAMETERS.items()}
 
@@ -156,11 +158,15 @@ class Layout:
         """The shape and dtype of each parameter, with its sharding as it is stored."""
         return map_parameters(lambda x, name: self.abstract(x.shape, x.dtype, axes_of(x, name)), params)
 
-    def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "") -> Params:
-        """The shape, dtype and sharding of each parameter as `gather` gives it."""
+    def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "", int8: bool = False) -> Params:
+        """The shape, dtype and sharding of each parameter as `gather` gives it, or `gather_int8`."""
 
-        def gathered(x: Any, name: str) -> jax.ShapeDtypeStruct:
-            return self.abstract(x.shape, jnp.float32 if x.ndim == 1 else dtype, gathered_axes(x, name))
+        def gathered(x: Any, name: str) -> Any:
+            axes = gathered_axes(x, name)
+            if int8 and name in QUANTIZED:
+                scales = self.abstract(x.shape[:1], jnp.float32, axes[:1])
+                return Int8Matrix(self.abstract(x.shape, jnp.int8, axes), scales)
+            return self.abstract(x.shape, jnp.float32 if x.ndim == 1 else dtype, axes)
 
         return map_parameters(gathered, params, prefix)
 
@@ -176,6 +182,17 @@ def gather(
     """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded."""
     copy = parameter.astype(jnp.float32) if parameter.ndim == 1 else compute_copy(parameter, rounding, name, layer)
     return constrain(layout, copy, gathered_axes(parameter, name))
+
+
+def gather_int8(
+    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
+) -> Any:
+    """The same with an `Int8Matrix` in place of each matrix that is no adapter, gathered in int8."""
+    if name not in QUANTIZED:
+        return gather(rounding, layout, name, parameter, layer)
+    axes = gathered_axes(parameter, name)
+    matrix = quantize(parameter)
+    return Int8Matrix(constrain(layout, matrix.values, axes), constrain(layout, matrix.scales, axes[:1]))
 
 
 def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""]) -> Params:

@@ -79,7 +79,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     multiplied = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
     multiplied -= 0 if shapes.model.head is None else math.prod(shapes.model.embed.get_value().shape)
     forward = 2 * multiplied / (FLOPS * flops * layout.mesh.size)
-    weights, bandwidth = bytes_on_device(shapes.decoding_weights()), BANDWIDTH * bandwidth
+    weights, bandwidth = bytes_on_device(shapes.decoding_weights()[0]), BANDWIDTH * bandwidth
     # Each micro-batch reads all weights.
     row = max(forward * rows.length, weights / bandwidth / micro)
     # Forward, the gradient of activations and that of weights, which frozen ones lack; and forward once more.

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
-from mllm.model.decoding import abstract_decoding_weights
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import targets
 from mllm.plan.estimate import better_meshes, estimates, other_heads, size, subject
@@ -117,7 +116,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     found = []
     if config.rollout is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-        weights, shared = map(bytes_on_device, abstract_decoding_weights(shapes.model, shapes.policy.params))
+        weights, shared = map(bytes_on_device, shapes.decoding_weights())
         copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
         others = reference + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts

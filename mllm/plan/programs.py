@@ -73,7 +73,7 @@ class Programs:
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout, greedy=False)
         arguments = (slots.Slots(ints, ints, ints, ints, live), stream, scalar, scalar, scalar)
-        return jax.jit(function, donate_argnums=1), (self.decoding_weights(), self.cache(), *arguments)
+        return jax.jit(function, donate_argnums=1), (self.decoding_weights()[0], self.cache(), *arguments)
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout."""
@@ -126,8 +126,10 @@ class Programs:
         assert self.config.rollout is not None
         return abstract_cache(self.model, self.slots, most_places(self.config.rollout))
 
-    def decoding_weights(self) -> DecodingWeights:
-        return abstract_decoding_weights(self.model, self.policy.params)[0]
+    def decoding_weights(self) -> tuple[DecodingWeights, Params]:
+        """As `abstract_decoding_weights`."""
+        int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
+        return abstract_decoding_weights(self.model, self.policy.params, int8)
 
     def prefilled(self) -> Cache:
         """The keys and values of a batch of prompts."""

@@ -123,7 +123,8 @@ class GrpoSource:
         logged = zip(chosen[: self.logged_samples], np.where(failed, np.nan, advantages), strict=False)
         samples = [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
         has_gradient = (advantages != 0) | (self.config.beta > 0) | (self.config.entropy_coef != 0)
-        lengths, parts = np.array([len(trajectory.logprobs) for trajectory in chosen]), []
+        lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
+        parts: list[Step] = []
         mine = self.rows.part_of(self.update_rows.total)
         for part in np.split(np.arange(len(chosen)), self.config.steps_per_generation):
             learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none

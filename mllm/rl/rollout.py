@@ -160,7 +160,8 @@ class RolloutEngine:
         self.greedy = greedy
         self.stream = Stream(np.asarray(sampler.stop_ids, np.int32), np.int32(sampler.seed), np.int32(step))
         self.model = nnx.merge(sampler.graphdef, params)
-        self.decoder, self.weights = decoding_graphdef(self.model), decoding_weights(sampler.graphdef, params)
+        self.decoder = decoding_graphdef(self.model)
+        self.weights = decoding_weights(sampler.graphdef, params, self.options.weights == "int8")
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)

@@ -98,7 +98,7 @@ def slots_that_fit(
     layout = model.layout
     if memory is None:
         memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
-    weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params))
+    weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params, rollout.weights == "int8"))
     place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
     waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * place
     logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))

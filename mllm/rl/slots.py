@@ -16,9 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
-from kernels.lm_head.contract import dot
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoding import Cache, DecodingWeights, LayerCache, abstract_cache, decode_token, merge
+from mllm.model.decoding import Cache, DecodingWeights, LayerCache, abstract_cache, decode_token, logits_of, merge
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
 
@@ -163,7 +162,7 @@ def decode(
         chunk, done, cache, tokens, live, seen = carry
         hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
         positions = slots.counts + done
-        logits = dot(hidden, model.head_weight, (1, 1), hidden.dtype)
+        logits = logits_of(model, hidden)
         if seen is not None:
             logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
         drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, keys, positions, options)
@@ -175,7 +174,7 @@ def decode(
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.zeros((), jnp.int32)
-    nothing = jnp.zeros(model.head_weight.shape[0], bool)
+    nothing = jnp.zeros(model.config.vocab_size, bool)
     seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
     chunk, done, cache, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, cache, slots.tokens, slots.live, seen))
     # Every process reads the tokens of all rows.

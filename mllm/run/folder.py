@@ -32,7 +32,7 @@ CHANGEABLE = {
     *("model.remat", "model.attention"),
     *("data.epochs", "data.validation.every", "data.validation.patience", "eval.every", "eval.test"),
     *(f"rollout.{name}" for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")),
-    *("rollout.repetition_penalty", "rollout.max_slots"),
+    *("rollout.repetition_penalty", "rollout.weights", "rollout.max_slots"),
     *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
     *("grpo.dynamic_sampling", "grpo.filter_by", "grpo.mask_truncated_completions"),

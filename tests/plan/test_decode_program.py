@@ -9,7 +9,7 @@ import pytest
 
 from mllm.config import load as configs
 from mllm.model.decoding import abstract_cache
-from mllm.parallel.mesh import AXES
+from mllm.parallel.mesh import AXES, bytes_on_device
 from mllm.plan import targets
 from mllm.plan.programs import Programs
 
@@ -36,32 +36,50 @@ def copied(program, elements):
     return found
 
 
-def decode_program(target, source, slots, shape):
-    """A model's compiled decode step with a cache half as long as the longest, and what copies cache or weights."""
+def decode_program(target, source, slots, shape, weights=None):
+    """A model's compiled decode step with a cache half as long as the longest, what copies cache or weights, and the
+    bytes of both on a device, which a step reads.
+    """
     axes = dict(zip(AXES, shape, strict=True))
-    settings = [f"rollout.max_slots={slots}", *(f"mesh.{axis}={count}" for axis, count in axes.items())]
+    settings = [
+        f"rollout.max_slots={slots}",
+        f"rollout.weights={weights or 'null'}",
+        *(f"mesh.{axis}={count}" for axis, count in axes.items()),
+    ]
     mesh = targets.mesh(target, shape, AXES)
     shapes = Programs(configs.load("qwen25_3b_grpo.yaml", [f"model.source={source}", *settings]), mesh)
     shapes.cache = lambda: abstract_cache(shapes.model, slots, 768)
-    arrays = jax.tree.leaves((shapes.decoding_weights(), shapes.cache()))
-    elements = {math.prod(x.sharding.shard_shape(x.shape)) for x in arrays}
+    arrays = jax.tree.leaves((shapes.decoding_weights()[0], shapes.cache()))
+    parts = [(math.prod(x.sharding.shard_shape(x.shape)), x.dtype.itemsize) for x in arrays]
     program = targets.compiled(*shapes.decode(), mesh)
-    return program, copied(program, {n for n in elements if n >= 2**20})
+    return program, copied(program, {n for n, _ in parts if n >= 2**20}), sum(n * size for n, size in parts)
 
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 @pytest.mark.parametrize("source", [QWEN2, GEMMA, *(pytest.param(x, marks=pytest.mark.slow) for x in (QWEN3, LLAMA))])
 def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
-    program, copies = decode_program("v6e:2x4", source, 320, (1, 8, 1))
+    program, copies, _ = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
     assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
+def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_no_other_copy_of_the_weights():
+    program, copies, nbytes = decode_program("v6e:2x4", QWEN2, 320, (1, 8, 1), weights="int8")
+    assert copies == []
+    assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+    mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
+    usual = Programs(configs.load("qwen25_3b_grpo.yaml", ["rollout.max_slots=320"]), mesh)
+    cache = bytes_on_device(abstract_cache(usual.model, 320, 768))
+    assert nbytes <= 0.56 * (bytes_on_device(usual.decoding_weights()[0]) + cache)
 
 
 @pytest.mark.aot_gpu
 @pytest.mark.skipif(not targets.GPU_PLUGIN.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
 @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
-    program, copies = decode_program("h100", source, slots, (1, 1, 1))
+    program, copies, _ = decode_program("h100", source, slots, (1, 1, 1))
     assert copies == []
     assert program.memory_analysis().temp_size_in_bytes <= 192 * 2**20  # most of it the float32 logits of all rows

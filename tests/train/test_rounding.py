@@ -35,9 +35,9 @@ COUNTED = ROWS.weights[:, PROMPT - 1 : -1] > 0
 class Model:
     """A model in a dtype; its parameters are passed in float32, and frozen ones are cast as they are stored."""
 
-    def __init__(self, dtype, rounding="dithered", lora=False):
+    def __init__(self, dtype, rounding="dithered", lora=False, weights=None):
         model = {"architecture": {**ARCHITECTURE, **SIZES}, "dtype": dtype, "compute_rounding": rounding}
-        lengths = {"max_prompt_length": PROMPT, "max_completion_length": 64 - PROMPT}
+        lengths = {"max_prompt_length": PROMPT, "max_completion_length": 64 - PROMPT, "weights": weights}
         self.settings = config(model=model | {"lora": LORA if lora else None}, rollout=lengths)
         self.lora, mesh = lora, make_mesh(self.settings.mesh)
         self.policy = load_policy(self.settings, mesh)
@@ -118,6 +118,10 @@ def gains(subject, distance, chosen=lambda name: True):
 def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardly():
     assert all(0.9 < gain < 1.1 for gain in gains(model("bfloat16"), 1e-5))
     assert all(gain < 0.3 for gain in gains(model("bfloat16", "nearest"), 1e-5))
+
+
+def test_a_sampler_in_int8_moves_as_float32_does():
+    assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
 
 
 @pytest.mark.parametrize("kind", ["layers.q_bias", "layers.attention_norm", "layers.mlp_norm", "norm"])

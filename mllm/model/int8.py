@@ -1,0 +1,48 @@
+"""Matrices in int8 for decoding: half the bytes of bfloat16 in every decode step.
+
+Each row, the weights of one output, has a scale of its own, symmetric around 0 (Jacob et al. 2018, arXiv:1712.05877,
+section 2.1). Compilers convert the numbers on their way into a product, so no dequantised copy exists.
+
+They are rounded to nearest. A published model lies on bfloat16's grid, which hides small updates (compute_copy.py), but
+between the numbers of this one, so as many weights step over as they have moved; dithered, they would move as well and
+be farther from their masters (docs/log.md).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int, Shaped
+
+from kernels.precision import precision_of
+
+MOST = 127
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8Matrix:
+    """The matrix `values * scales[:, None]`; int8 and float32."""
+
+    values: Shaped[Any, "O I"]
+    scales: Float[Any, " O"]
+
+    def product(self, x: Float[Array, "*B I"]) -> Float32[Array, "*B O"]:
+        """x @ matrix.T, with operands in the dtype of x and float32 sums."""
+        narrow, precision = self.values.astype(x.dtype), precision_of(x.dtype)
+        y = jnp.einsum("...i,oi->...o", x, narrow, precision=precision, preferred_element_type=jnp.float32)
+        return y * self.scales
+
+    def rows(self, indices: Int[Array, "*B"]) -> Float32[Array, "*B I"]:
+        """Some rows of the matrix; NaN beyond its end."""
+        scales = self.scales.at[indices].get(mode="fill", fill_value=jnp.nan)
+        return self.values[indices].astype(jnp.float32) * scales[..., None]
+
+
+def quantize(matrix: Float[Array, "O I"]) -> Int8Matrix:
+    """The nearest matrix in int8 whose rows keep their largest numbers."""
+    wide = matrix.astype(jnp.float32)
+    scales = jnp.abs(wide).max(axis=1) / MOST
+    steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[:, None])
+    return Int8Matrix(jnp.clip(steps, -MOST, MOST).astype(jnp.int8), scales)
