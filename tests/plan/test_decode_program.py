@@ -72,8 +72,9 @@ def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_n
     assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
     mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
     usual = Programs(configs.load("qwen25_3b_grpo.yaml", ["rollout.max_slots=320"]), mesh)
-    cache = bytes_on_device(abstract_cache(usual.model, 320, 768))
-    assert nbytes <= 0.56 * (bytes_on_device(usual.decoding_weights()[0]) + cache)
+    cache, weights = map(bytes_on_device, (abstract_cache(usual.model, 320, 768), usual.decoding_weights()[0]))
+    assert nbytes - cache < 0.505 * weights
+    assert nbytes < 0.58 * (weights + cache)  # the cache, here half full in all rows, stays bfloat16
 
 
 @pytest.mark.aot_gpu
