@@ -2,11 +2,19 @@
 
 import os
 import time
+from pathlib import Path
 
 
 def even_characters(completion):
-    """The share of characters with an even number; REWARD_SECONDS makes it slow, for tests that need the time."""
-    time.sleep(float(os.environ.get("REWARD_SECONDS", "0")))
+    """The share of characters with an even number.
+
+    Where REWARD_HOLDS names a run's folder, a test holds the run after its second step, until it writes a file `go`.
+    """
+    run = Path(os.environ.get("REWARD_HOLDS", "."))
+    while (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 2:
+        if (run / "go").exists():
+            break
+        time.sleep(0.01)
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 

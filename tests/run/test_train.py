@@ -5,13 +5,23 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import arguments, assert_same_end, changed, checkpoints, checksums, environment, newest, records, run
+from runs import (
+    arguments,
+    assert_same_end,
+    changed,
+    checkpoints,
+    checksums,
+    environment,
+    newest,
+    records,
+    run,
+    signal_trainer,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
@@ -81,8 +91,7 @@ def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undi
         def signalled(watch, name, entered=entered, phase_of=phase_of, stop=(phase, updates, number)):
             entered.append(name)
             if (name, entered.count("update")) == stop[:2]:
-                signal.raise_signal(stop[2])
-                time.sleep(0.1)  # for the thread that hears it
+                signal_trainer(stop[2])
             return phase_of(watch, name)
 
         with monkeypatch.context() as patch:
