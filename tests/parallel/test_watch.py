@@ -14,13 +14,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import tiny
-from runs import ROOT, arguments, environment
+from runs import ROOT, environment
 
-import train
 from mllm.parallel import watch
 from mllm.parallel.watch import GO_ON, Link, Watch
-from mllm.run import heartbeat
 from mllm.run.heartbeat import NAME, publish, watched
 from mllm.store.run_store import RunStore
 
@@ -205,19 +202,6 @@ def test_a_phase_of_any_process_counts_for_the_limit_and_a_process_that_is_alone
     while several.links:
         time.sleep(0.01)
     assert ended.empty()
-
-
-def test_train_py_passes_the_limit_on_and_refuses_one_that_is_none(tmp_path, monkeypatch, capsys):
-    given = []
-    monkeypatch.setattr(heartbeat, "watched", lambda limit: given.append(limit) or given.no_such_thing)
-    command = arguments(tiny.config(run_dir=str(tmp_path / "run")))
-    for limit in (["--stall-limit", "90"], []):
-        with pytest.raises(AttributeError):
-            train.main([*command, *limit])
-    assert given == [90, None]
-    for wrong in ("0", "nan"):
-        assert train.main([*command, "--stall-limit", wrong]) == 2
-    assert capsys.readouterr().err.count("error: --stall-limit: give seconds above 0") == 2
 
 
 # What a supervisor reads
