@@ -397,7 +397,13 @@ def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
 
 def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes(tmp_path, capfd):
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=4, checkpoint={"every": 2}, eval=None, rollout=None)
-    with limited_files(20_000):
+
+    def save_where_nothing_fits(checkpoints, *state, save=Checkpoints.save):
+        with limited_files(20_000):
+            save(checkpoints, *state)
+            checkpoints.saving.thread.join()
+
+    with patch.object(Checkpoints, "save", save_where_nothing_fits):
         assert run(settings) == 2
     said = capfd.readouterr().err
     last_line = said.splitlines()[-1]
