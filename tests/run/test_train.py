@@ -10,22 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import (
-    arguments,
-    assert_same_end,
-    changed,
-    checkpoints,
-    checksums,
-    environment,
-    newest,
-    records,
-    run,
-    signal_trainer,
-)
+from runs import assert_same_end, changed, checkpoints, checksums, environment, newest, records, run, signal_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
-import train
 from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.parallel.watch import Watch
@@ -140,7 +128,7 @@ def test_the_watch_is_told_the_stall_limit_and_every_phase(tmp_path, monkeypatch
     monkeypatch.setattr(Watch, "limit_stalls", lambda watch, seconds: told.append(seconds))
     monkeypatch.setattr(Watch, "mark", lambda watch, step, phase: told.append((step, phase)))
     settings = changed(config("sft", run_dir=str(tmp_path / "run"), steps=2), eval=None, rollout=None)
-    assert train.main([*arguments(settings), "--stall-limit", "300"]) == 0
+    assert run(settings, "--stall-limit", "300") == 0
     phases = [(0, "data"), (0, "update"), (1, "data"), (1, "update"), (1, "save")]
     assert told == [300.0, *phases, (0, "end")]
 
