@@ -10,11 +10,10 @@ def even_characters(completion):
 
     Where REWARD_HOLDS names a run's folder, a test holds the run after its second step, until it writes a file `go`.
     """
-    run = Path(os.environ.get("REWARD_HOLDS", "."))
-    while (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").read_bytes().count(b"\n") >= 2:
-        if (run / "go").exists():
-            break
-        time.sleep(0.01)
+    if folder := os.environ.get("REWARD_HOLDS"):
+        log, go = Path(folder, "metrics.jsonl"), Path(folder, "go")
+        while log.exists() and log.read_bytes().count(b"\n") >= 2 and not go.exists():
+            time.sleep(0.01)
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 
