@@ -76,7 +76,7 @@ GRPO = config(
         "importance_sampling": "sequence_mask",
         "dual_clip": 3.0,
     },
-    task={"rewards": [{"name": "user_rewards:seldom"}]},
+    task={"rewards": [{"name": "user_rewards:seldom"}], "reward_timeout": 600},  # it holds the run for a while
     rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
     checkpoint={"every": 2},
     log={"samples": 6},
