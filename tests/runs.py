@@ -1,5 +1,6 @@
 """Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
 
+import gc
 import hashlib
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import by_name, with_leaves
 from mllm.run.metrics import read_records
+from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
@@ -60,6 +63,14 @@ class ExitCode(int):
 
 def run(config: Config, *options: str) -> int:
     return ExitCode(train.main([*arguments(config), *options]))
+
+
+def signal_trainer(number: int) -> None:
+    """Send this process a signal; returns when the trainer in it has noted it, as a thread does."""
+    trainers = [one for one in gc.get_referrers(Interrupt) if isinstance(one, Interrupt) and not one.received]
+    signal.raise_signal(number)
+    while not any(trainer.received for trainer in trainers):
+        time.sleep(0.001)
 
 
 def environment(**variables: str) -> dict[str, str]:

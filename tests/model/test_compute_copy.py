@@ -68,15 +68,6 @@ def test_other_numbers_become_a_neighbour_the_farther_one_where_their_last_bits_
     assert ((copied(values) == cut(values, 0)) | (copied(values) == cut(values, 0xFFFF))).all()
 
 
-@pytest.mark.parametrize("part", [0.003, 0.3, 0.9])
-def test_the_share_of_weights_that_step_over_is_how_far_they_have_moved(part):
-    for start, ulp in ((1.0, 2**-7), (-0.3125, -(2**-9))):
-        moved = np.full(SHAPE, start + part * ulp)
-        deviation = (part * (1 - part) / moved.size) ** 0.5
-        assert abs((copied(moved) != start).mean() - part) < 4 * deviation
-        assert (copied(moved, rounding=NEAREST) != start).mean() == (part > 0.5)
-
-
 def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_parameters(bits):
     """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of these."""
     assert 0.51 < len(np.unique(bits)) / 65536 < 0.55

@@ -106,7 +106,8 @@ HOSTILE = (
 )
 
 
-def test_whatever_strangers_send_they_are_ignored_with_a_line_and_silent_ones_keep_nobody_waiting(place, capsys):
+def test_strangers_are_ignored_with_a_line_whatever_they_send_and_delay_nobody_when_silent(place, capsys, monkeypatch):
+    monkeypatch.setattr(meeting, "PATIENCE", 3600)
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
         met = pool.submit(receive, member(0), *place, [1, 2])
         while not met.done():
@@ -121,11 +122,9 @@ def test_whatever_strangers_send_they_are_ignored_with_a_line_and_silent_ones_ke
                 stranger.shutdown(socket.SHUT_WR)
                 assert b"go" not in b"".join(iter(lambda s=stranger: s.recv(4096), b""))
         assert not met.done()
-        begun = time.monotonic()
         links = [pool.submit(visit, member(number), place) for number in (1, 2)]
-        assert {*met.result(timeout=5)} == {1, 2}
-        assert all(link.result(timeout=5) for link in links)
-        assert time.monotonic() - begun < 2
+        assert {*met.result()} == {1, 2}
+        assert all(link.result() for link in links)
         silent.close()
     lines = capsys.readouterr().err.splitlines()
     ignored = "warning: --coordinator: a visitor from 127.0.0.1 is ignored: "
@@ -140,7 +139,7 @@ def test_a_process_of_another_run_dir_is_refused_and_the_others_go_on(place, cap
             visit(member(1, 2, run_dir="runs/other"), place)
         assert not met.done()
         pool.submit(visit, member(1, 2), place)
-        assert {*met.result(timeout=5)} == {1}
+        assert {*met.result()} == {1}
     said = capsys.readouterr().err
     assert "error: --coordinator: this process is refused: its run_dir or MLLM_TOKEN is not process 0's: " in said
     assert "127.0.0.1 is ignored: its run_dir or MLLM_TOKEN is not process 0's: give all" in said

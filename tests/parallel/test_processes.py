@@ -76,7 +76,7 @@ GRPO = config(
         "importance_sampling": "sequence_mask",
         "dual_clip": 3.0,
     },
-    task={"rewards": [{"name": "user_rewards:seldom"}]},
+    task={"rewards": [{"name": "user_rewards:seldom"}], "reward_timeout": 600},  # it holds the run for a while
     rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
     checkpoint={"every": 2},
     log={"samples": 6},
@@ -115,11 +115,14 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
 @pytest.mark.slow
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(tmp_path):
     one, two = (changed(GRPO, run_dir=str(tmp_path / name)) for name in ("one", "two"))
-    processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_SECONDS="0.03")
+    processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_HOLDS=two.run_dir)
     while len(records(two)) < 2:
         assert processes[0].poll() is None
         time.sleep(0.01)
     processes[1].send_signal(signal.SIGTERM)
+    while "SIGTERM: saving" not in processes[1].stdout.readline():
+        assert processes[1].poll() is None
+    Path(two.run_dir, "go").touch()
     said = outputs(processes, 143)
     (*_, stopped) = checkpoints(two)
     assert stopped < two.steps

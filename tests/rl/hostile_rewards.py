@@ -18,6 +18,8 @@ PICKLE = b"cos\nsystem\n(S'touch executed'\ntR.\n"
 """Makes a file when it is unpickled."""
 LEFT = Path("left").absolute()
 """The file for the ids of started processes, in the trainer's working directory: a function may change the worker's."""
+DISTURBED = Path("disturbed").absolute()
+"""A file that is there when a function that is to be disturbed has been."""
 USED = asyncio, ctypes, re, signal, subprocess, sys, threading, Decimal, np
 
 
@@ -31,9 +33,9 @@ def hostile(completion, answer):
 
 
 def busy(completion):
-    """1, after half a second in which it may be disturbed."""
+    """1, when it has been disturbed, and after half a second, in which an alarm may go off."""
     end = time.monotonic() + 0.5
-    while time.monotonic() < end:
+    while time.monotonic() < end or not DISTURBED.exists():
         time.sleep(0.01)
     return 1.0
 

@@ -93,15 +93,6 @@ def test_more_than_half_of_the_groups_may_not_fail():
         roll_out(bad=[0, 4, 8], steps_per_generation=2)
 
 
-def test_rollouts_without_a_signal_are_logged_at_powers_of_two(caplog):
-    source = grpo_source(rewards=SquareRewards(weight=0.0))
-    for number in range(5):
-        source.next(np.float32(0), number, Stopwatch())
-    logged = [record.getMessage() for record in caplog.records]
-    assert [line.partition(":")[0] for line in logged] == ["step 1", "step 2", "step 4"]
-    assert "in no group do the rewards differ, so there is nothing to learn from (4 such rollouts so far)" in logged[-1]
-
-
 def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
     asked, part_of = [], RowShare.part_of
     monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
@@ -159,7 +150,7 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
         "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:48); correct "
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:55); correct "
         "the function (saved after step 4: the same command resumes)"
     ]
     assert checkpoints(settings) == [4]

@@ -8,7 +8,6 @@ from tiny import config
 
 from mllm.stopwatch import CompileClock
 
-EVEN = "user_rewards:even_characters"
 OWN = {"JAX_COMPILATION_CACHE_DIR": ""}  # none of JAX's
 PROCESS = """
 import jax
@@ -90,7 +89,7 @@ def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, cap
 def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_damaged_or_compiled_again(tmp_path):
     """Its last start finds a file in the place of the folder."""
     settings = config(
-        run_dir=str(tmp_path / "whole"), steps=4, checkpoint={"every": 2, "keep": 3}, task={"rewards": [{"name": EVEN}]}
+        "sft", run_dir=str(tmp_path / "whole"), checkpoint={"every": 2, "keep": 3}, eval=None, rollout=None
     )
     cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
@@ -99,7 +98,7 @@ def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_damaged_or_comp
         return said
 
     assert "WARNING" not in start(settings, **cache)
-    assert records(settings, "timings.jsonl")[0]["time/compile"] > 1
+    assert records(settings, "timings.jsonl")[0]["time/compile"] > 0
     folder = tmp_path / "cache" / "mllm" / "xla" / "0_of_1"
     programs = list(folder.glob("*-cache"))
     assert any("train_step" in path.name for path in programs)

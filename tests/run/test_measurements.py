@@ -4,13 +4,12 @@ import json
 import math
 import re
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import changed, records, run
+from runs import changed, records, run, signal_trainer
 from tiny import config
 
 import mllm.run.build
@@ -121,8 +120,7 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
         def measure_or_stop(params, step):
             tested.append(prefix)
             if tested.count("test/") == 1 and prefix == "test/":
-                signal.raise_signal(signal.SIGTERM)
-                time.sleep(0.1)  # for the thread that hears it
+                signal_trainer(signal.SIGTERM)
             return measure(params, step)
 
         return measure_or_stop

@@ -3,10 +3,9 @@
 import json
 import logging
 import signal
-import time
 
 import pytest
-from runs import assert_same_end, changed, checkpoints, killed_after, records, run
+from runs import assert_same_end, changed, checkpoints, killed_after, records, run, signal_trainer
 from tiny import config
 
 from mllm.data.sft_source import SftSource
@@ -89,8 +88,7 @@ def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings,
 
     def stopped(self, state, *given):
         if state.step == 2:
-            signal.raise_signal(signal.SIGTERM)
-            time.sleep(0.1)  # for the thread that hears it
+            signal_trainer(signal.SIGTERM)
         return measure(self, state, *given)
 
     learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}

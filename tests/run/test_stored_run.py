@@ -6,6 +6,7 @@ import json
 import os
 import re
 import threading
+import time
 from pathlib import Path
 
 import pyarrow
@@ -19,6 +20,7 @@ from mllm.config.model import MeshConfig
 from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
+from mllm.run.signals import Interrupt
 from mllm.store import bucket, fetch, lock
 from mllm.store.bucket import Bucket
 from mllm.store.log import PartsLog
@@ -57,8 +59,16 @@ def test_a_thread_that_can_not_send_saves_and_ends_the_run_and_lines_that_are_mi
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         sync(log)
 
+    agree = Interrupt.agree
+
+    def wait_and_agree(interrupt):
+        while not interrupt.find_fault():
+            time.sleep(0.01)
+        return agree(interrupt)
+
     with monkeypatch.context() as patch:
         patch.setattr(PartsLog, "sync", fail_in_the_thread)
+        patch.setattr(Interrupt, "agree", wait_and_agree)
         patch.setattr(lock, "SENDING_SECONDS", 0.01)
         assert run(settings) == 2
     line = r"error: .*/run: the logs can't be sent \(.*Too many open files\); check .* \(saved after step 1: .*\)"

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from runs import ROOT, changed, records, run
 from tiny import config
 
@@ -125,9 +124,9 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 def test_each_example_of_the_documentation_is_trained_and_then_answers_what_it_was_taught(path, tmp_path):
     """Where the run evaluates, generate is right exactly as often as its last evaluation; all answers are numbers."""
     options = [f"run_dir={tmp_path / 'run'}"]
-    if "source" in yaml.safe_load(path.read_text())["model"]:  # which can answer, so that a few steps are enough
+    if path.stem != "sft":  # the others begin with a model that can answer, so that a few steps are enough
+        options += ["model.init=pretrained", "model.architecture=null", "steps=4", "optimizer.warmup_steps=0"]
         options += [f"model.source={ROOT / 'tests' / 'fixtures' / 'tiny_sft'}", "model.tokenizer=bytes"]
-        options += ["steps=4", "optimizer.warmup_steps=0"]
     assert train.main(["--config", str(path), *options]) == 0
     settings = load(str(path), options)
     if settings.task:

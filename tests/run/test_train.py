@@ -5,17 +5,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import arguments, assert_same_end, changed, checkpoints, checksums, environment, newest, records, run
+from runs import assert_same_end, changed, checkpoints, checksums, environment, newest, records, run, signal_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
-import train
 from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.parallel.watch import Watch
@@ -81,8 +79,7 @@ def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undi
         def signalled(watch, name, entered=entered, phase_of=phase_of, stop=(phase, updates, number)):
             entered.append(name)
             if (name, entered.count("update")) == stop[:2]:
-                signal.raise_signal(stop[2])
-                time.sleep(0.1)  # for the thread that hears it
+                signal_trainer(stop[2])
             return phase_of(watch, name)
 
         with monkeypatch.context() as patch:
@@ -131,7 +128,7 @@ def test_the_watch_is_told_the_stall_limit_and_every_phase(tmp_path, monkeypatch
     monkeypatch.setattr(Watch, "limit_stalls", lambda watch, seconds: told.append(seconds))
     monkeypatch.setattr(Watch, "mark", lambda watch, step, phase: told.append((step, phase)))
     settings = changed(config("sft", run_dir=str(tmp_path / "run"), steps=2), eval=None, rollout=None)
-    assert train.main([*arguments(settings), "--stall-limit", "300"]) == 0
+    assert run(settings, "--stall-limit", "300") == 0
     phases = [(0, "data"), (0, "update"), (1, "data"), (1, "update"), (1, "save")]
     assert told == [300.0, *phases, (0, "end")]
 

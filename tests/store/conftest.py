@@ -11,14 +11,14 @@ from mllm.store.run_store import RunStore
 def place(request, tmp_path, monkeypatch):
     """A run's empty place: its URL, and the object store if it is in a bucket.
 
-    Requests to buckets are repeated after milliseconds, and leases last a second.
+    Requests to buckets are repeated after milliseconds, and leases renewed ten times a second.
     """
     if request.param == "disk":
         yield str(tmp_path / "run"), None
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(bucket, "RETRIES", {"max_retries": 8, "initial_delay": "5ms", "max_delay": "20ms"})
-    monkeypatch.setattr(lock, "SECONDS", 1)
+    monkeypatch.setattr(lock, "RENEWALS", 600)
     with object_store(request.param) as server:
         yield f"{server.url}/run", server
 

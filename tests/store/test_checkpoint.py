@@ -7,10 +7,11 @@ import math
 import re
 import resource
 import sys
+import threading
 from contextlib import closing, contextmanager
 from functools import cache
 from itertools import product
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints, restore_params
 from mllm.run.state import PendingEvaluation, RunState
+from mllm.store import checkpoints as store_checkpoints
 from mllm.store.folder import Folder
 from mllm.store.run_store import RunStore, seal
 from mllm.train.optimizer import make_optimizer
@@ -75,6 +77,17 @@ def save(store, *states, accuracies=None, **settings):
         checkpoints.wait()
 
 
+@contextmanager
+def unpublished():
+    """No save that begins in this block is published before its end."""
+    ended = threading.Event()
+    with patch.object(store_checkpoints, "wait_for_processes", lambda *_: ended.wait()):
+        try:
+            yield
+        finally:
+            ended.set()
+
+
 def assert_equal(state, other):
     """The same arrays to the bit, and the same everything else."""
     for mine, yours in zip(jax.tree.leaves(state.train), jax.tree.leaves(other.train), strict=True):
@@ -113,10 +126,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(store, capsys, monkeypat
     train = init_state(params, OPTIMIZER)
     with opened(store) as checkpoints:
         assert checkpoints.timings() == {}
-        checkpoints.save(RunState(1, train, POSITION), "seed: 0\n")
-        assert store.steps() == []
-        for leaf in jax.tree.leaves(train):
-            leaf.delete()  # as the next update does
+        with unpublished():
+            checkpoints.save(RunState(1, train, POSITION), "seed: 0\n")
+            assert store.steps() == []
+            assert checkpoints.timings() == {}
+            for leaf in jax.tree.leaves(train):
+                leaf.delete()  # as the next update does
         checkpoints.wait()
         assert store.steps() == [1]
         assert 0 < checkpoints.timings()["save/gb_per_second"] < 100
@@ -162,8 +177,9 @@ def test_the_last_undamaged_checkpoint_stays_until_a_newer_one_is_complete(store
         flip_bits(store, step)
     with opened(store, **settings) as checkpoints:
         assert checkpoints.restore(like()).step == 1
-        checkpoints.save(make_state(2), "", 0.2)
-        assert 1 in store.steps()
+        with unpublished():
+            checkpoints.save(make_state(2), "", 0.2)
+            assert 1 in store.steps()
         checkpoints.wait()
         assert checkpoints.restore(like()).step == 2
     assert store.steps() == ([2] if settings == {"keep": 1} else [1, 2])
@@ -368,21 +384,26 @@ def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_sile
     assert [name.partition("-")[0] for name in store.entries("checkpoints")] == ["1", "1.json"]
 
 
-def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path, monkeypatch):
+def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
     save(store := RunStore(tmp_path), 1, 2)
     flip_bits(store, 2)
-    refuse = Mock(side_effect=PermissionError(errno.EACCES, "Permission denied"))
-    with monkeypatch.context() as patch:
-        patch.setattr(Folder, "rename", refuse)
-        with pytest.raises(UserError, match=r"2.json: can't be read .*, nor put aside as .* \(Permission denied\)"):
-            restored(store)
+    refused = PermissionError(errno.EACCES, "Permission denied")
+    message = r"2.json: can't be read .*, nor put aside as .* \(Permission denied\)"
+    with patch.object(Folder, "rename", side_effect=refused), pytest.raises(UserError, match=message):
+        restored(store)
     assert store.steps() == [1, 2]
     assert restored(store).step == 1
 
 
 def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes(tmp_path, capfd):
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=4, checkpoint={"every": 2}, eval=None, rollout=None)
-    with limited_files(20_000):
+
+    def save_where_nothing_fits(checkpoints, *state, save=Checkpoints.save):
+        with limited_files(20_000):
+            save(checkpoints, *state)
+            checkpoints.saving.thread.join()
+
+    with patch.object(Checkpoints, "save", save_where_nothing_fits):
         assert run(settings) == 2
     said = capfd.readouterr().err
     last_line = said.splitlines()[-1]

@@ -1,10 +1,9 @@
 """The supervisor of child processes: answers, time limits, and nothing left running."""
 
-import os
-import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,19 +21,15 @@ def test_what_a_child_prints_stands_in_files_as_it_comes(tmp_path):
         seen.append((tmp_path / "stdout.txt").read_text())
         return seen[-1] == "one\n"
 
-    code = "print('two', file=sys.stderr, flush=True); print('one', flush=True); time.sleep(60)"
+    code = "print('two', file=sys.stderr, flush=True); print('one', flush=True); time.sleep(3600)"
     ended = child_process.run(python(code), until=until, folder=tmp_path)
     assert (ended.stdout, ended.stderr, (tmp_path / "stderr.txt").read_text()) == ("one\n", "two\n", "two\n")
 
 
 def assert_ends(pid: int) -> None:
-    for _ in range(100):
-        state = subprocess.getoutput(f"ps -o stat= -p {pid}")
-        if state[:1] in ("", "Z"):  # gone, or dead and its new parent is slow
-            return
+    """Until pytest's time is up, if it doesn't. One that is dead may have a new parent that is slow."""
+    while subprocess.getoutput(f"ps -o stat= -p {pid}")[:1] not in ("", "Z"):
         time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    raise AssertionError(f"process {pid} is still running")
 
 
 TRACEBACKS = """log line\nTraceback (most recent call last):\n  File x\nErr: first\n\nDuring handling:\n
@@ -48,16 +43,15 @@ def test_a_failure_has_a_one_line_reason_the_error_without_remarks():
 
 
 @pytest.mark.parametrize("end", ["late", "until", "exit"])
-def test_what_the_child_started_ends_with_it(end, tmp_path):
+def test_what_the_child_started_ends_with_it(end, tmp_path, monkeypatch):
     """A grandchild that holds the pipes neither survives nor delays the answer; what else is printed is none."""
     code = "import subprocess\nprint('noise')\nprint(7)\n"
-    code += "child_process.answer({'pid': subprocess.Popen(['sleep', '60']).pid})\n"
-    code += "open(sys.argv[2], 'w').close()\nsys.exit() if sys.argv[1] == 'exit' else time.sleep(60)"
+    code += "child_process.answer({'pid': subprocess.Popen(['sleep', '3600']).pid})\n"
+    code += "open(sys.argv[2], 'w').close()\nsys.exit() if sys.argv[1] == 'exit' else time.sleep(3600)"
     started = tmp_path / "started"
-    limit = {"late": {"seconds": 1.5}, "until": {"until": started.exists}, "exit": {}}[end]
-    start = time.monotonic()
+    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: 60.0 * started.exists()))
+    limit = {"late": {"seconds": 60.0}, "until": {"until": started.exists}, "exit": {}}[end]
     ended = child_process.run(python(code, end, str(started)), **limit)
-    assert time.monotonic() - start < 20
     assert (ended.code, ended.late) == (0 if end == "exit" else None, end == "late")
     if end == "late":
         assert ended.reason == "the time limit was reached"
@@ -68,7 +62,7 @@ def test_a_child_that_asks_for_it_dies_with_a_killed_parent_and_all_that_it_has_
     place = tmp_path / "pids"
     daemon = "os.fork() or os.setsid() or os.fork() and os._exit(0)"
     child = f"child_process.end_with_parent(); {daemon}; print(os.getpid(), file=open({str(place)!r}, 'a'), flush=True)"
-    parent = f"child_process.run({python(child + '; time.sleep(60)')!r})"
+    parent = f"child_process.run({python(child + '; time.sleep(3600)')!r})"
     process = subprocess.Popen(python(parent))
     while not place.exists() or place.read_text().count("\n") < 2:
         time.sleep(0.05)

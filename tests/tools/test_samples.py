@@ -57,12 +57,6 @@ def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
     assert capsys.readouterr().err == "error: no sample of 4 has this --step and --prompt\n"
 
 
-def test_samples_of_an_older_run_are_shown_without_what_they_lack(tmp_path, capsys):
-    write(tmp_path, [{key: value for key, value in sample(1).items() if key not in ("reward", "length", "truncated")}])
-    assert samples.main([str(tmp_path), "--print"]) == 0
-    assert capsys.readouterr().out.startswith("step 1  reward null  exact_match 1.000  advantage 0.500\n")
-
-
 def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):
     lines = [sample(step, f"{step % 50}+{step % 50}=", str(i)) for step in range(1, 201) for i in range(4)]
     write(tmp_path, lines)

@@ -101,12 +101,12 @@ def test_a_frozen_matrix_s_gradient_is_never_computed():
 
 
 SECTIONS = {
-    "steps": 8,
+    "steps": 4,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
     "rollout": {"temperature": 0.7},  # a part of the policy, in the sampler and in the trainer
-    "checkpoint": {"every": 4},
-    "eval": {"every": 4},
+    "checkpoint": {"every": 2},
+    "eval": {"every": 2},
 }
 
 
@@ -139,7 +139,7 @@ def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
 
 def test_a_killed_run_that_saves_adapters_only_and_says_how_many_ends_as_one_that_was_not(finished, tmp_path, capsys):
     settings, _ = finished
-    killed = killed_after(settings, 4, tmp_path / "killed")
+    killed = killed_after(settings, 2, tmp_path / "killed")
     assert run(killed) == 0
     assert_same_end(killed, settings)
     count = sum(leaf.size for leaf in jax.tree.leaves(newest(settings).train.params))

@@ -272,21 +272,6 @@ def test_statistics_of_rewards_leave_failed_ones_out():
     assert np.isnan(group_metrics(np.full((2, 3), np.nan))["reward"])
 
 
-def test_over_the_policy_s_samples_k3_is_the_reverse_kl_and_its_gradient_that_of_the_forward_kl():
-    logits, reference = (jax.nn.log_softmax(jnp.asarray(x)) for x in ([1.0, 0.2, -1.0], [0.1, 0.7, -0.3]))
-    policy = jnp.exp(logits)  # the mean over samples is a sum with these weights, which are not differentiated
-
-    def mean_of_k3(logits):
-        return policy @ objectives.k3(jax.nn.log_softmax(logits), reference)
-
-    def forward_kl(logits):
-        return jnp.exp(reference) @ (reference - jax.nn.log_softmax(logits))
-
-    value, gradient = jax.value_and_grad(mean_of_k3)(logits)
-    np.testing.assert_allclose(value, policy @ (logits - reference), rtol=1e-6)
-    np.testing.assert_allclose(gradient, jax.grad(forward_kl)(logits), atol=1e-7)
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
 def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
     mask, logprob, entropy, operands = make_sequences()
