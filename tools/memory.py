@@ -141,7 +141,9 @@ def account(config: Config, devices: Devices, name: str, head: str) -> Account:
 class NoHead(Forward):
     """A loss that costs nothing, to see what everything else takes."""
 
-    def head_loss(self, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+    def head_loss(
+        self, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
         sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)

@@ -8,7 +8,8 @@ PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex c
 2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3), section 4.1.2 (advantages). Dr. GRPO: Liu et al. 2025, Understanding
 R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated
 importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training, and
-Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability.
+Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability. A teacher's
+likeliest tokens, and all others as one: Anshumann et al. 2025, Sparse logit sampling, arXiv:2503.16870 (ghost token).
 """
 
 from typing import Any, Literal, NamedTuple
@@ -18,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from kernels.lm_head.two_softmaxes import Kind
 from mllm.config.grpo import GrpoConfig, LossType
 from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
+LEAST_REST = 2.0**-20  # about what float32 rounds off a sum of probabilities
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 
@@ -116,6 +119,32 @@ def clipped_loss(
     if config.entropy_coef:
         loss -= config.entropy_coef * entropy
     return loss
+
+
+def listed_divergence(
+    student: Float[jax.Array, "*S K"], teacher: Float[jax.Array, "*S K"], kind: Kind, beta: float
+) -> Float[jax.Array, "*S"]:
+    """The divergence of two distributions over K tokens and the rest as one, from the K tokens' log-probabilities.
+
+    It is at most that over all tokens (data processing: Cover and Thomas 2006, theorem 2.7.1). Each term a log(a / b) -
+    a + b is at least 0 by itself, and the added ones sum up to 0; so no rounding of a sum makes it negative, and a rest
+    below `LEAST_REST`, raised to it on both sides, only makes it smaller.
+    """
+    p, q = with_rest(student), with_rest(teacher)
+
+    def terms(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.exp(a) * (a - b) - jnp.exp(a) + jnp.exp(b)
+
+    if kind == "jsd":
+        m = jnp.logaddexp(jnp.log(beta) + q, jnp.log1p(-beta) + p)
+        return (beta * terms(q, m) + (1 - beta) * terms(p, m)).sum(-1)
+    return (terms(q, p) if kind == "forward_kl" else terms(p, q)).sum(-1)
+
+
+def with_rest(logprobs: Float[jax.Array, "*S K"]) -> Float[jax.Array, "*S K+1"]:
+    """The log-probabilities, and that of all other tokens together."""
+    rest = 1 - jnp.exp(logprobs).sum(-1, keepdims=True)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, LEAST_REST))], -1)
 
 
 def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
