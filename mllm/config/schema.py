@@ -165,6 +165,11 @@ class Config(Section):
             micro = math.gcd(micro, self.batch_size)
         return Rows(length, micro, math.ceil(most / micro) * micro, shards)
 
+    @property
+    def teacher_in_update(self) -> bool:
+        """Whether an update computes the teacher's distributions."""
+        return bool(self.teacher and self.distill and self.distill.estimator == "full")
+
     def need(self, because: str, *names: str) -> None:
         """Raise for the first of the sections `names` that is missing."""
         for name in names:

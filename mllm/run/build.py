@@ -106,8 +106,8 @@ class Run:
             self.reference = initial if self.source.needs_reference else None
             """The parameters that the policy is compared with, where the objective does that."""
             self.teacher_params = teacher.initial_params() if teacher else None
-            full = teacher and config.distill and config.distill.estimator == "full"
-            self.train_step = partial(train_step, teacher=self.teacher_params) if full else train_step
+            scored = {"teacher": self.teacher_params} if config.teacher_in_update else {}
+            self.train_step = partial(train_step, **scored)
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             folder.write(self.store, self.config)
@@ -133,6 +133,7 @@ class Run:
                 steps=config.steps,
                 warmup_steps=config.optimizer.warmup_steps,
                 seed=config.seed,
+                teacher_lists=config.distill and config.distill.teacher_logprobs,
             )
             warn_of_mismatch(who, learned, "this run's examples", source.learned)
             who, learned = "the run", source.learned

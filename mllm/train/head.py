@@ -89,11 +89,13 @@ class Head:
             **self.options,
         )
 
-    def likeliest(self, states: States, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-        """The id of the likeliest token at each place."""
+    def top_k(
+        self, states: States, k: int, where: Bool[Array, "B T"], vocabulary: int | None = None
+    ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+        """The k largest log-probabilities at each place, and their ids; over the first tokens of the `vocabulary`."""
         options = {name: self.options[name] for name in ("temperature", "sharding")}
-        dtype = states.hidden.dtype
-        return lm_head.top_k_logprobs(states.hidden, states.copy, 1, where=where, dtype=dtype, **options)[1][..., 0]
+        options |= {"where": where, "dtype": states.hidden.dtype}
+        return lm_head.top_k_logprobs(states.hidden, states.copy[:vocabulary], k, **options)
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:
