@@ -61,6 +61,14 @@ def other_heads(shapes: Programs, fused: int) -> str:
         # Each device has the whole matrix in the compute dtype and, if it is trained, its gradient in float32.
         trained = lora is None or "head" in lora.targets
         gathered = vocabulary * weight.shape[1] * (copy.dtype.itemsize + 4 * trained)
+    if shapes.config.teacher_in_update:  # both models' logits are compared
+        _, theirs, narrow = shapes.head_states(shapes.teacher)
+        gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
+        vocabulary += theirs.shape[0] // mesh["tp"]
+    if shapes.config.teacher_in_update:  # both models' logits are compared
+        _, theirs, narrow = shapes.head_states(shapes.teacher)
+        gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
+        vocabulary += theirs.shape[0] // mesh["tp"]
     chunk = chunked_logits.most_rows(shapes.mesh.devices.flat[0].platform)
     full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, min(tokens, chunk)))
     own = f"{shapes.config.head.impl or 'fused'} {size(fused)} by the compiler"
