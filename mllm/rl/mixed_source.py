@@ -26,15 +26,10 @@ class MixedSource:
         self.needs_reference, self.validation = sampled.needs_reference, given.validation
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
-        given = self.is_given(step)
+        given = is_given(self.seed, step // self.sampled.config.updates_per_rollout, self.share)
         found = (self.given if given else self.sampled).next(params, step, watch, reference)
         tokens = self.given.num_tokens + self.sampled.num_tokens
         return replace(found, metrics=found.metrics | {"num_tokens": tokens, "given": float(given)})
-
-    def is_given(self, step: int) -> bool:
-        """Whether the step learns from given completions."""
-        digest = hashlib.sha256(f"{self.seed} {step // self.sampled.config.updates_per_rollout}".encode()).digest()
-        return int.from_bytes(digest[:8]) < self.share * 2**64
 
     def position(self) -> dict[str, Any]:
         return {"sampled": self.sampled.position(), "given": self.given.position()}
@@ -45,3 +40,9 @@ class MixedSource:
 
     def resumable(self, step: int) -> bool:
         return self.sampled.resumable(step)
+
+
+def is_given(seed: int, rollout: int, share: float) -> bool:
+    """Whether given completions take the place of this rollout."""
+    digest = hashlib.sha256(f"{seed} {rollout}".encode()).digest()
+    return int.from_bytes(digest[:8]) < share * 2**64
