@@ -60,6 +60,8 @@ Bar = dict[str, int]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
+    if config.teacher_in_update:
+        raise UserError("--config: two models' divergence has one head; train.py --plan says what others would take")
     devices = plan.find_devices(config.mesh, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}

@@ -26,8 +26,14 @@ class TeacherConfig(Section):
 
     def model(self, student: ModelConfig) -> ModelConfig:
         """The model's settings; attention is the student's."""
-        dtypes = {"dtype": self.dtype, "param_dtype": self.dtype}
-        return ModelConfig(source=self.source, step=self.step, remat="none", attention=student.attention, **dtypes)
+        return ModelConfig(
+            source=self.source,
+            step=self.step,
+            dtype=self.dtype,
+            param_dtype=self.dtype,
+            remat="none",
+            attention=student.attention,
+        )
 
 
 class DistillConfig(Section):

@@ -71,7 +71,7 @@ def update(settings):
 
 
 def divergence(kind, p, q, beta=0.5, xp=np):
-    """Of log-probabilities [..., V], student's p and teacher's q."""
+    """The divergence of log-probabilities [..., V], student's p and teacher's q."""
     kl = lambda a, b: (xp.exp(a) * (a - b)).sum(-1)  # noqa: E731
     if kind == "jsd":
         m = xp.log(beta * xp.exp(q) + (1 - beta) * xp.exp(p))
