@@ -3,7 +3,8 @@ its greedy completions; and adapters of two of them, as peft saves them.
 
 Run it where torch and peft are installed, which the project itself never needs: `python tests/make_fixtures.py`. The
 result is committed (transformers 5.23, torch 2.13, peft 0.21, CPU). tests/fixtures/tiny_sft is what
-`python tools/export.py runs/tiny_sft --dtype bfloat16` writes after `tiny_sft.yaml`.
+`python tools/export.py runs/tiny_sft --dtype bfloat16` writes after `tiny_sft.yaml`, and tests/fixtures/tiny_grpo what
+it writes of runs/tiny_grpo after `tiny_grpo.yaml`.
 
 Every parameter is drawn wide, biases and norms too: with a fresh model's zeros, ones and deviations of 0.02
 a wrong layer would hardly show in the logits.

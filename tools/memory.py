@@ -60,6 +60,8 @@ Bar = dict[str, int]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
+    if config.teacher_in_update:
+        raise UserError("--config: two models' divergence has one head; train.py --plan says what others would take")
     devices = plan.find_devices(config.mesh, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}
@@ -141,7 +143,9 @@ def account(config: Config, devices: Devices, name: str, head: str) -> Account:
 class NoHead(Forward):
     """A loss that costs nothing, to see what everything else takes."""
 
-    def head_loss(self, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+    def head_loss(
+        self, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
         sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)

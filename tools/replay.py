@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import by_name
     from mllm.run.metrics import read_records
+    from mllm.run.teacher import load_teacher
     from mllm.train.step import Forward
     from tools.export import restore
 
@@ -59,12 +60,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     when = f"{between} updates {'earlier' if checkpoint < step else 'later'}" if between else "as they were then"
     print(f"step {step} of {run}, parameters of checkpoint {checkpoint}: {when}")
 
-    forward = Forward.of(config, policy.graphdef, make_mesh(MeshConfig()))
+    mesh = make_mesh(MeshConfig())
+    teacher = load_teacher(config, mesh, policy.tokenizer) if config.teacher_in_update else None
+    forward = Forward.of(config, policy.graphdef, mesh, teacher and teacher.graphdef)
+    scoring = [teacher.initial_params()] if teacher and config.teacher_in_update else []
 
     @jax.jit
-    def examine(params: Any, row: "Batch") -> tuple[Any, Any, Any]:
+    def examine(params: Any, row: "Batch", *teacher: Any) -> tuple[Any, Any, Any]:
         """Whether the hidden states are finite, the loss, and which gradients are finite."""
-        loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row)[0])(params)
+        loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row, *teacher)[0])(params)
         finite = jnp.isfinite(forward.states(params, row).hidden).all()
         return finite, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
 
@@ -72,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parameters: Counter[str] = Counter()
     for row in range(len(batch.tokens)):
         one = jax.tree.map(lambda x, row=row: jnp.asarray(x[row : row + 1]), batch)
-        hidden, loss, gradients = examine(params, one)
+        hidden, loss, gradients = examine(params, one, *scoring)
         names = [name for name, finite in by_name(gradients).items() if not finite]
         parameters.update(names)
         if names or not np.isfinite(loss):

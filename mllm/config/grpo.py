@@ -45,8 +45,9 @@ class RolloutConfig(Section):
 class GrpoConfig(Section):
     """What is learned from completions. docs/training.md has the papers of these settings."""
 
-    num_generations: int = Field(default=8, ge=2)
-    """Completions of each prompt: the group whose rewards are compared. It divides `batch_size`."""
+    num_generations: PositiveInt = 8
+    """Completions of each prompt: the group whose rewards are compared, so 2 or more where they are learned from. It
+    divides `batch_size`."""
     loss_type: LossType = "grpo"
     """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), first over
     the tokens of each prompt's completions (`prompt_mean`), or as a sum over a constant (`dr_grpo`); `gspo` is `grpo`
@@ -81,6 +82,9 @@ class GrpoConfig(Section):
     above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
     importance_cap: PositiveFloat | None = 2.0
     """The limit of the importance weight; None: no such weight."""
+    teacher_coef: float = Field(default=0.0, ge=0)
+    """How much of log teacher - log sampler of each token is added to its advantage; needs `teacher`. Not with
+    `distill`."""
     dynamic_sampling: PositiveInt = 1
     """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
     filter_by: str | None = None

@@ -35,6 +35,8 @@ TABLE = (
     ("clip_ratio_c delta", "grpo.dual_clip"),
     ("entropy_coeff", "grpo.entropy_coef"),
     ("ppo_epochs", "grpo.num_iterations"),
+    ("teacher_model_name_or_path", "teacher.source"),
+    ("lmbda", "distill.data_share, 1 minus it: the share of given completions"),
     ("loss_agg_mode importance_sampling_level", "grpo.loss_type; token-mean is dapo, sequence is gspo"),
     ("vllm_importance_sampling_cap", "grpo.importance_cap"),
     ("vllm_importance_sampling_mode", "grpo.importance_sampling"),

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.data import DataConfig
+from mllm.config.distill import DistillConfig, TeacherConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
@@ -52,6 +53,12 @@ class Change(Section):
     new: Any
 
 
+UNREWARDED = ("scale_rewards", "dynamic_sampling", "teacher_coef", "beta", "reference")
+"""Settings of `grpo` that say how rewards are learned from, which distillation only logs."""
+POLICY_GRADIENT = ("epsilon", "epsilon_high", "dual_clip", "entropy_coef", "importance_sampling", "importance_cap")
+"""Those of its objective."""
+
+
 class Rows(NamedTuple):
     """The shape of an update's batch. The arrays have room for the worst packing; only rows with tokens cost time."""
 
@@ -68,8 +75,8 @@ class Rows(NamedTuple):
 class Config(Section):
     """The settings of a run; its sections follow."""
 
-    algorithm: Literal["sft", "grpo"]
-    """Supervised fine-tuning, or group relative policy optimization."""
+    algorithm: Literal["sft", "grpo", "distill"]
+    """Supervised fine-tuning, group relative policy optimization, or distillation of a teacher."""
     run_dir: str
     """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path or
     s3://bucket/path."""
@@ -97,13 +104,18 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     """The devices."""
     data: DataConfig | None = None
-    """SFT's examples; sft needs it, and grpo does not use it."""
+    """SFT's examples; sft needs it, and grpo does not use it. distill learns from it, from `grpo`, or from both."""
     task: TaskConfig | None = None
     """Problems with rewards; grpo and `eval` need it."""
     rollout: RolloutConfig | None = None
     """How completions are sampled; grpo and `eval` need it."""
     grpo: GrpoConfig | None = None
-    """What is learned from completions; grpo needs it, and sft does not use it."""
+    """What is learned from completions; grpo needs it, and sft does not use it. Under distill it says how the student's
+    completions are grouped, weighted and packed."""
+    teacher: TeacherConfig | None = None
+    """The model that distill, and grpo with `grpo.teacher_coef`, learn from."""
+    distill: DistillConfig | None = None
+    """What is learned from the teacher; distill needs it, and no other algorithm uses it."""
     eval: EvalConfig | None = None
     """Completions of problems that are held out; needs `task` and `rollout`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -119,15 +131,17 @@ class Config(Section):
     def check(self) -> Self:
         if self.algorithm == "grpo":
             self.check_grpo()
-        else:
+        elif self.algorithm == "sft":
             self.check_sft()
+        else:
+            self.check_distill()
         self.check_evaluation()
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
             if rows % shards:
                 raise impossible(key, f"{rows} is not divisible by mesh.dp * mesh.fsdp ({shards})")
         if self.steps is None and (self.data is None or self.data.epochs is None):
-            raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm == "sft"))
+            raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.grpo is None))
         if self.optimizer.moment_dtype == self.model.param_dtype:
             raise impossible("optimizer.moment_dtype", "has no effect with model.param_dtype: bfloat16: remove it")
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:
@@ -138,15 +152,23 @@ class Config(Section):
     def rows(self) -> Rows:
         """The shape of an update's batch."""
         shards = self.mesh.dp * self.mesh.fsdp
-        if self.data is not None:
+        if self.grpo is None:
+            assert self.data is not None
             return Rows(self.data.max_length, self.micro_batch_size or self.batch_size, self.batch_size, shards)
-        assert self.grpo and self.rollout  # noqa: PT018
+        assert self.rollout is not None
         longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
-        length = self.grpo.row_length or longest
+        length = max(self.grpo.row_length or longest, self.data.max_length if self.data else 0)
         # First-fit opens a row only when the others are too full: all but the last hold at least length // longest.
         most = math.ceil(self.batch_size / (length // longest))
         micro = self.micro_batch_size or math.ceil(most / (16 * shards)) * shards
+        if self.data is not None:  # whose batches have batch_size rows
+            micro = math.gcd(micro, self.batch_size)
         return Rows(length, micro, math.ceil(most / micro) * micro, shards)
+
+    @property
+    def teacher_in_update(self) -> bool:
+        """Whether an update computes the teacher's distributions."""
+        return bool(self.teacher and self.distill and self.distill.estimator == "full")
 
     def need(self, because: str, *names: str) -> None:
         """Raise for the first of the sections `names` that is missing."""
@@ -157,8 +179,19 @@ class Config(Section):
     def check_grpo(self) -> None:
         """Raise if a setting can't work, or has no effect, under GRPO."""
         self.need("algorithm: grpo", "task", "rollout", "grpo")
+        assert self.grpo is not None
+        self.reject_unused("by algorithm: grpo", "data", "distill")
+        if self.grpo.num_generations < 2:
+            raise impossible("grpo.num_generations", "1 leaves nothing to compare a reward with: 2 or more")
+        if self.grpo.teacher_coef:
+            self.need("grpo.teacher_coef", "teacher")
+        else:
+            self.reject_unused("with grpo.teacher_coef: 0", "teacher")
+        self.check_rollouts()
+
+    def check_rollouts(self) -> None:
+        """The same of all that samples completions to learn from."""
         assert self.grpo and self.rollout  # noqa: PT018
-        self.reject_unused("by algorithm: grpo", "data")
         if self.rollout.repetition_penalty is not None:
             raise impossible("rollout.repetition_penalty", "changes the probabilities that grpo learns from: remove it")
         longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
@@ -183,10 +216,14 @@ class Config(Section):
     def check_sft(self) -> None:
         """Raise if a setting can't work, or has no effect, under SFT."""
         self.need("algorithm: sft", "data")
+        self.reject_unused("by algorithm: sft", "grpo", "teacher", "distill")
+        self.check_examples()
+
+    def check_examples(self) -> None:
+        """The same of all that learns from `data` alone."""
         assert self.data is not None
-        self.reject_unused("by algorithm: sft", "grpo")
         if self.log.samples is not None:
-            raise impossible("log.samples", "is not used by algorithm: sft: remove it")
+            raise impossible("log.samples", f"is not used by algorithm: {self.algorithm}: remove it")
         if self.data.source == "task":
             self.need("data.source: task", "task")
         elif self.eval is None:
@@ -196,6 +233,48 @@ class Config(Section):
         micro = self.micro_batch_size or self.batch_size
         if self.batch_size % micro:  # under GRPO a row is not a sequence
             raise impossible("batch_size", f"{self.batch_size} is not divisible by micro_batch_size ({micro})")
+
+    def check_distill(self) -> None:
+        """Raise if a setting can't work, or has no effect, under distillation."""
+        self.need("algorithm: distill", "distill")
+        distill, data, grpo = self.distill, self.data, self.grpo
+        assert distill is not None
+        if not (data or grpo):
+            raise impossible(
+                "data", "algorithm: distill learns from data, or from task, rollout and grpo, or from both"
+            )
+        if distill.teacher_logprobs is None:
+            self.need("algorithm: distill", "teacher")
+        else:
+            stored = "with distill.teacher_logprobs"
+            self.reject_unused(f"{stored}, which has what a teacher says of data alone", "teacher", "grpo")
+            self.reject_unused(stored, "head.workspace_mib")
+        if distill.estimator == "full" and self.teacher and self.head.impl in ("full_logits", "chunked_logits"):
+            raise impossible("head.impl", f"{self.head.impl} has no divergences: xla, mosaic_tpu and mosaic_gpu have")
+        if not (data and grpo):
+            self.reject_unused("without both data and grpo", "distill.data_share")
+        elif distill.data_share is None:
+            raise impossible("distill.data_share", "data and grpo need this setting, or remove one of them")
+        if grpo:
+            self.check_own_completions(distill, grpo)
+        elif distill.estimator == "sampled":
+            raise impossible("grpo", "distill.estimator: sampled needs this section")
+        else:
+            self.check_examples()
+
+    def check_own_completions(self, distill: DistillConfig, grpo: GrpoConfig) -> None:
+        """The same of distillation that samples the student's completions."""
+        self.need("grpo under algorithm: distill", "task", "rollout")
+        unused = UNREWARDED if distill.estimator == "sampled" else UNREWARDED + POLICY_GRADIENT
+        self.reject_unused(f"by distill.estimator: {distill.estimator}", *(f"grpo.{name}" for name in unused))
+        if distill.estimator == "full" and grpo.loss_type == "gspo":
+            raise impossible("grpo.loss_type", "gspo is an objective, and distill.estimator: full has its own")
+        if self.data is not None:
+            self.reject_unused("with grpo, whose steps end the run", "data.epochs")
+            if self.batch_size % (self.micro_batch_size or 1):
+                micro = f"micro_batch_size ({self.micro_batch_size})"
+                raise impossible("batch_size", f"{self.batch_size} is not divisible by {micro}")
+        self.check_rollouts()
 
     def check_evaluation(self) -> None:
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""

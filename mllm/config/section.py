@@ -23,9 +23,12 @@ class Section(BaseModel):
         return self
 
     def reject_unused(self, because: str, *names: str) -> None:
-        """Raise for the first of `names` that is set to something other than its default."""
+        """Raise for the first of `names`, dotted in inner sections, that is set to something other than its default."""
         for name in names:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+            section, (*inner, last) = self, name.split(".")
+            for part in inner:
+                section = getattr(section, part)
+            if getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True):
                 raise impossible(name, f"is not used {because}: remove it")
 
 

@@ -38,7 +38,7 @@ class Trajectory(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The rows of an update. The last four arrays are None under SFT, or where the objective doesn't need them."""
+    """The rows of an update. The arrays after the weights are None where the objective doesn't need them."""
 
     tokens: Ints
     positions: Ints
@@ -57,6 +57,10 @@ class Batch(NamedTuple):
     """Log-probabilities under the parameters before this rollout's first update; None, or `objectives.CURRENT`: those
     are the current ones."""
     reference_logprobs: Floats | None = None
+    teacher_ids: Int[Any, "B T K"] | None = None
+    """A stored teacher's likeliest tokens at each learned token's place, the likeliest first."""
+    teacher_logprobs: Float[Any, "B T K"] | None = None
+    """Their log-probabilities, in nats."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

@@ -27,6 +27,7 @@ from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, DataIterator, Step, example_index
 from mllm.data.tasks.task import OnDemand, Task, permute_index
+from mllm.data.teacher_lists import TeacherLists
 from mllm.data.tokenizing import Document, Documents, encode_document
 from mllm.errors import UserError
 from mllm.model.layout import Params
@@ -49,9 +50,16 @@ class SftBatches:
     """
 
     def __init__(
-        self, config: DataConfig, documents: Documents, batch_size: int, seed: int = 0, share: RowShare = ALL_ROWS
+        self,
+        config: DataConfig,
+        documents: Documents,
+        batch_size: int,
+        seed: int = 0,
+        share: RowShare = ALL_ROWS,
+        teacher: TeacherLists | None = None,
     ) -> None:
         self.config = config
+        self.teacher = teacher
         self.documents = documents
         self.batch_size = batch_size
         self.rows = share.part_of(batch_size)
@@ -135,9 +143,18 @@ class SftBatches:
         weight = 1 / sizes[:, 1].sum()
         batch = empty_batch((self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)))
         own = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
-        for (_, row), document in zip(own, self.documents.read([index for index, _ in own]), strict=True):
+        indices = [index for index, _ in own]
+        predicts = [
             add_sequence(batch, row, *document, weight, len(document.tokens))
-        return batch
+            for (_, row), document in zip(own, self.documents.read(indices), strict=True)
+        ]
+        if self.teacher is None:
+            return batch
+        shape = (*batch.tokens.shape, self.teacher.top_k)
+        ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
+        for place, (listed, scored) in zip(predicts, self.teacher.read(indices), strict=True):
+            ids[place], logprobs[place] = listed, scored
+        return batch._replace(teacher_ids=ids, teacher_logprobs=logprobs)
 
 
 class SftSource:
@@ -156,12 +173,14 @@ class SftSource:
         steps: int | None,
         warmup_steps: int,
         seed: int,
+        teacher_lists: str | None = None,
     ) -> None:
-        """UserError is raised where there is too little data, or it is bad."""
+        """UserError is raised where there is too little data, or it is bad; `teacher_lists` is a place of those."""
         self.rows = RowShare.of_mesh(mesh)
         training, self.validation = load_documents(config, renderer, task)
         self.learned = training.learned
-        batches = SftBatches(config, training, batch_size, seed, self.rows)
+        teacher = TeacherLists(teacher_lists, training) if teacher_lists else None
+        batches = SftBatches(config, training, batch_size, seed, self.rows, teacher)
         self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")

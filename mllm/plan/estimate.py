@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax
+from flax import nnx
 
 from kernels.lm_head import chunked_logits
 from mllm.model.decoding import abstract_cache
+from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs
 
@@ -34,6 +36,9 @@ def subject(shapes: Programs) -> Iterator[str]:
     whole, trained = (sum(x.size for x in jax.tree.leaves(x)) for x in (shapes.policy.params, state.params))
     adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
     yield f"{config.algorithm} of {config.model.source or 'a new model'}, {whole:,} parameters{adapters}"
+    if config.teacher and shapes.teacher:
+        count = sum(x.size for x in jax.tree.leaves(shapes.teacher.params))
+        yield f"teacher: {config.teacher.source}, {count:,} parameters in {config.teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
     if config.grpo and rollout:
         limits = f"{rollout.max_prompt_length} + {rollout.max_completion_length}"
@@ -56,6 +61,14 @@ def other_heads(shapes: Programs, fused: int) -> str:
         # Each device has the whole matrix in the compute dtype and, if it is trained, its gradient in float32.
         trained = lora is None or "head" in lora.targets
         gathered = vocabulary * weight.shape[1] * (copy.dtype.itemsize + 4 * trained)
+    if shapes.config.teacher_in_update:  # both models' logits are compared
+        _, theirs, narrow = shapes.head_states(shapes.teacher)
+        gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
+        vocabulary += theirs.shape[0] // mesh["tp"]
+    if shapes.config.teacher_in_update:  # both models' logits are compared
+        _, theirs, narrow = shapes.head_states(shapes.teacher)
+        gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
+        vocabulary += theirs.shape[0] // mesh["tp"]
     chunk = chunked_logits.most_rows(shapes.mesh.devices.flat[0].platform)
     full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, min(tokens, chunk)))
     own = f"{shapes.config.head.impl or 'fused'} {size(fused)} by the compiler"
@@ -75,15 +88,18 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     """The estimate for devices with these rates in flop/s and byte/s and this micro-batch; SFT's rows are full."""
     config, layout, rows = shapes.config, shapes.layout, shapes.rows
     grpo, rollout, micro = config.grpo, config.rollout, micro or rows.micro
-    # A token is multiplied with all parameters but an embedding that is not the head, too.
-    multiplied = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes.policy.params))
-    multiplied -= 0 if shapes.model.head is None else math.prod(shapes.model.embed.get_value().shape)
-    forward = 2 * multiplied / (FLOPS * flops * layout.mesh.size)
+    forward, scoring = (
+        2 * (multiplied(policy) if policy else 0) / (FLOPS * flops * layout.mesh.size)
+        for policy in (shapes.policy, shapes.teacher)
+    )
     weights, bandwidth = bytes_on_device(shapes.decoding_weights()[0]), BANDWIDTH * bandwidth
     # Each micro-batch reads all weights.
     row = max(forward * rows.length, weights / bandwidth / micro)
     # Forward, the gradient of activations and that of weights, which frozen ones lack; and forward once more.
-    update = 3 - (config.model.lora is not None) + (config.model.remat == "full")
+    update: float = 3 - (config.model.lora is not None) + (config.model.remat == "full")
+    scoring = scoring / forward  # of a teacher, in forward passes of the policy
+    if config.teacher_in_update:
+        update, scoring = update + scoring, 0.0
     if grpo is None or rollout is None:
         return Seconds(0.0, 0.0, update * rows.total * row, 0)
     limit, sequences = rollout.max_completion_length, grpo.steps_per_generation * config.batch_size
@@ -94,8 +110,16 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     decoded = steps * weights + sequences / layout.row_shards * completion * cache
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
+    passes = (0 if config.teacher_in_update else grpo.passes) + grpo.steps_per_generation * scoring
     updates = update * grpo.updates_per_rollout * computed
-    return Seconds(decoded / bandwidth + prefilled, grpo.passes * computed, updates, steps)
+    return Seconds(decoded / bandwidth + prefilled, passes * computed, updates, steps)
+
+
+def multiplied(policy: Policy) -> int:
+    """The parameters that a token is multiplied with: all but an embedding that is not the head, too."""
+    model = nnx.merge(policy.graphdef, policy.params)
+    every = sum(math.prod(x.shape) for x in jax.tree.leaves(policy.params))
+    return every - (0 if model.head is None else math.prod(model.embed.get_value().shape))
 
 
 def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Sequence[int]) -> Iterator[str]:

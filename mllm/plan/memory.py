@@ -75,7 +75,9 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        slots = slots_that_fit(shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory)
+        slots = slots_that_fit(
+            shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory, shapes.teacher
+        )
         shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))
@@ -112,24 +114,30 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
     reference = bytes_on_device(shapes.policy.trained) if config.grpo and config.grpo.beta > 0 else 0
-    held = {"parameters": parameters + reference, "optimizer": optimizer}
+    teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
+    frozen = reference + teacher  # in memory in every phase, whose program may not have them
+    held = {"parameters": parameters + frozen, "optimizer": optimizer}
     found = []
     if config.rollout is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
         weights, shared = map(bytes_on_device, shapes.decoding_weights())
         copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
-        others = reference + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
+        others = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
         found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
-    if config.grpo and config.grpo.passes:
+    in_update = config.teacher_in_update
+    if config.grpo and config.grpo.passes and not in_update:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-        found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
+        found.append(phase("log-prob", account.peak + frozen + optimizer, held, head.temporaries))
+    if teacher and not in_update:
+        account = compiled("teacher", "teacher_pass")
+        found.append(phase("teacher", account.peak + parameters + reference + optimizer, held, 0))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
-    found.append(phase("update", account.peak + reference, known, head.temporaries))
+    found.append(phase("update", account.peak + (reference if in_update else frozen), known, head.temporaries))
     return found
 
 

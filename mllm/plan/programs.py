@@ -18,12 +18,14 @@ from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
 from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights, decoding_graphdef
 from mllm.model.layout import LOGICAL_AXES, Params
+from mllm.model.load import Policy
 from mllm.rl import slots
 from mllm.rl.schedule import most_places, prompts_a_batch
 from mllm.run.source_run import load_policy
+from mllm.run.teacher import load_teacher
 from mllm.train.head import States
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
+from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_teacher_pass, make_train_step
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
@@ -48,13 +50,24 @@ class Programs:
         self.config = config
         self.mesh = mesh
         self.policy = load_policy(config, mesh)
+        self.teacher = self.load_teacher()
         self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
         self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
         self.array = self.layout.abstract
         self.rows = config.rows
-        self.forward = kind.of(config, self.policy.graphdef, mesh)
+        self.forward = kind.of(config, self.policy.graphdef, mesh, self.teacher and self.teacher.graphdef)
+
+    def load_teacher(self) -> Policy | None:
+        """The teacher without its tokenizer, if its sizes are known by name; None without a teacher."""
+        config = self.config
+        if config.teacher is None:
+            return None
+        if config.teacher.source not in PRESETS or Path(config.teacher.source).is_dir():
+            return load_teacher(config, self.mesh, self.policy.tokenizer)
+        model = config.teacher.model(config.model).model_copy(update={"init": "random", "tokenizer": None})
+        return load_policy(config.model_copy(update={"model": model}), self.mesh)
 
     def prefill(self) -> Program:
         """The widest batch of prompts, whose keys and values are kept until slots are free."""
@@ -84,7 +97,13 @@ class Programs:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
         function = make_train_step(self.forward, self.optimizer, schedule, self.config.seed)
-        return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1])
+        scored = [self.teacher.params] if self.teacher and self.config.teacher_in_update else []
+        return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1], *scored)
+
+    def teacher_pass(self) -> Program:
+        """The teacher's log-prob pass over a rollout."""
+        assert self.teacher is not None
+        return make_teacher_pass(self.forward, 1.0), (self.teacher.params, self.batch(self.rows.total))
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
@@ -95,11 +114,12 @@ class Programs:
         lora = self.policy.lora
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
 
-        def loss(hidden: Any, weight: Any, copy: Any, batch: Batch) -> Any:
-            return self.forward.head_loss(States(hidden, weight, copy), batch)
+        def loss(hidden: Any, weight: Any, copy: Any, batch: Batch, *teacher: States) -> Any:
+            return self.forward.head_loss(States(hidden, weight, copy), batch, *teacher)
 
         function = jax.value_and_grad(loss, trained, has_aux=True)
-        return function, (*self.head_states(), self.batch(self.rows.micro))
+        scored = [self.head_states(self.teacher)] if self.teacher and self.config.teacher_in_update else []
+        return function, (*self.head_states(), self.batch(self.rows.micro), *scored)
 
     def batch(self, rows: int, policies: bool = True) -> Batch:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""
@@ -107,8 +127,8 @@ class Programs:
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
         grpo = self.config.grpo
         if grpo is None:
-            return Batch(ints, ints, ints, ints, floats)
-        old = floats if policies and grpo.needs_old_logprobs else None
+            return Batch(ints, ints, ints, ints, floats, *self.lists(shape))
+        old = floats if policies and grpo.needs_old_logprobs and not self.config.teacher_in_update else None
         reference = floats if policies and grpo.beta > 0 else None
         return Batch(ints, ints, ints, ints, floats, floats, floats, old, reference)
 
@@ -121,6 +141,14 @@ class Programs:
         rows = max(evaluated, config.grpo.steps_per_generation * config.batch_size if config.grpo else 0)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))
+
+    def lists(self, shape: tuple[int, int]) -> list[Any]:
+        """What a batch has after its weights where a teacher's lists are learned from; 64 tokens are assumed."""
+        if not (self.config.distill and self.config.distill.teacher_logprobs):
+            return []
+        axes = ("batch", "time", None)
+        arrays = (self.array((*shape, 64), dtype, axes) for dtype in (jnp.int32, jnp.float32))
+        return [None, None, None, None, *arrays]
 
     def cache(self) -> Cache:
         assert self.config.rollout is not None
@@ -136,10 +164,12 @@ class Programs:
         rows, width = self.prefill()[1][1].shape
         return abstract_cache(self.model, rows, width)
 
-    def head_states(self) -> States:
-        """Hidden states of a micro-batch, the head's weight and its copy."""
-        dtype, weight = self.model.dtype, (self.model.embed if self.model.head is None else self.model.head).get_value()
-        hidden = (self.rows.micro, self.rows.length, self.policy.architecture.hidden_size)
+    def head_states(self, policy: Policy | None = None) -> States:
+        """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""
+        policy = policy or self.policy
+        model = nnx.merge(policy.graphdef, policy.params)
+        dtype, weight = model.dtype, (model.embed if model.head is None else model.head).get_value()
+        hidden = (self.rows.micro, self.rows.length, policy.architecture.hidden_size)
         copy = weight if weight.dtype == dtype else self.array(weight.shape, dtype, LOGICAL_AXES["head"])
         return States(self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy)
 

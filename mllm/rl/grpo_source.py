@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from mllm.config.distill import DistillConfig
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.packing import pack
@@ -30,6 +31,10 @@ from mllm.train.step import Forward, make_logprob_pass
 log = logging.getLogger(__name__)
 
 
+TeacherPass = Callable[[Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]
+"""What `make_teacher_pass` makes, with the teacher's parameters."""
+
+
 class GrpoSource:
     """Samples completions, scores them, and gives the batches that the updates learn from.
 
@@ -37,7 +42,7 @@ class GrpoSource:
     failed is left out of the loss. One rollout serves `steps_per_generation` batches, each `num_iterations` times; a
     checkpoint must fall between rollouts. Completions that can't have a gradient, because their advantage is 0 and
     there is neither a KL penalty nor an entropy bonus, are left out of the batch; the weights of the others are those
-    of the whole batch.
+    of the whole batch. Where a teacher is learned from all have a gradient; rewards are no part of it in distillation.
     """
 
     validation = None
@@ -54,9 +59,15 @@ class GrpoSource:
         steps: int,
         seed: int,
         logged_samples: int | None = None,
+        distill: DistillConfig | None = None,
+        teacher_pass: TeacherPass | None = None,
     ) -> None:
         """`logged_samples` None: all. UserError is raised as by `training_prompts`."""
         self.config = config
+        self.distill, self.teacher_pass = distill, teacher_pass
+        full = distill is not None and distill.estimator == "full"
+        self.needs_old_logprobs = config.needs_old_logprobs and not full
+        self.all_learned = bool(distill or teacher_pass or config.beta > 0 or config.entropy_coef)
         self.sampler = sampler
         self.rewards = rewards
         self.batch_size = batch_size
@@ -96,7 +107,7 @@ class GrpoSource:
         """Sample and score completions, and make the batches of all updates that share them."""
         drawn, rewards, rounds = self.draw(params, step, watch)
         equal, names = self.without_signal(drawn, rewards), self.rewards.names
-        if equal.all():
+        if equal.all() and not (self.distill or self.teacher_pass):
             self.warn_without_signal(step)
         # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
         groups = np.sort(np.argsort(equal, kind="stable")[: self.config.groups_per_rollout(self.batch_size)])
@@ -106,6 +117,8 @@ class GrpoSource:
         advantages[equal[groups]] = 0  # also where `filter_by` alone finds a group's completions equal
         advantages = advantages.reshape(-1)
         counts = ~failed
+        if self.distill:  # rewards are only logged
+            advantages, counts, failed = np.zeros_like(advantages), np.ones_like(failed), np.ones_like(failed)
         if self.config.mask_truncated_completions:
             counts &= [trajectory.finished for trajectory in chosen]
 
@@ -122,7 +135,7 @@ class GrpoSource:
             metrics |= {"dynamic_sampling/rounds": rounds, "dynamic_sampling/frac_groups_kept": kept}
         logged = zip(chosen[: self.logged_samples], np.where(failed, np.nan, advantages), strict=False)
         samples = [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
-        has_gradient = (advantages != 0) | (self.config.beta > 0) | (self.config.entropy_coef != 0)
+        has_gradient = (advantages != 0) | self.all_learned
         lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
         parts: list[Step] = []
         mine = self.rows.part_of(self.update_rows.total)
@@ -137,14 +150,18 @@ class GrpoSource:
                 sequences = [chosen[i] for i in part[learned]]
                 whole = pack(sequences, weights[learned], advantages[part[learned]], self.update_rows)
                 batch = jax.tree.map(lambda array: array[mine], whole)
-                if self.config.needs_old_logprobs:
+                if self.needs_old_logprobs:
                     first = not parts and self.config.first_is_current  # of the same form: one program for all updates
                     old = np.full(batch.tokens.shape, objectives.CURRENT, np.float32) if first else None
                     batch = batch._replace(old_logprobs=self.logprob_pass(params, batch) if old is None else old)
                 if self.needs_reference:
                     batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
+                without = {"frac_without_gradient": float(1 - learned.mean())}
+                if self.teacher_pass:
+                    added, divergence = self.teacher_pass(batch)
+                    batch = batch._replace(advantages=added)
+                    without["kl" if self.distill else "teacher_kl"] = float(divergence)
                 batch = jax.block_until_ready(batch)
-            without = {"frac_without_gradient": float(1 - learned.mean())}
             tokens = sum(len(chosen[i].tokens) for i in part)
             parts.append(Step(batch, metrics | without, samples, tokens))
         return parts

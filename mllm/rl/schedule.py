@@ -88,11 +88,12 @@ def slots_that_fit(
     optimizer: OptimizerConfig,
     grpo: GrpoConfig | None,
     memory: int | None = None,
+    teacher: Policy | None = None,
 ) -> int:
     """The most slots, over all devices, that the memory in bytes a device (None: that of the devices at hand) holds.
 
     It is at least one for each of the devices that rows are spread over. Training keeps parameters, the optimizer's
-    moments, and a reference where the objective compares with one.
+    moments, a teacher, and a reference where the objective compares with one.
     """
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout
@@ -108,5 +109,6 @@ def slots_that_fit(
     state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))
     kept += bytes_on_device(trained) if grpo and grpo.beta > 0 else 0
+    kept += bytes_on_device(teacher.params) if teacher else 0
     free = SHARE * memory - kept - (weights - shared) - waiting
     return max(1, int(free // slot)) * layout.row_shards

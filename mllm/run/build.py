@@ -28,11 +28,12 @@ from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
 from mllm.model.tokenizer import Renderer, warn_of_mismatch
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
 from mllm.rl.evaluation import make_evaluation
-from mllm.rl.grpo_source import GrpoSource
+from mllm.rl.grpo_source import GrpoSource, TeacherPass
+from mllm.rl.mixed_source import MixedSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import slots_that_fit
@@ -45,9 +46,10 @@ from mllm.run.moved import sample
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
+from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, init_state, make_train_step, make_validation
+from mllm.train.step import Forward, abstract_state, init_state, make_teacher_pass, make_train_step, make_validation
 
 
 class Run:
@@ -78,6 +80,8 @@ class Run:
             begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
             if source_run and not begun:
                 config = source_run.pin(config)
+            if not begun:
+                config = pin_teacher(config)
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
             self.rewards: RewardRunner | None = None
@@ -87,11 +91,12 @@ class Run:
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
-            self.forward = Forward.of(config, policy.graphdef, self.mesh)
+            self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
+            self.forward = Forward.of(config, policy.graphdef, self.mesh, teacher and teacher.graphdef)
             self.source = self.make_source()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
-            self.train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
+            train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
             needed = self.source.needs_reference or policy.lora is not None or not common_steps(self.store)
@@ -100,16 +105,20 @@ class Run:
             """The parameters that updates change, until `start` has taken them; and those that none changes."""
             self.reference = initial if self.source.needs_reference else None
             """The parameters that the policy is compared with, where the objective does that."""
+            self.teacher_params = teacher.initial_params() if teacher else None
+            scored = {"teacher": self.teacher_params} if config.teacher_in_update else {}
+            self.train_step = partial(train_step, **scored)
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             folder.write(self.store, self.config)
         watch.publish = partial(heartbeat.publish, self.store, is_writer())
-        fixed = self.reference or self.frozen
+        fixed: Any = self.reference or self.frozen
+        fixed = {"student": fixed, "teacher": self.teacher_params} if self.teacher_params else fixed
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
 
     def make_source(self) -> Source:
         """The source of the algorithm's batches; `self.sampler`, too, since what is learned decides how it is asked."""
-        source: Source | None
+        source: Any
         config, policy, task = self.config, self.policy, self.task
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
         who, source = str(config.model.source), None
@@ -124,6 +133,7 @@ class Run:
                 steps=config.steps,
                 warmup_steps=config.optimizer.warmup_steps,
                 seed=config.seed,
+                teacher_lists=config.distill and config.distill.teacher_logprobs,
             )
             warn_of_mismatch(who, learned, "this run's examples", source.learned)
             who, learned = "the run", source.learned
@@ -137,13 +147,15 @@ class Run:
                 config.rollout,
                 config.seed,
                 # Not before it is needed, because other mistakes in the configuration come first.
-                cache(partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo)),
+                cache(
+                    partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo, teacher=self.teacher)
+                ),
                 self.interrupt.poll,
                 stop_texts=policy.stop_texts,
             )
         if config.grpo and task and self.sampler and self.rewards:
             learned = renderer.form
-            source = GrpoSource(
+            sampled = GrpoSource(
                 config.grpo,
                 task,
                 self.sampler,
@@ -153,10 +165,23 @@ class Run:
                 steps=config.steps or 0,
                 seed=config.seed,
                 logged_samples=config.log.samples,
+                distill=config.distill,
+                teacher_pass=self.make_teacher_pass(),
             )
+            share = config.distill and config.distill.data_share
+            source = MixedSource(sampled, source, share, config.seed) if source and share else sampled
         assert source is not None
         self.config = config.model_copy(update={"learned": learned})
         return source
+
+    def make_teacher_pass(self) -> TeacherPass | None:
+        """What adds the teacher's opinion of sampled tokens to their advantages; None where it is not asked."""
+        grpo, distill = self.config.grpo, self.config.distill
+        coef = 1.0 if distill and distill.estimator == "sampled" else grpo.teacher_coef if grpo else 0.0
+        if not coef:
+            return None
+        teacher_pass = make_teacher_pass(self.forward, coef)
+        return lambda batch: teacher_pass(self.teacher_params, shard_batch(self.mesh, batch))
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""

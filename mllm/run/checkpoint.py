@@ -25,10 +25,10 @@ from mllm.train.step import TrainState
 class Checkpoints:
     """The checkpoints of one run, by step."""
 
-    def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Params | None = None) -> None:
+    def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Any = None) -> None:
         """Removes what saves have left that were cut off; UserError where it can't.
 
-        `frozen` are parameters that are not saved, but known again: those below adapters, or of a reference.
+        `frozen` are parameters that are not saved, but known again: those below adapters, of a reference or a teacher.
         """
         self.store, self.config = store, config
         self.frozen = checksums(by_name(frozen)) if frozen else {}

@@ -22,7 +22,10 @@ FREE = {
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
-PLACES = {"data.source", "data.validation.source", "task.train", "task.test", "task.path"}
+PLACES = {
+    *("data.source", "data.validation.source", "task.train", "task.test", "task.path"),
+    *("teacher.source", "distill.teacher_logprobs"),
+}
 """Settings that say where data are. The same data may be elsewhere: their content is compared when they are read."""
 
 CHANGEABLE = {
@@ -37,6 +40,7 @@ CHANGEABLE = {
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
     *("grpo.dynamic_sampling", "grpo.filter_by", "grpo.mask_truncated_completions"),
     *("task.rewards", "task.reward_timeout"),
+    *("grpo.teacher_coef", "distill.kind", "distill.beta", "distill.data_share"),
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""
 
@@ -99,9 +103,10 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
 
     UserError is raised for a setting that may not differ.
     """
-    step = (old.get("model") or {}).get("step")
-    if config.model.step in (None, "newest", "best"):  # the run began with the one that has this number
-        config = config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
+    for name in ("model", "teacher"):
+        section, step = getattr(config, name), (old.get(name) or {}).get("step")
+        if section and section.step in (None, "newest", "best"):  # the run began with the one that has this number
+            config = config.model_copy(update={name: section.model_copy(update={"step": step})})
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]
     # A run that is older than the setting lacks it.
     for key, before, after in differences({"chat_template": "auto"} | old, config.model_dump(mode="json")):

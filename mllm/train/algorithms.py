@@ -4,13 +4,14 @@ The losses themselves are pure functions, in objectives.py.
 """
 
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from kernels.lm_head import TokenLogprobs
+from mllm.config.distill import DistillConfig
 from mllm.config.grpo import GrpoConfig
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
@@ -22,7 +23,9 @@ Metrics = dict[str, Float[Array, ""]]
 
 @runtime_checkable
 class Algorithm(Protocol):
-    def loss(self, head: Head, states: States, batch: Batch) -> tuple[Float[Array, ""], Any]:
+    def loss(
+        self, head: Head, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], Any]:
         """The batch's share of the step's loss, and arrays [B, T] without gradient, from which `metrics` are made."""
 
     def metrics(self, batch: Batch, outputs: Any) -> Metrics:
@@ -30,7 +33,9 @@ class Algorithm(Protocol):
 
 
 class Sft:
-    def loss(self, head: Head, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+    def loss(
+        self, head: Head, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
         return head.loss(states, batch, objectives.sft)
 
     def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
@@ -43,7 +48,9 @@ class Grpo:
     def __init__(self, config: GrpoConfig) -> None:
         self.config = config
 
-    def loss(self, head: Head, states: States, batch: Batch) -> tuple[Float[Array, ""], TokenLogprobs]:
+    def loss(
+        self, head: Head, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
         config = self.config
         if config.takes_sequences:
             # A sequence's ratio or weight needs the log-probabilities of all its tokens before any loss is known.
@@ -66,6 +73,66 @@ class Grpo:
         return {name: jnp.where((batch.weights > 0).any(), value, jnp.nan) for name, value in metrics.items()}
 
 
+class Comparison(NamedTuple):
+    """Student and teacher at each token, float32 [B, T]; all but the divergence only where they are measured."""
+
+    divergence: Float[Array, "B T"]
+    entropy: Float[Array, "B T"]
+    teacher_entropy: Float[Array, "B T"]
+    agreement: Float[Array, "B T"]
+    """1 where the student's likeliest token is the teacher's, else 0."""
+
+
+class Distill:
+    """The divergence from a teacher's distributions, whole ones or stored lists of its likeliest tokens."""
+
+    def __init__(self, config: DistillConfig) -> None:
+        self.config = config
+
+    def loss(
+        self, head: Head, states: States, batch: Batch, teacher: States | None = None
+    ) -> tuple[Float[Array, ""], Comparison]:
+        how = self.config.kind, self.config.mixture
+        if batch.teacher_ids is not None and batch.teacher_logprobs is not None:
+            likeliest = batch._replace(labels=batch.teacher_ids[..., 0])
+            found = head.logprobs(states, likeliest, batch.teacher_ids)
+            assert found.candidates is not None
+            divergence = objectives.listed_divergence(found.candidates, batch.teacher_logprobs, *how)
+            loss = jnp.sum(jnp.where(batch.weights > 0, batch.weights * divergence, 0.0))
+            told = objectives.with_rest(batch.teacher_logprobs)
+            entropy = -(jnp.exp(told) * told).sum(-1)
+            return loss, jax.lax.stop_gradient(Comparison(divergence, found.entropy, entropy, 1.0 * found.likeliest))
+        assert teacher is not None
+        loss, divergence = head.divergence(states, teacher, batch, *how)
+        states, some = jax.lax.stop_gradient(states), self.measured(batch)
+        measured = batch._replace(weights=jnp.float32(some), labels=head.top_k(states, 1, some)[1][..., 0])
+        mine, yours = head.logprobs(states, measured), head.logprobs(teacher, measured)
+        return loss, Comparison(divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
+
+    def measured(self, batch: Batch) -> Bool[Array, "B T"]:
+        """Where entropies and agreement are measured: at every eighth learned token of a row, or all of stored lists.
+
+        They take 2 + E / D more products of what is measured; the divergence takes 3 + E / D at least.
+        """
+        counts = batch.weights > 0
+        if batch.teacher_ids is not None:
+            return counts
+        begin = batch.tokens.sum(axis=1, keepdims=True)  # else it would be the first token of all short rows
+        return counts & ((jnp.cumsum(counts, axis=1) + begin) % 8 == 0)
+
+    def metrics(self, batch: Batch, outputs: Comparison) -> Metrics:
+        counts, some = batch.weights > 0, self.measured(batch)
+        found = {
+            "kl": (outputs.divergence, counts),
+            "entropy": (outputs.entropy, some),
+            "teacher_entropy": (outputs.teacher_entropy, some),
+            "teacher_agreement": (outputs.agreement, some),
+        }
+        return {name: jnp.where(at.any(), objectives.masked_mean(x, at), jnp.nan) for name, (x, at) in found.items()}
+
+
 def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a configuration."""
+    if config.distill is not None and config.distill.estimator == "full":
+        return Distill(config.distill)
     return Sft() if config.grpo is None else Grpo(config.grpo)

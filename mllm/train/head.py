@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from kernels import lm_head
 from kernels.lm_head import EngineChoice, HeadSharding, TokenLogprobs
+from kernels.lm_head.two_softmaxes import Kind
 from mllm.config.model import HeadConfig, ModelConfig
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch
@@ -44,9 +45,13 @@ class Head:
             "sharding": head_sharding(mesh),
         }
 
-    def logprobs(self, states: States, batch: Batch) -> TokenLogprobs:
-        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
+    def logprobs(self, states: States, batch: Batch, candidates: Int[Array, "B T K"] | None = None) -> TokenLogprobs:
+        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0.
+
+        Those of `candidates`, too, [B, T, K].
+        """
         how = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
+        how |= {"candidates": candidates}
         return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **how, **self.options)
 
     def loss(
@@ -65,6 +70,32 @@ class Head:
             dtype=states.hidden.dtype,
             **self.options,
         )
+
+    def divergence(
+        self, states: States, teacher: States, batch: Batch, kind: Kind, beta: float
+    ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+        """The weighted sum of the divergences from the teacher's distributions; the divergences without gradient."""
+        return lm_head.divergence_loss(
+            states.hidden,
+            states.weight,
+            teacher.hidden,
+            teacher.copy,
+            kind=kind,
+            beta=beta,
+            weights=batch.weights,
+            weight_copy=states.copy,
+            workspace=self.workspace,
+            dtype=states.hidden.dtype,
+            **self.options,
+        )
+
+    def top_k(
+        self, states: States, k: int, where: Bool[Array, "B T"], vocabulary: int | None = None
+    ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
+        """The k largest log-probabilities at each place, and their ids; over the first tokens of the `vocabulary`."""
+        options = {name: self.options[name] for name in ("temperature", "sharding")}
+        options |= {"where": where, "dtype": states.hidden.dtype}
+        return lm_head.top_k_logprobs(states.hidden, states.copy[:vocabulary], k, **options)
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:

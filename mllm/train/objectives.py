@@ -9,7 +9,8 @@ PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex c
 R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated
 importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training, and
 Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability. CISPO:
-MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO: Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6.
+MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO: Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6. A
+teacher's likeliest tokens, and all others as one: Anshumann et al. 2025, Sparse logit sampling, arXiv:2503.16870.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -19,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
+from kernels.lm_head.two_softmaxes import Kind
 from mllm.config.grpo import GrpoConfig, LossType
 from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 CURRENT = 1.0  # in place of the old policy's log-probabilities, which are not positive: the policy is the current one
+LEAST_REST = 2.0**-20  # about what float32 rounds off a sum of probabilities
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 
@@ -145,6 +148,32 @@ def importance_weight(config: GrpoConfig, log_ratio: Float[jax.Array, "*S"]) -> 
     ratio = bounded_exp(log_ratio)
     above = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
     return jnp.where(ratio <= config.importance_cap, ratio, above)
+
+
+def listed_divergence(
+    student: Float[jax.Array, "*S K"], teacher: Float[jax.Array, "*S K"], kind: Kind, beta: float
+) -> Float[jax.Array, "*S"]:
+    """The divergence of two distributions over K tokens and the rest as one, from the K tokens' log-probabilities.
+
+    It is at most that over all tokens (data processing: Cover and Thomas 2006, theorem 2.7.1). Each term a log(a / b) -
+    a + b is at least 0 by itself, and the added ones sum up to 0; so no rounding of a sum makes it negative, and a rest
+    below `LEAST_REST`, raised to it on both sides, only makes it smaller.
+    """
+    p, q = with_rest(student), with_rest(teacher)
+
+    def terms(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.exp(a) * (a - b) - jnp.exp(a) + jnp.exp(b)
+
+    if kind == "jsd":
+        m = jnp.logaddexp(jnp.log(beta) + q, jnp.log1p(-beta) + p)
+        return (beta * terms(q, m) + (1 - beta) * terms(p, m)).sum(-1)
+    return (terms(q, p) if kind == "forward_kl" else terms(p, q)).sum(-1)
+
+
+def with_rest(logprobs: Float[jax.Array, "*S K"]) -> Float[jax.Array, "*S K+1"]:
+    """The log-probabilities, and that of all other tokens together."""
+    rest = 1 - jnp.exp(logprobs).sum(-1, keepdims=True)
+    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, LEAST_REST))], -1)
 
 
 def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:

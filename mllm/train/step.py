@@ -18,6 +18,7 @@ from mllm.config.schema import Config, Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
+from mllm.train import objectives
 from mllm.train.algorithms import Algorithm, Metrics, algorithm_of
 from mllm.train.head import Head, States
 from mllm.train.optimizer import update_count, update_key, updated
@@ -60,28 +61,36 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> T
 class Forward:
     """Model, head and loss as functions of the parameters and a batch."""
 
-    def __init__(self, graphdef: Any, mesh: Mesh, head: Head, rows: Rows, algorithm: Algorithm) -> None:
+    def __init__(
+        self, graphdef: Any, mesh: Mesh, head: Head, rows: Rows, algorithm: Algorithm, teacher: Any = None
+    ) -> None:
         self.graphdef = graphdef
         self.mesh = mesh
         self.head, self.rows, self.algorithm = head, rows, algorithm
+        self.teacher = None if teacher is None else Teacher(teacher, mesh, head, rows, algorithm)
+        """The teacher's functions, with the same head."""
 
     @classmethod
-    def of(cls, config: Config, graphdef: Any, mesh: Mesh) -> "Forward":
-        """The functions of a configuration; UserError if `head.impl` is for other devices."""
+    def of(cls, config: Config, graphdef: Any, mesh: Mesh, teacher: Any = None) -> "Forward":
+        """The functions of a configuration; UserError if `head.impl` is for other devices. `teacher` is a graphdef."""
         temperature = config.rollout.temperature if config.grpo and config.rollout else 1.0
-        return cls(graphdef, mesh, Head(config.head, mesh, temperature), config.rows, algorithm_of(config))
+        head = Head(config.head, mesh, temperature)
+        return cls(graphdef, mesh, head, config.rows, algorithm_of(config), teacher)
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         return self.head.logprobs(self.states(params, batch), batch)
 
-    def loss(self, params: Params, batch: Batch) -> tuple[Float[Array, ""], Any]:
+    def loss(self, params: Params, batch: Batch, teacher: Params = NONE_FROZEN) -> tuple[Float[Array, ""], Any]:
         """The batch's share of the step's loss, and what `metrics` takes, without gradient."""
-        return self.head_loss(self.states(params, batch), batch)
+        if self.teacher is None or not teacher:
+            return self.head_loss(self.states(params, batch), batch)
+        scored = jax.lax.stop_gradient(self.teacher.states(teacher, batch))
+        return self.head_loss(self.states(params, batch), batch, scored)
 
-    def head_loss(self, states: States, batch: Batch) -> tuple[Float[Array, ""], Any]:
+    def head_loss(self, states: States, batch: Batch, teacher: States | None = None) -> tuple[Float[Array, ""], Any]:
         """The same from what the head takes."""
-        return self.algorithm.loss(self.head, states, batch)
+        return self.algorithm.loss(self.head, states, batch, teacher)
 
     def states(self, params: Params, batch: Batch) -> States:
         """Hidden states, the vocabulary matrix and its copy: what the head takes."""
@@ -95,12 +104,32 @@ class Forward:
         return States(model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight))
 
 
+class Teacher(Forward):
+    """The teacher's model and the student's head; no gradient reaches it.
+
+    Only a student without training samples tokens that it lacks: they are read as its last one, of probability 0.
+    """
+
+    def states(self, params: Params, batch: Batch) -> States:
+        return super().states(params, batch._replace(tokens=jnp.minimum(batch.tokens, self.last(params))))
+
+    def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
+        last = self.last(params)
+        found = super().logprobs(params, batch._replace(labels=jnp.minimum(batch.labels, last)))
+        return found._replace(logprob=jnp.where(batch.labels > last, -jnp.inf, found.logprob))
+
+    def last(self, params: Params) -> int:
+        """The last token of its vocabulary."""
+        return nnx.merge(self.graphdef, params).embed[...].shape[0] - 1
+
+
 def make_train_step(
     forward: Forward, optimizer: optax.GradientTransformation, schedule: optax.Schedule, seed: int
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory.
 
-    Its third argument has the frozen parameters, where there are any; the state has the others.
+    Its third argument has the frozen parameters, where there are any; the state has the others. The fourth has those of
+    a teacher whose distributions are learned from.
 
     If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
     as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
@@ -108,9 +137,11 @@ def make_train_step(
     """
 
     @jax.jit(donate_argnums=0)
-    def train_step(state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN, teacher: Params = NONE_FROZEN
+    ) -> tuple[TrainState, Metrics]:
         def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], Any]:
-            return forward.loss(nnx.merge_state(trained, frozen), micro)
+            return forward.loss(nnx.merge_state(trained, frozen), micro, teacher)
 
         loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows.micro)
         norm = optax.tree.norm(gradients)
@@ -143,6 +174,27 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
         return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows.micro)[1]
 
     return logprob_pass
+
+
+def make_teacher_pass(
+    forward: Forward, coef: float
+) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
+    """The jitted pass that adds coef (log teacher - log sampler) of each learned token to a batch's advantages.
+
+    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. Its mean over the
+    learned tokens, negated, is returned, too: an estimate of KL(sampler || teacher).
+    """
+    assert forward.teacher is not None
+    logprob_pass = make_logprob_pass(forward.teacher)
+
+    @jax.jit
+    def teacher_pass(params: Params, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
+        counts = batch.weights > 0
+        difference = jnp.maximum(logprob_pass(params, batch) - batch.sampler_logprobs, -objectives.MAX_LOG_RATIO)
+        added = batch.advantages + jnp.where(counts, coef * difference, 0.0)
+        return added, jnp.where(counts.any(), -objectives.masked_mean(difference, counts), jnp.nan)
+
+    return teacher_pass
 
 
 def make_validation(
@@ -210,7 +262,7 @@ def loop(
     runs: one program serves batches of all sizes. A micro-batch takes every M-th row, so that each device's share of
     its rows stays on that device.
     """
-    micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, x.shape[-1]), batch)
+    micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), batch)
     number = 1 + jnp.arange(len(batch.tokens) // rows)
     last = jnp.max(jnp.where((micro_batches.weights > 0).any((0, 2)), number, 0))
 

@@ -1,6 +1,7 @@
 """The plan of a run's memory, what it finds to fit, and what it says where nothing fits; its estimate of seconds."""
 
 import importlib.util
+from pathlib import Path
 
 import jax
 import pytest
@@ -18,6 +19,7 @@ from mllm.plan.estimate import BANDWIDTH, FLOPS, better_meshes, estimate, estima
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.rl import rollout
+from mllm.rl.schedule import slots_that_fit
 
 MIB = 2**20
 
@@ -319,3 +321,32 @@ def test_a_micro_batch_is_better_that_has_less_padding_or_reads_the_weights_less
         assert line.startswith(f"micro_batch_size={said} is better by the estimate: update {better:.1f} s, not ")
         assert line.endswith(f"{update:.1f}")
         assert len([*estimates(shapes, rates, [config.micro_batch_size])]) == 2
+
+
+# A teacher
+
+
+@pytest.mark.parametrize("estimator", ["full", "sampled"])
+def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(estimator, monkeypatch):
+    """The update's program has it where it compares distributions; else a pass before the update has it."""
+    own = {"data": None, "eval": None, "grpo": {"num_generations": 4}, "distill": {"estimator": estimator}}
+    source = str(Path(tiny.__file__).parent / "fixtures" / "tiny_grpo")
+    config = tiny.config("distill", **own, teacher={"source": source}, micro_batch_size=4)
+    shapes = Programs(config, mesh := make_mesh(MeshConfig()))
+    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
+    devices, teacher = memory.Devices("one", mesh, 1, 2**30, None), bytes_on_device(shapes.teacher.params)
+    found = {phase.name: phase for phase in memory.phases(shapes, devices, [].append)}
+    policy, moments = bytes_on_device(shapes.policy.params), bytes_on_device(shapes.state.opt_state)
+    assert teacher == 2 * 115_520
+    assert list(found) == ["prefill", "decode", *["teacher"] * (estimator == "sampled"), "update"]
+    assert all(phase.parts["parameters"] >= policy + teacher for phase in found.values())
+    assert found["update"].peak == MIB + teacher * (estimator == "sampled")
+    if estimator == "sampled":
+        assert found["teacher"].peak == MIB + policy + moments
+    assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
+    arguments = config.rollout, config.optimizer, config.grpo, 2**23
+    assert slots_that_fit(shapes.policy, *arguments, shapes.teacher) < slots_that_fit(shapes.policy, *arguments)
+    with_teacher, shapes.teacher = estimate(shapes, 1e9, 1e12), None
+    without = estimate(shapes, 1e9, 1e12)
+    name = "update" if estimator == "full" else "logprob"
+    assert getattr(with_teacher, name) > getattr(without, name)

@@ -1,0 +1,171 @@
+"""Distillation end to end: what the teacher is, exact resume of both sources, what is refused, and that it learns."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from runs import assert_same_end, changed, killed_after, newest, records, run
+from tiny import config
+
+from mllm.config import load as configs
+from mllm.errors import UserError
+from mllm.model import tokenizer as tokenizers
+from mllm.parallel.mesh import make_mesh
+from mllm.rl.mixed_source import is_given
+from mllm.run.source_run import load_policy
+from mllm.run.teacher import check_tokens, load_teacher
+from mllm.store.run_store import RunStore
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+TEACHER = {"source": str(FIXTURES / "tiny_grpo"), "dtype": "float32"}
+OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
+
+
+def distilled(**sections):
+    return config("distill", **{**OWN, **sections})
+
+
+@pytest.fixture(scope="module")
+def teaching(tmp_path_factory):
+    """A run of SFT that has trained adapters, to be a teacher."""
+    folder = tmp_path_factory.mktemp("teaching") / "run"
+    settings = config("sft", steps=3, eval=None, rollout=None, checkpoint={"every": 1, "keep": 3}, run_dir=str(folder))
+    settings = changed(settings, model={"lora": {"rank": 2, "alpha": 2}})
+    assert run(settings) == 0
+    return settings
+
+
+def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(teaching, tmp_path):
+    """A student that begins as it has no divergence from it; one that begins with the step before has."""
+    found = {}
+    for step in (3, 2):
+        settings = distilled(
+            run_dir=str(tmp_path / f"{step}"),
+            steps=1,
+            model={"init": "pretrained", "source": teaching.run_dir, "step": step, "architecture": None},
+            teacher={"source": teaching.run_dir, "dtype": "float32"},
+        )
+        assert run(settings) == 0
+        found[step] = records(settings)[-1]
+        assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 3
+    assert found[3]["kl"] == found[3]["loss"] == found[3]["grad_norm"] == 0
+    assert found[2]["kl"] > 1e-6
+    assert found[2]["grad_norm"] > 0
+    assert found[2]["entropy"] == pytest.approx(found[2]["teacher_entropy"], rel=0.1)
+
+
+def test_a_run_with_both_sources_and_adapters_ends_as_one_that_was_never_killed(tmp_path, capsys):
+    settings = distilled(
+        run_dir=str(tmp_path / "whole"),
+        steps=8,
+        model={"lora": {"rank": 2, "alpha": 2}},
+        data={"source": "task", "max_length": 32},
+        grpo={"num_generations": 2, "num_iterations": 2},
+        distill={"kind": "jsd", "data_share": 0.5},
+        checkpoint={"every": 2, "keep": 4},
+    )
+    assert run(settings) == 0
+    lines = records(settings)
+    given = [line["given"] for line in lines]
+    assert given[::2] == given[1::2]  # a rollout's updates are of one source
+    assert 0 < sum(given) < 8
+    assert all(np.isfinite(line["kl"]) for line in lines)
+    assert all(("reward" in line) == (line["given"] == 0) for line in lines)
+    again = killed_after(settings, 4, tmp_path / "killed")
+    assert run(again) == 0
+    assert_same_end(again, settings)
+    assert len(RunStore(settings.run_dir).field(8, "frozen")) > len(newest(settings).train.params)
+    other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
+    shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
+    capsys.readouterr()
+    assert run(changed(again, steps=10, teacher={"source": str(other)})) == 2
+    assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
+
+
+def test_the_share_of_given_completions_is_a_hash_of_seed_and_rollout():
+    chosen = np.array([[is_given(seed, rollout, 0.25) for rollout in range(4000)] for seed in (0, 1)])
+    assert (chosen[0] != chosen[1]).any()
+    assert abs(chosen.mean() - 0.25) < 0.03
+    assert [rollout for rollout in range(12) if is_given(0, rollout, 0.25)] == [4, 6]
+
+
+@pytest.mark.parametrize("algorithm", ["distill", "grpo"])
+def test_every_sampled_completion_is_learned_from_with_the_teachers_term(algorithm, tmp_path):
+    sections = {"run_dir": str(tmp_path / "run"), "steps": 1, "grpo": {"num_generations": 2}, "teacher": TEACHER}
+    if algorithm == "distill":
+        settings, name = distilled(**sections, distill={"estimator": "sampled"}), "kl"
+    else:
+        sections["grpo"]["teacher_coef"] = 0.5
+        settings, name = config("grpo", **sections), "teacher_kl"
+    assert run(settings) == 0
+    (line,), samples = records(settings), records(settings, "samples.jsonl")
+    assert line["frac_without_gradient"] == 0
+    assert line[name] > 1
+    assert line["grad_norm"] > 0
+    assert {sample["advantage"] for sample in samples} == ({None} if algorithm == "distill" else {0.0})
+
+
+def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
+    student = tokenizers.bytes_tokenizer()
+    check_tokens("x", student, student)
+    student.add_tokens(["<more>"])
+    with pytest.raises(UserError, match=r"^teacher.source: x: token 260 is None there, and '<more>' of the student's"):
+        check_tokens("x", student, tokenizers.bytes_tokenizer())
+    check_tokens("x", tokenizers.bytes_tokenizer(), student)  # it may have more
+    settings = distilled(teacher={"source": str(tmp_path / "nothing")})
+    with pytest.raises(UserError, match=r"^teacher.source: "):
+        load_teacher(settings, make_mesh(settings.mesh), student)
+    settings = distilled(teacher={"source": str(FIXTURES / "tiny_grpo"), "step": 3})
+    with pytest.raises(UserError, match=r"^teacher.step: no run is at "):
+        load_teacher(settings, make_mesh(settings.mesh), student)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"distill": None}, "distill: algorithm: distill needs this section"),
+        ({"teacher": None}, "teacher: algorithm: distill needs this section"),
+        ({"grpo": None}, "data: algorithm: distill learns from data, or"),
+        ({"grpo": None, "data": {"source": "task", "max_length": 8}, "distill": {"estimator": "sampled"}}, "grpo: "),
+        ({"data": {"source": "task", "max_length": 8}}, "distill.data_share: data and grpo need this setting"),
+        ({"distill": {"data_share": 0.5}}, "distill.data_share: is not used without both data and grpo"),
+        ({"distill": {"beta": 0.5}}, "distill.beta: is not used with kind: reverse_kl"),
+        ({"distill": {"estimator": "sampled", "kind": "jsd"}}, "distill.kind: is not used with estimator: sampled"),
+        ({"distill": {"teacher_logprobs": "x"}}, "teacher: is not used with distill.teacher_logprobs"),
+        ({"grpo": {"num_generations": 2, "entropy_coef": 0.1}}, "grpo.entropy_coef: is not used by distill.estim"),
+        ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
+        ({"head": {"impl": "full_logits"}}, "head.impl: full_logits has no divergences"),
+        ({"algorithm": "grpo", "distill": None}, "teacher: is not used with grpo.teacher_coef: 0"),
+        ({"algorithm": "grpo", "distill": None, "grpo": {"num_generations": 1}}, "grpo.num_generations: 1 leaves"),
+        ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_settings_that_can_t_work_or_have_no_effect_are_one_line(sections, message, tmp_path):
+    settings = distilled().model_dump(mode="json")
+    for name, value in sections.items():
+        settings[name] = {**(settings[name] or {}), **value} if isinstance(value, dict) else value
+    with pytest.raises(UserError) as error:
+        configs.validate(settings, tmp_path, ())
+    assert str(error.value).startswith(f"{tmp_path}: {message}"), error.value
+
+
+@pytest.mark.slow
+def test_the_demos_grpo_model_teaches_the_half_trained_one(tmp_path):
+    overrides = [
+        f"model.source={FIXTURES / 'tiny_sft'}",
+        "model.tokenizer=bytes",
+        f"teacher.source={FIXTURES / 'tiny_grpo'}",
+        f"run_dir={tmp_path / 'run'}",
+        *("steps=40", "batch_size=128", "eval.every=null", "checkpoint.every=null"),
+    ]
+    settings = configs.load("tiny_distill.yaml", overrides)
+    assert run(settings) == 0
+    lines = records(settings)
+    assert lines[0]["eval/greedy_accuracy"] < 0.35
+    assert lines[-1]["eval/greedy_accuracy"] > 0.5
+    kl = [line["kl"] for line in lines[1:]]
+    assert np.mean(kl[-5:]) < 0.5 * np.mean(kl[:5])
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    assert policy.architecture.hidden_size == 64
