@@ -1,4 +1,4 @@
-"""Problems, masks and objectives, and checks of token_logprobs, token_loss and logits_logprobs.
+"""Problems, masks and objectives, and checks of token_logprobs and token_loss.
 
 Shapes are few, and subject and yardstick are compiled once a shape. `plain`, the ordinary JAX program with full logits,
 is the yardstick of accuracy: `assert_as_accurate_as_plain` says how near to the oracle an answer has to come.
@@ -18,7 +18,6 @@ from oracle import HAIR, SLACK, Exact, Objective, Rows, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.softmax import Slopes
-from kernels.logits import logits_logprobs
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
@@ -87,17 +86,12 @@ class Problem(NamedTuple):
     labels: jax.Array
 
 
-def random_problem(
-    shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32, of_logits: bool = False
-) -> Problem:
-    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1.
-
-    With `of_logits`, the weight is the identity, and hidden states are the logits.
-    """
+def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32) -> Problem:
+    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1."""
     n, v, d = shape
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(n, d)) * scale / (1 if of_logits else np.sqrt(d))
-    weight = np.eye(v) if of_logits else rng.normal(size=(v, d))
+    hidden = rng.normal(size=(n, d)) * scale / np.sqrt(d)
+    weight = rng.normal(size=(v, d))
     labels = rng.integers(0, v, n)
     labels[0], labels[-1] = 0, v - 1
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
@@ -137,14 +131,6 @@ def sparse_weights(n: int) -> jax.Array:
     return jnp.asarray(weights, jnp.float32)
 
 
-def outputs_of(hidden: jax.Array, weight: jax.Array, labels: jax.Array, impl: Any, **options: Any) -> TokenLogprobs:
-    """The statistics by an engine of engines.py."""
-    if impl is not None and impl.startswith("logits"):
-        impl = "mosaic_tpu" if impl.endswith("mosaic_tpu") else "xla"
-        return logits_logprobs(hidden, labels, impl=impl, **options)
-    return token_logprobs(hidden, weight, labels, impl=impl, **options)
-
-
 def pulled_back(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, impl: Any = None, **options: Any
 ) -> Rows:
@@ -152,7 +138,7 @@ def pulled_back(
     given = [x for x in cotangents if x is not None]
 
     def outputs(h: jax.Array, w: jax.Array) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        outputs = tuple(outputs_of(h, w, labels, impl, **options))[:3]
+        outputs = tuple(token_logprobs(h, w, labels, impl=impl, **options))[:3]
         return outputs[: len(given)], outputs[len(given) :]
 
     outputs, pull_back, others = jax.vjp(outputs, hidden, weight, has_aux=True)
@@ -223,8 +209,6 @@ def check(
     cotangents = Slopes(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
     yardstick = plain_values_and_gradients(*problem, cotangents, where=jnp.asarray(live), **options)
     truth = exact(*problem, lambda *_: cotangents, where=live, **options)
-    if impl.startswith("logits"):  # they have no weight
-        got, yardstick, truth = (x._replace(weight=np.zeros(1)) for x in (got, yardstick, truth))
     assert_as_accurate_as_plain(got, yardstick, truth, largest=largest)
     assert_nothing_at(got, ~live)
     return got
