@@ -48,7 +48,8 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
         (callbacks, "wgmma", _begin_product),
         (callbacks, "wgmma_accumulator_deref", _read_accumulator),
         (callbacks, "copy_smem_to_gmem", _copy_or_add),
-        (callbacks, "_update_clocks_for_device_barrier", _take_turns),
+        (callbacks, "_update_clocks_for_device_barrier", _begin_turn),
+        (callbacks, "_assert_no_barriers_allocated", _end_turn),
         (jaxpr_interpret, "gpu_primitives", waits),
         (jaxpr_interpret.JaxprInterpreter, "_interpret_wait_load_tmem_p", _interpret_wait),
         (thread_map, "_run_jaxpr", _run_compiled_once),
@@ -141,25 +142,31 @@ def _copy_or_add(*, reduction_op: Any, **arguments: Any) -> Any:
 
 # --- several devices ---
 
+_assert_no_barriers = callbacks._assert_no_barriers_allocated
 _turn = threading.Condition()
 _running: list[int] = []
 """The device whose clusters run."""
 
 
 @callbacks.fail_on_exception
-def _take_turns(token: Any, device: Any) -> Any:
-    """What each device calls before its first cluster and after its last."""
+def _begin_turn(token: Any, device: Any) -> Any:
+    """What each device calls before its first cluster, and once more after its last."""
     memory = callbacks._get_shared_memory()
     with _turn:
         while _running not in ([], [device.device_id]):
             _turn.wait(0.1)
             memory.check_failed()
-        memory.update_clocks_for_device_barrier(device)
-        if _running:
-            _running.clear()
-            _turn.notify_all()
-        else:
-            _running.append(device.device_id)
+        _running[:] = [device.device_id]
+    memory.update_clocks_for_device_barrier(device)
+    return token
+
+
+def _end_turn(token: Any) -> Any:
+    """What each device calls as a kernel is done: its barriers are gone, and no other device's are there yet."""
+    token = _assert_no_barriers(token)
+    with _turn:
+        _running.clear()
+        _turn.notify_all()
     return token
 
 

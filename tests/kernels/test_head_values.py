@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    CHUNKED,
     EVERY,
     F32,
+    FULL,
     GPU,
     TPU,
     TPU_F32,
+    XLA,
     XLA_BF16,
     Engine,
     engines,
@@ -158,9 +161,12 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 # --- a copy of the weight ---
 
 
-@engines()
+@engines(FULL, CHUNKED, XLA, GPU)
 def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
-    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
+    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded.
+
+    `token_loss_and_gradients` multiplies a copy on TPUs, too (test_head_losses.py).
+    """
     problem, cotangents, live = engine.problem(), random_cotangents(engine.shape[0]), engine.live("most")
     objective, weights = OBJECTIVES["entropy bonus"], jnp.where(live, 0.7, 0.0)
 
