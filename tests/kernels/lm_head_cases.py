@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Exact, Objective, Rows, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head.live_rows import LiveRows
 from kernels.lm_head.softmax import Slopes
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
@@ -241,6 +243,25 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
 def assert_nothing_at(got: Rows, dead: np.ndarray) -> None:
     for x in got[:4]:
         assert not np.any(np.asarray(x, np.float32)[dead])
+
+
+def blocks_visited(run: Callable[[jax.Array], Any], rows: int) -> list[int]:
+    """How many blocks of rows `run(live)` visits where none of its rows count, 17, or all; it is a jitted function."""
+    found: list[int] = []
+    block = LiveRows.block
+
+    def counted(self: LiveRows, i: jax.Array, size: int) -> Any:
+        jax.debug.callback(lambda: found.append(1))
+        return block(self, i, size)
+
+    def visits(live: int) -> int:
+        found.clear()
+        jax.block_until_ready(run(jnp.int32(live)))
+        jax.effects_barrier()
+        return len(found)
+
+    with mock.patch.object(LiveRows, "block", counted):
+        return [visits(live) for live in (0, 17, rows)]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
