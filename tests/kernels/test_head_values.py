@@ -13,14 +13,13 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
-    CHUNKED,
+    CHUNKED_BF16,
     EVERY,
     F32,
-    FULL,
+    FULL_BF16,
     GPU,
     TPU,
     TPU_F32,
-    XLA,
     XLA_BF16,
     Engine,
     engines,
@@ -161,7 +160,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 # --- a copy of the weight ---
 
 
-@engines(FULL, CHUNKED, XLA, GPU)
+@engines(FULL_BF16, CHUNKED_BF16, XLA_BF16, GPU)
 def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
     """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded.
 
