@@ -1,7 +1,6 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -11,19 +10,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from kernels.lm_head import autodiff, chunked_logits, full_logits, target, xla
-from kernels.lm_head.arguments import (
-    check_copy,
-    check_labels,
-    check_model,
-    check_tokens,
-    checked_candidates,
-    checked_softcap,
-    checked_temperature,
-    product_dtype,
-)
-from kernels.lm_head.contract import Engine, Inputs, Objective, Options, Terms
+from kernels.lm_head.arguments import checked_candidates, checked_inputs, checked_options
+from kernels.lm_head.contract import Engine, Inputs, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.layout import HeadSharding, rows_of, run_on_mesh
+from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
 from kernels.lm_head.sharded import Sharded
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.target import same_varying, varying_axes
@@ -94,29 +84,26 @@ def token_logprobs(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    copy = weight if weight_copy is None else weight_copy
-    live = checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=weights)
-    ids = () if candidates is None else (checked_candidates(candidates, live, np.shape(weight)[0]),)
-    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, *ids)
-    arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    dtypes = arrays[0].dtype, arrays[5].dtype
-    options = Options(checked_softcap(softcap), product_dtype(dtype, *arrays[:2]), gradient_dtypes=dtypes)
+    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
+    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
+    ids = None if candidates is None else checked_candidates(candidates, inputs.live, np.shape(weight)[0])
+    inputs, weight, ids = same_varying((inputs, weight, ids))
+    options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight))
 
-    def run(sharding: HeadSharding | None, *arrays: Array) -> TokenLogprobs:
-        rows = rows_of(arrays[2].shape, sharding)
-        inputs = _flat_inputs(rows.flat, *arrays[:5])
-        engine, ids = _engine(impl, inputs, options, rows.sharding), next(map(rows.flat, arrays[6:]), None)
-        tokens = autodiff.token_logprobs(engine, options, inputs, arrays[5], ids)
+    def run(rows: Rows, inputs: Inputs, weight: Array, ids: Array | None) -> TokenLogprobs:
+        ids = None if ids is None else rows.flat(ids)
+        engine = _engine(impl, inputs, options, rows.sharding)
+        tokens = autodiff.token_logprobs(engine, options, inputs, (inputs.hidden, weight), ids)
         return jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs, ids))
 
-    return run_on_mesh(run, sharding, arrays, lambda tokens: tokens)
+    return run_on_mesh(run, sharding, inputs, (weight, ids))
 
 
 def token_loss(
     hidden: Float[Array, "*N D"],
     weight: Float[Array, "V D"],
     labels: Integer[Array, "*N"],
-    objective: Objective,
+    objective: Callable[..., jax.Array],
     *operands: Shaped[Array, "*N"],
     where: Bool[Array, "*N"] | None = None,
     weights: Float[Array, "*N"] | None = None,
@@ -136,7 +123,7 @@ def token_loss(
     order). Asked for the value alone, it does none of the gradient's work. A label that counts and is out of range
     makes it NaN.
 
-    Args beyond those of `token_logprobs`:
+    Errors, and args beyond these, are those of `token_logprobs`:
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean. An objective with a required
             keyword argument `lse` (for z-loss) or `mean_logit` (the mean of z over the vocabulary, for label
@@ -144,14 +131,10 @@ def token_loss(
         weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
         workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
             as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
-            twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None, in
-            xla: float32 products of 256 tokens (1024 on accelerators); in mosaic_tpu, which uses none where the weight
-            is frozen or the objective uses the entropy: exponentials of 1024 tokens; both without room for such a sum;
-            in mosaic_gpu: float16 logits of 1024 tokens. chunked_logits keeps in it the logits of one chunk, 64 tokens
-            at least; full_logits ignores it.
-
-    Raises:
-        ValueError: names the argument; before anything is compiled.
+            twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None: what
+            1024 tokens need (xla on a CPU: 256), and no room for such a sum. mosaic_tpu uses none where the weight is
+            frozen or the objective uses the entropy; chunked_logits keeps in it the logits of one chunk, 64 tokens at
+            least; full_logits ignores it.
     """
     rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
     how: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "weight_copy": weight_copy, "dtype": dtype}
@@ -163,7 +146,7 @@ def token_loss_and_gradients(
     hidden: Float[Array, "*N D"],
     weight: Float[Array, "V D"],
     labels: Integer[Array, "*N"],
-    objective: Objective,
+    objective: Callable[..., jax.Array],
     *operands: Shaped[Array, "*N"],
     into: Float[Array, "V D"] | None = None,
     **options: Any,
@@ -172,19 +155,13 @@ def token_loss_and_gradients(
 
     To accumulate gradients, give each call the dW of the one before: nothing is rounded between them. On one device xla
     sums in the memory of `into`, if that is donated or made in the same program; the kernels' engines are made to, and
-    no compiler's account of them was read. Call it inside `jit`. `options` are those of `token_loss`.
-
-    Raises:
-        ValueError: names the argument; before anything is compiled.
+    no compiler's account of them was read. Call it inside `jit`. `options` and errors are those of `token_loss`.
     """
     if into is not None and (np.shape(into), jnp.result_type(into)) != (np.shape(weight), jnp.float32):
         raise ValueError(f"into must be float32 {list(np.shape(weight))}, as weight is, not {jax.typeof(into)}")
     copy = options.pop("weight_copy", None)
-
-    def loss(hidden: Array, master: Array) -> tuple[Array, TokenLogprobs]:
-        own = {**options, "weight_copy": weight if copy is None else copy}
-        return _token_loss(hidden, master, labels, objective, operands, into=into, **own)
-
+    options |= {"weight_copy": weight if copy is None else copy, "into": into}
+    loss = lambda hidden, master: _token_loss(hidden, master, labels, objective, operands, **options)  # noqa: E731
     # No number of the master is read: it has the dtype of the gradient.
     master = jnp.zeros_like(weight, dtype=jnp.float32)
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, master)
@@ -197,52 +174,37 @@ def _token_loss(
     objective: Any,
     operands: Sequence[Any],
     *,
-    where: Any = None,
     weights: Any = None,
-    ignore_index: int | None = None,
-    temperature: Any = 1.0,
     softcap: float | None = None,
-    weight_copy: Any = None,
     workspace: int | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
     into: Any = None,
+    **others: Any,
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
-        raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
-    given: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
-    named = {f"operands[{i}]": operand for i, operand in enumerate(operands)}
-    copy = weight if weight_copy is None else weight_copy
-    live = checked_live(hidden, weight, copy, ignore_index, labels=labels, where=where, weights=given, **named)
-    statistics = autodiff.named_statistics(objective)
-    if "mean_logit" in statistics and softcap is not None:
+    inputs = checked_inputs(hidden, weight, labels, weights=weights, operands=operands, **others)
+    weights = np.ones(np.shape(labels), np.float32) if weights is None else weights
+    inputs, weight, weights, operands, into = same_varying((inputs, weight, weights, tuple(operands), into))
+    dtypes, varying = [x.dtype for x in operands], varying_axes(inputs.hidden)
+    closed, uses_entropy, uses_mean_logit = autodiff.close_objective(objective, dtypes, varying)
+    if uses_mean_logit and softcap is not None:
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
-    sums = () if into is None else (into,)
-    everything = (hidden, copy, labels, live, checked_temperature(temperature), weight, given, *sums, *operands)
-    arrays = same_varying(tuple(map(jnp.asarray, everything)))
-    of_operands = [*(x.dtype for x in arrays[7 + len(sums) :]), *[jnp.float32] * ("mean_logit" in statistics)]
-    closed = autodiff.close_objective(objective, statistics, of_operands, varying_axes(arrays[0]))
-    product, dtypes = product_dtype(dtype, *arrays[:2]), (arrays[0].dtype, arrays[5].dtype)
-    slopes = closed.uses_entropy
-    options = Options(checked_softcap(softcap), product, workspace, entropy_slopes=slopes, gradient_dtypes=dtypes)
+    options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace)
+    options = dataclasses.replace(options, entropy_slopes=uses_entropy)
 
-    def run(sharding: HeadSharding | None, *arrays: Array) -> tuple[Float[Array, ""], TokenLogprobs]:
-        hidden, copy, labels, live, temperature, weight, weights, *others = arrays
-        into = others.pop(0) if sums else None
-        rows = rows_of(labels.shape, sharding)
-        inputs = _flat_inputs(rows.flat, hidden, copy, labels, live, temperature)
-        per_token, shared = list(map(rows.flat, others[: len(operands)])), tuple(others[len(operands) :])
-        if "mean_logit" in statistics:
-            per_token.append(_mean_logit(inputs, weight))
-        own = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
-        terms = Terms(own, tuple(per_token), shared)
-        engine = _engine(impl, inputs, options, rows.sharding)
-        loss, tokens = autodiff.token_loss(engine, options, closed.function, inputs, weight, terms, into)
+    def run(rows: Rows, inputs: Inputs, weight: Array, weights: Array, operands: Any, into: Any, closed: Any) -> Any:
+        operands = tuple(map(rows.flat, operands))
+        if uses_mean_logit:
+            operands = *operands, _mean_logit(inputs, weight)
+        weights = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
+        engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, weights, operands)
+        loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms, into)
         tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
         return loss, jax.tree.map(rows.folded, tokens)
 
-    return run_on_mesh(run, sharding, (*arrays, *closed.shared), lambda tokens: (jax.sharding.PartitionSpec(), tokens))
+    arguments = weight, weights, operands, into, closed
+    return run_on_mesh(run, sharding, inputs, arguments, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,48 +228,30 @@ def choose_impl(
     "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
     dtypes alone.
     """
-    count = math.prod(hidden.shape[:-1])
-    states = (count, hidden.shape[-1]), hidden.dtype
-    arrays = (states, (weight.shape, weight.dtype), ((count,), jnp.int32), ((count,), jnp.bool_), ((), jnp.float32))
-    inputs = Inputs(*(jax.ShapeDtypeStruct(*x) for x in arrays))  # type: ignore[arg-type]
+    inputs = jax.eval_shape(lambda h, w: checked_inputs(h.reshape(-1, h.shape[-1]), w), hidden, weight)
     of_rows = None if sharding is None else sharding.of_rows
-    return _choose(inputs, Options(checked_softcap(softcap), product_dtype(dtype, hidden, weight)), of_rows)
+    return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), of_rows)
 
 
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
     platform = target.platform(None if sharding is None else sharding.mesh)
     impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
     kernels = "mosaic_gpu" if platform == "gpu" else impl
-    why_not = placed(kernels, sharding).obstacle(inputs, options)
+    why_not = Sharded.of(_ENGINES[kernels], sharding).obstacle(inputs, options)
     return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{kernels} can't run: {why_not}")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:
     if impl not in (None, *_ENGINES):
         raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
-    if sharding is not None:
-        sharding.check(inputs.hidden, inputs.weight)
     if not inputs.labels.size:  # without tokens, full logits are empty
         return full_logits
-    if impl is None:
-        impl = _choose(inputs, options, sharding).impl
-    engine = placed(impl, sharding)
+    impl = impl or _choose(inputs, options, sharding).impl
+    engine: Engine = Sharded.of(_ENGINES[impl], sharding)
     why_not = engine.obstacle(inputs, options)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine
-
-
-def placed(name: str, sharding: HeadSharding | None) -> Engine:
-    """The engine of that name, on every device of a mesh if there is one."""
-    engine = _ENGINES[name]
-    return engine if sharding is None or sharding.mesh.size == 1 else Sharded(sharding.in_use(), engine)
-
-
-def _flat_inputs(
-    flat: Callable[[Array], Array], hidden: Array, weight: Array, labels: Array, live: Array, temperature: Array
-) -> Inputs:
-    return Inputs(flat(hidden), weight, flat(labels), flat(live), temperature)
 
 
 def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
@@ -336,21 +280,3 @@ def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"
     mean_D += jax.lax.stop_gradient(copy_D - mean_D)
     hidden_ND = jnp.where(inputs.live[:, None], inputs.hidden, 0).astype(jnp.float32)
     return jnp.sum(hidden_ND * mean_D, axis=1) / inputs.temperature
-
-
-def checked_live(hidden: Any, weight: Any, copy: Any, ignore_index: int | None, **per_token: Any) -> Any:
-    """The rows that count, [*N] boolean, after checks of the arrays that are given.
-
-    `per_token` has `labels`, `where` and `weights` among others, by their names; None where they aren't given.
-    """
-    check_model("", hidden, weight)
-    check_copy(copy, weight)
-    given = {name: value for name, value in per_token.items() if value is not None}
-    check_tokens(np.shape(hidden)[:-1], "hidden", given)
-    live: Any = given.get("where", np.ones(np.shape(hidden)[:-1], np.bool_))
-    if "weights" in given:
-        live = live & (given["weights"] != 0)
-    if ignore_index is not None:
-        live = live & (given["labels"] != ignore_index)
-    check_labels(given["labels"], live, vocabulary=np.shape(weight)[0])
-    return live

@@ -1,13 +1,15 @@
 """Checks of the arguments that the heads share: each raises a ValueError that names the argument, before compiling."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+
+from kernels.lm_head.contract import Inputs, Options
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
 """Not float16: a probability times a token's weight, such as 2^-16, would be 0 there for all but likely words."""
@@ -31,20 +33,40 @@ def check_model(prefix: str, hidden: Any, weight: Any) -> None:
         raise ValueError(f"{prefix}hidden must be [..., features], with the features of {name}, not {shapes}")
 
 
-def check_copy(copy: Any, weight: Any) -> None:
+def checked_inputs(
+    hidden: Any,
+    weight: Any,
+    labels: Any = None,
+    *,
+    where: Any = None,
+    weights: Any = None,
+    ignore_index: int | None = None,
+    temperature: Any = 1.0,
+    weight_copy: Any = None,
+    operands: Sequence[Any] = (),
+) -> Inputs:
+    """The arguments of a pass in any leading dims, as they are given; their weight is the copy, if there is one."""
+    check_model("", hidden, weight)
+    copy = weight if weight_copy is None else weight_copy
     check_floating("weight_copy", copy)
     if np.shape(copy) != np.shape(weight):
         raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
-
-
-def check_tokens(lead: tuple[int, ...], owner: str, per_token: Mapping[str, Any]) -> None:
-    """Checks that all has `owner`'s leading shape `lead`, that labels are integers, and that `where` is boolean."""
-    for name, kind, word in (("labels", jnp.integer, "integers"), ("where", jnp.bool_, "boolean")):
-        if name in per_token and not jnp.issubdtype(jnp.result_type(per_token[name]), kind):
-            raise ValueError(f"{name} must be {word}, not {jnp.result_type(per_token[name])}")
-    for name, value in per_token.items():
+    lead = np.shape(hidden)[:-1]
+    labels = np.zeros(lead, np.int32) if labels is None else labels
+    live: Any = np.ones(lead, np.bool_) if where is None else where
+    for name, array, kind, word in (("labels", labels, jnp.integer, "integers"), ("where", live, jnp.bool_, "boolean")):
+        if not jnp.issubdtype(jnp.result_type(array), kind):
+            raise ValueError(f"{name} must be {word}, not {jnp.result_type(array)}")
+    named = {"labels": labels, "where": live, "weights": live if weights is None else weights}
+    for name, value in (named | {f"operands[{i}]": x for i, x in enumerate(operands)}).items():
         if np.shape(value) != lead:
-            raise ValueError(f"{name} must have {owner}'s leading shape {list(lead)}, not {list(np.shape(value))}")
+            raise ValueError(f"{name} must have hidden's leading shape {list(lead)}, not {list(np.shape(value))}")
+    if weights is not None:
+        live = live & (weights != 0)
+    if ignore_index is not None:
+        live = live & (labels != ignore_index)
+    check_labels(labels, live, vocabulary=np.shape(weight)[0])
+    return Inputs(hidden, copy, labels, live, checked_temperature(temperature))
 
 
 def check_labels(labels: Any, live: Any, vocabulary: int, name: str = "labels") -> None:
@@ -85,12 +107,20 @@ def checked_softcap(softcap: Any) -> float | None:
     return float(softcap)
 
 
-def product_dtype(dtype: Any, hidden: Any, weight: Any) -> jnp.dtype:
-    """The dtype of the matrix products' operands: `dtype`, or the wider of the arguments' dtypes."""
-    found = jnp.dtype(jnp.promote_types(hidden.dtype, weight.dtype) if dtype is None else dtype)
-    if found not in DTYPES:
-        raise ValueError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, not {found}")
-    return found
+def checked_options(
+    softcap: Any, dtype: Any, multiplied: Sequence[Any], differentiated: Sequence[Any] = (), workspace: Any = None
+) -> Options:
+    """The options. Products' operands have `dtype`, or the widest dtype of all that is multiplied.
+
+    `differentiated` are the arrays whose dtypes dh and dW get; without any, they get those of the inputs.
+    """
+    product = jnp.dtype(jnp.result_type(*(x.dtype for x in multiplied)) if dtype is None else dtype)
+    if product not in DTYPES:
+        raise ValueError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, not {product}")
+    if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
+        raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
+    gradients: Any = tuple(x.dtype for x in differentiated) or None
+    return Options(checked_softcap(softcap), product, workspace, gradient_dtypes=gradients)
 
 
 def _is_known(x: Any) -> bool:

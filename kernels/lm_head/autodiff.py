@@ -1,6 +1,6 @@
 """The head's rules of differentiation, the same for every engine.
 
-`token_loss` makes loss and gradients in one pass, for a cotangent of 1, and backward scales them. A side that isn't
+`loss` makes value and gradients in one pass, for a cotangent of 1, and backward scales them. A side that isn't
 differentiated is left out (`symbolic_zeros`). JAX differentiates nothing in an engine.
 """
 
@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,13 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array, Float, Integer
 
 from kernels.lm_head import candidates
-from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, weighted_sum
+from kernels.lm_head.contract import Engine, Gradients, Inputs, Options, Terms, weighted_sum
 from kernels.lm_head.sharded import on_devices
 from kernels.lm_head.softmax import Slopes, Softmax, TokenLogprobs
 from kernels.lm_head.target import vary
 
 
-class ClosedObjective(NamedTuple):
-    """An objective whose closed-over values are arguments: a custom rule differentiates by its arguments only."""
-
-    function: Objective  # (logprob, entropy, lse, *operands, *shared) -> loss of one token
-    shared: tuple[Array, ...]
-    uses_entropy: bool
-
-
-def named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
+def _named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
     """Which of `lse` and `mean_logit` the objective requires by keyword."""
     try:
         parameters = inspect.signature(objective).parameters.values()
@@ -41,16 +33,16 @@ def named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
     return [name for name in ("lse", "mean_logit") if name in required]
 
 
-def close_objective(
-    objective: Callable[..., Any], names: Sequence[str], dtypes: Sequence[Any], varying: Set[str]
-) -> ClosedObjective:
-    """The objective of operands with these dtypes which, under the caller's `shard_map`, vary over these axes.
+def close_objective(objective: Callable[..., Any], dtypes: Sequence[Any], varying: Set[str]) -> tuple[Any, bool, bool]:
+    """The objective as `Terms` have it; whether it uses the entropy, and whether `mean_logit` is a last operand.
 
-    `names` are its `named_statistics`; `mean_logit`, where it is one of them, is the last operand.
+    What it closes over becomes an argument: a custom rule differentiates by its arguments only. The operands have these
+    dtypes and, under the caller's `shard_map`, vary over these axes.
     """
-    dtypes = (jnp.float32, jnp.float32, jnp.float32, *dtypes)
+    names = _named_statistics(objective)
+    dtypes = [*[jnp.float32] * 3, *dtypes, *[jnp.float32] * ("mean_logit" in names)]
 
-    def by_place(logprob: Array, entropy: Array, lse: Array, *operands: Array) -> Array:
+    def by_place(logprob: Array, lse: Array, entropy: Array, *operands: Array) -> Array:
         given = {"lse": lse, "mean_logit": operands[-1] if operands else None}
         own = operands[: len(operands) - ("mean_logit" in names)]
         return objective(logprob, entropy, *own, **{name: given[name] for name in names})
@@ -65,35 +57,39 @@ def close_objective(
     if [x.shape for x in out] != [()] or not jnp.issubdtype(out[0].dtype, jnp.floating):
         raise ValueError(f"objective must give one floating number a token, not {out}")
 
-    def function(*scalars_and_shared: Array) -> Array:
-        given, shared = scalars_and_shared[: len(dtypes)], scalars_and_shared[len(dtypes) :]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*given)[0]
+    def function(shared: list[Array], *scalars: Array) -> Array:
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*scalars)[0]
 
-    entropy, used = closed.jaxpr.invars[1], (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns))
+    entropy, used = closed.jaxpr.invars[2], (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns))
     uses_entropy = any(x is entropy for operands in used for x in operands)
-    return ClosedObjective(function, tuple(map(jnp.asarray, closed.consts)), uses_entropy)
+    shared = list(map(jnp.asarray, closed.consts))
+    return jax.tree_util.Partial(function, shared), uses_entropy, "mean_logit" in names
+
+
+Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]
+"""The (student's) hidden states and weight, by which the rules differentiate: inputs have the same, or a copy."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_logprobs(
-    engine: Engine, options: Options, inputs: Inputs, weight: Float[Array, "V D"], ids: Integer[Array, "N K"] | None
+    engine: Engine, options: Options, inputs: Inputs, sides: Sides, ids: Integer[Array, "N K"] | None
 ) -> TokenLogprobs:
-    """The statistics, differentiable in hidden states and `weight`, of which `inputs.weight` is a copy."""
+    """The statistics."""
     softmax, _ = engine.forward(inputs, options.values_alone)
     return _outputs(engine, options, inputs, softmax, ids)
 
 
 def _token_logprobs_forward(
-    engine: Engine, options: Options, inputs: Any, weight: Any, ids: Any
+    engine: Engine, options: Options, inputs: Any, sides: Any, ids: Any
 ) -> tuple[TokenLogprobs, Any]:
-    options, inputs, ids = with_wanted_sides(options, inputs, weight), values(inputs), values(ids)
+    options, (inputs, ids) = with_wanted(options, sides), values((inputs, ids))
     softmax, saved = engine.forward(inputs, options)
     return _outputs(engine, options, inputs, softmax, ids), (options, inputs, ids, softmax, saved)
 
 
 def _token_logprobs_backward(
     engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs
-) -> tuple[Any, Any, None]:
+) -> tuple[None, Gradients, None]:
     options, inputs, ids, softmax, saved = residuals
     slopes = Slopes(*map(instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
@@ -105,7 +101,7 @@ def _token_logprobs_backward(
         of_ids = on_devices(candidates.gradients, engine, inputs._replace(labels=ids), options, g_NK, sums=True)
     found = engine.gradients(inputs, softmax, saved, slopes, options)
     dh, dw = (x if x is None or more is None else x + more for x, more in zip(found, of_ids, strict=True))
-    return *_cotangents((dh, dw)), None
+    return None, (dh, dw), None
 
 
 def _outputs(
@@ -122,53 +118,47 @@ def _outputs(
 token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def token_loss(
-    engine: Engine,
-    options: Options,
-    objective: Objective,
-    inputs: Inputs,
-    weight: Float[Array, "V D"],
-    terms: Terms,
-    into: Float[Array, "V D"] | None = None,
-) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """The loss, and the statistics, whose cotangents have no effect; `objective` is closed (see `close_objective`).
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def loss(
+    engine: Any, options: Options, inputs: Any, sides: Sides, terms: Terms, into: Float[Array, "V D"] | None = None
+) -> tuple[Float[Array, ""], Any]:
+    """The loss of an engine's statistics, and these, whose cotangents have no effect.
 
     The weight's gradient has `into` added, which is right where the loss's cotangent is 1.
     """
     tokens = engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
-    return weighted_sum(objective, inputs.live, *tokens[:3], terms), tokens
+    return weighted_sum(inputs.live, tokens[:3], terms), tokens
 
 
-def _token_loss_forward(
-    engine: Engine, options: Options, objective: Objective, inputs: Any, weight: Any, terms: Any, into: Any
-) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
-    options, inputs, terms = with_wanted_sides(options, inputs, weight), values(inputs), values(terms)
+def _loss_forward(
+    engine: Any, options: Options, inputs: Any, sides: Any, terms: Any, into: Any
+) -> tuple[tuple[Float[Array, ""], Any], Any]:
+    options, (inputs, terms, into) = with_wanted(options, sides), values((inputs, terms, into))
     if options.wants_any:
-        softmax, gradients = engine.loss_and_gradients(inputs, objective, terms, options, values(into))
+        found, gradients = engine.loss_and_gradients(inputs, terms, options, into)
     else:
-        softmax, gradients = engine.forward(inputs, options)[0], (None, None)
-    tokens = softmax.outputs(inputs.live)
-    loss, pull = jax.vjp(functools.partial(weighted_sum, objective, inputs.live, *tokens[:3]), terms)
-    return (loss, tokens), (pull, gradients)
+        found, gradients = engine.forward(inputs, options)[0], (None, None)
+    tokens = found.outputs(inputs.live)
+    value, pull = jax.vjp(functools.partial(weighted_sum, inputs.live, tokens[:3]), terms)
+    return (value, tokens), (pull, gradients)
 
 
-def _token_loss_backward(
-    _engine: Engine, _options: Options, _objective: Objective, residuals: Any, cotangents: tuple[Any, Any]
-) -> tuple[Inputs, Array | None, Terms, None]:
+def _loss_backward(
+    _engine: Any, _options: Options, residuals: Any, cotangents: tuple[Any, Any]
+) -> tuple[None, Gradients, Terms, None]:
     pull, gradients = residuals
     g_loss = instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
-    return *_cotangents(jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)), g_terms, None
+    return None, jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), g_terms, None
 
 
-token_loss.defvjp(_token_loss_forward, _token_loss_backward, symbolic_zeros=True)
+loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
-def with_wanted_sides(options: Options, inputs: Any, weight: Any) -> Options:
-    """The options that leave out what isn't differentiated; arguments are those of a rule with symbolic zeros."""
-    return dataclasses.replace(options, wants_hidden=inputs.hidden.perturbed, wants_weight=weight.perturbed)
+def with_wanted(options: Options, sides: Any) -> Options:
+    """The options that leave out what isn't differentiated; `sides` are those of a rule with symbolic zeros."""
+    return dataclasses.replace(options, wants_hidden=sides[0].perturbed, wants_weight=sides[1].perturbed)
 
 
 def values(perturbable: Any) -> Any:
@@ -179,8 +169,3 @@ def values(perturbable: Any) -> Any:
 def instantiate(cotangent: Any) -> Array:
     """The cotangent, zeros where it is symbolic."""
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
-
-
-def _cotangents(gradients: Gradients) -> tuple[Inputs, Array | None]:
-    """The cotangents of the inputs and of the weight, which gets that of its copy; None stands for zeros."""
-    return Inputs(gradients[0], None, None, None, None), gradients[1]  # type: ignore[arg-type]

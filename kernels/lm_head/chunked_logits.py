@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels.lm_head import contract, full_logits, target
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
 from kernels.lm_head.live_rows import round_up
 from kernels.lm_head.softmax import Slopes, Softmax
 
@@ -58,7 +58,6 @@ def gradients(
         rows, softmax_R, slopes_R = chunk
         own = inputs._replace(**rows)
         _, y_RV = full_logits.forward(own, again)
-        assert y_RV is not None
         dh_RD, more_VD = full_logits.gradients(own, softmax_R, y_RV, slopes_R, again)
         return jax.tree.map(jnp.add, dw_VD, more_VD), dh_RD
 
@@ -69,14 +68,10 @@ def gradients(
 
 
 def loss_and_gradients(
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None = None,
+    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
 ) -> tuple[Softmax, Gradients]:
     softmax, _ = forward(inputs, options)
-    slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
+    slopes = contract.loss_slopes(inputs.live, softmax, terms)
     return softmax, gradients(inputs, softmax, None, slopes, options, into)
 
 

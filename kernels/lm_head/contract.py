@@ -1,7 +1,6 @@
 """What an engine of the head is, the types that it takes and returns, and the one definition of the loss."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -12,9 +11,6 @@ from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 from kernels.lm_head.softmax import Slopes, Softmax
 from kernels.lm_head.target import vary, varying_axes
 from kernels.precision import precision_of
-
-Objective = Callable[..., jax.Array]
-"""(logprob, entropy, lse, *operands) -> the loss of one token, all scalars; differentiable in the floating ones."""
 
 Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None where not asked for
 
@@ -60,15 +56,15 @@ class Options:
 
 
 class Terms(NamedTuple):
-    """The arguments of a loss beside the tokens' statistics."""
+    """A loss, but for the tokens' statistics."""
 
+    objective: Any  # (statistics of one token, *operands) -> its loss: a `jax.tree_util.Partial` of what all rows share
     weights: Float[Array, "N"]
-    operands: tuple[Shaped[Array, "N"], ...]
-    shared: tuple[Array, ...] = ()  # more arguments of the objective, the same for every row
+    operands: tuple[Shaped[Array, "N"], ...] = ()
 
     def of_rows(self, row: Integer[Array, "R"]) -> "Terms":
         """The terms of these rows alone."""
-        return Terms(self.weights[row], tuple(x[row] for x in self.operands), self.shared)
+        return Terms(self.objective, self.weights[row], tuple(x[row] for x in self.operands))
 
 
 @runtime_checkable
@@ -82,12 +78,7 @@ class Engine(Protocol):
         """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
 
     def loss_and_gradients(
-        self,
-        inputs: Inputs,
-        objective: Objective,
-        terms: Terms,
-        options: Options,
-        into: Float[Array, "V D"] | None = None,
+        self, inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
     ) -> tuple[Softmax, Gradients]:
         """The statistics, and the gradients of `weighted_sum`; dW, which is float32 then, with `into` added."""
 
@@ -132,15 +123,8 @@ def logits_of(inputs: Inputs, options: Options, y: Float[Array, "*R"]) -> Float[
     return capped(y, options.softcap) / inputs.temperature
 
 
-def weighted_sum(
-    objective: Objective,
-    live: Bool[Array, "N"],
-    logprob: Float[Array, "N"],
-    lse: Float[Array, "N"],
-    entropy: Float[Array, "N"],
-    terms: Terms,
-) -> Float[Array, ""]:
-    """`sum_i weights_i * objective(logprob_i, entropy_i, lse_i, *operands_i)` over the rows that count.
+def weighted_sum(live: Bool[Array, "N"], statistics: tuple[Float[Array, "N"], ...], terms: Terms) -> Float[Array, ""]:
+    """`sum_i weights_i * objective(*statistics_i, *operands_i)` over the rows that count.
 
     An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
     arrays (not scalars) that the rows share. That takes a `where` before the objective as well as after it.
@@ -150,12 +134,13 @@ def weighted_sum(
         return jnp.where(live, x, jax.lax.stop_gradient(x))
 
     def of_token(live: jax.Array, *scalars: jax.Array) -> jax.Array:
-        return objective(*scalars, *(x if x.ndim else guard(x, live) for x in terms.shared))
+        objective = jax.tree.map(lambda x: x if x.ndim else guard(x, live), terms.objective)
+        return objective(*scalars)
 
-    values = jax.vmap(of_token)(live, *map(guard, (logprob, entropy, lse, *terms.operands)))
+    values = jax.vmap(of_token)(live, *map(guard, (*statistics, *terms.operands)))
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
 
 
-def loss_slopes(objective: Objective, live: Bool[Array, "N"], softmax: Softmax, terms: Terms) -> Slopes:
+def loss_slopes(live: Bool[Array, "N"], softmax: Softmax, terms: Terms) -> Slopes:
     """The derivatives of `weighted_sum` by the tokens' statistics."""
-    return Slopes(*jax.grad(weighted_sum, (2, 3, 4))(objective, live, *softmax.outputs(live)[:3], terms))
+    return Slopes(*jax.grad(weighted_sum, 1)(live, softmax.outputs(live)[:3], terms))

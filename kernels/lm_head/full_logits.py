@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
 from kernels.lm_head.softmax import FLOOR, MASKED, Running, Slopes, Softmax, finish_live
 
 
@@ -21,7 +21,7 @@ def obstacle(inputs: Inputs, options: Options) -> None:
     """Nothing keeps it from running."""
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"] | None]:
+def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N V"]]:
     """The statistics, and y for backward."""
     hidden_ND, weight_VD = _live_hidden(inputs).astype(options.dtype), inputs.weight.astype(options.dtype)
     y_NV = contract.dot(hidden_ND, weight_VD, (1, 1), options.dtype)
@@ -32,7 +32,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "N 
     label_N = contract.local_labels(inputs)
     label_z_N = jnp.take_along_axis(z_NV, jnp.maximum(label_N, 0)[:, None], axis=1)[:, 0]
     running = Running(top_N, e_NV.sum(axis=1), (e_NV * below_NV).sum(axis=1), jnp.where(label_N < 0, 0, label_z_N))
-    return finish_live(running, inputs.live, options.vocabulary_axis), y_NV if options.wants_any else None
+    return finish_live(running, inputs.live, options.vocabulary_axis), y_NV
 
 
 def gradients(
@@ -59,15 +59,10 @@ def gradients(
 
 
 def loss_and_gradients(
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None = None,
+    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
 ) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
-    assert y_NV is not None
-    slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
+    slopes = contract.loss_slopes(inputs.live, softmax, terms)
     dh, dw = gradients(inputs, softmax, y_NV, slopes, options)
     return softmax, (dh, dw if into is None or dw is None else into + dw)
 

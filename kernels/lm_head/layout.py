@@ -15,6 +15,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
+from kernels.lm_head.contract import Inputs
+
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
@@ -66,17 +68,15 @@ class HeadSharding:
             shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
             raise ValueError(f"{prefix}hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
         if weight.shape[1] % self.devices(self.features):
-            shards = f"{self.devices(self.features)} shards over {self.features}"
-            way_out = "set sharding's features to None"
-            raise ValueError(f"{prefix}weight: {weight.shape[1]} features don't make {shards}; {way_out}")
+            shards = f"{self.devices(self.features)} shards over {self.features}; set sharding's features to None"
+            raise ValueError(f"{prefix}weight: {weight.shape[1]} features don't make {shards}")
         uneven = weight.shape[0] % self.devices(self.vocabulary)
         weight_spec = PartitionSpec(None, self.features) if uneven else self.weight_spec
         for name, array, spec in (("hidden", hidden, self.hidden_spec), ("weight", weight, weight_spec)):
             if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
                 continue  # unknown, or still to be spread
             if not array.sharding.is_equivalent_to(NamedSharding(self.mesh, spec), 2):
-                laid_out = f"laid out as sharding says, by {spec}, and has {array.sharding}"
-                raise ValueError(f"{prefix}{name} must be {laid_out}")
+                raise ValueError(f"{prefix}{name} must be laid out as sharding says, by {spec}, not {array.sharding}")
 
 
 # --- leading dims ---------------------------------------------------------------------------------------------------
@@ -118,32 +118,40 @@ def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
 def run_on_mesh(
     function: Callable[..., Any],
     sharding: HeadSharding | None,
-    arrays: Sequence[Array],
-    out_specs: Callable[[PartitionSpec], Any],
+    inputs: Inputs,
+    others: Sequence[Any] = (),
+    out_specs: Callable[[PartitionSpec], Any] = lambda tokens: tokens,
 ) -> Any:
-    """`function(sharding, *arrays)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
+    """`function(rows, inputs, *others)`, in Auto mode if a mesh with Explicit axes is set or is in the arrays' types.
 
-    `arrays` begins with hidden [*N, D] and weight [V, D]. `out_specs` takes the spec of an array [*N] to a prefix of
-    the tree of results. Without a sharding, `function` gets the one that the types have.
+    The inputs have any leading dims, and `function` gets them in rows [N, ...]; `others` are trees of arrays.
+    `out_specs` takes the spec of an array [*N] to a prefix of the tree of results. Without a sharding, the types' is
+    taken.
     """
+    hidden, weight, arrays = inputs.hidden, inputs.weight, jax.tree.leaves((inputs, others))
     meshes = (jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in arrays))
     mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
-    if mesh is None:
-        return function(sharding, *arrays)
-    if sharding is None:
-        hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in arrays[:2])
-        sharding = _sharding_of(mesh, hidden_spec, weight_spec, arrays[1].shape[1])
-        tokens = PartitionSpec(*hidden_spec[:-1])
-    elif sharding.mesh.shape != mesh.shape:
+    if mesh is not None and sharding is None:
+        hidden_spec, weight_spec = (jax.typeof(x).sharding.spec for x in (hidden, weight))
+        sharding = _sharding_of(mesh, hidden_spec, weight_spec, weight.shape[1])
+
+    def in_rows(inputs: Inputs, *others: Any) -> Any:
+        rows = rows_of(inputs.labels.shape, sharding)
+        states, labels, live = map(rows.flat, (inputs.hidden, inputs.labels, inputs.live))
+        if rows.sharding is not None:
+            rows.sharding.check(states, inputs.weight)
+        return function(rows, inputs._replace(hidden=states, labels=labels, live=live), *others)
+
+    if mesh is None or sharding is None:
+        return in_rows(inputs, *others)
+    if sharding.mesh.shape != mesh.shape:
         raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
-    else:
-        dims = sharding.tokens, sharding.sequence or None, *[None] * arrays[0].ndim
-        tokens = PartitionSpec(*dims[: arrays[0].ndim - 1])
-    in_auto_mode = functools.partial(function, sharding)
-    run = jax.sharding.auto_axes(in_auto_mode, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
+    dims = sharding.tokens or None, sharding.sequence or None, *[None] * hidden.ndim
+    tokens = PartitionSpec(*dims[: hidden.ndim - 1])
+    run = jax.sharding.auto_axes(in_rows, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
     # Outside of `jit`, JAX would not change the axes' mode.
     with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(run)(*arrays)
+        return jax.jit(run)(inputs, *others)
 
 
 def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:

@@ -1,15 +1,18 @@
-"""A loop over the rows that count, a block at a time, whose duration follows their number.
+"""Loops over the rows that count, a block at a time, whose duration follows their number.
 
-Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block.
+Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Integer
+from jaxtyping import Array, Bool, Float, Integer
+
+from kernels.lm_head import contract
+from kernels.lm_head.contract import Gradients, Inputs, Options
 
 Carry = TypeVar("Carry")
 
@@ -62,3 +65,42 @@ def write(whole: Carry, rows: Carry, start: Array) -> Carry:
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
+
+
+def over_waves(
+    inputs: Inputs,
+    options: Options,
+    rows: int,
+    wave: Callable[[Array, Array, Any, Any], tuple[Carry, Any, Any, Any]],
+    all_M: Carry,
+    *,
+    into: Float[Array, "V D"] | None = None,
+    kept: Any = None,
+    one_always_runs: bool = False,
+) -> tuple[Carry, Gradients]:
+    """Statistics [N, ...], a tree of arrays such as `all_M`, and the wanted gradients, `rows` rows at a time.
+
+    `wave(row_R, live_R, dw_VD, kept)` gives a wave's statistics and dh, dW with the wave's part added to what it is
+    given, and `kept` for the next wave to write over. Where `one_always_runs`, a single wave is no loop, and is given
+    `into` itself.
+    """
+    live = live_rows(inputs.live, rows)
+    (dh_dtype, dw_dtype), one = contract.gradient_dtypes(inputs, options), len(live.row) == rows
+
+    def step(i: Array, carry: Any) -> Any:
+        all_M, dh_MD, dw_VD, kept = carry
+        all_R, dh_RD, dw_VD, kept = wave(*live.block(i, rows), dw_VD, kept)
+        if dh_MD is not None:
+            dh_MD = write(dh_MD, dh_RD.astype(dh_dtype), i * rows)
+        return write(all_M, all_R, i * rows), dh_MD, dw_VD, kept
+
+    dh_shape = len(live.row), inputs.weight.shape[1]
+    dh_MD = contract.zeros(inputs, *dh_shape, dtype=dh_dtype) if options.wants_hidden else None
+    if one and one_always_runs:
+        all_M, dh_MD, dw_VD, _ = step(jnp.int32(0), (all_M, dh_MD, into, kept))
+    else:
+        if into is None and options.wants_weight:
+            into = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one else jnp.float32)
+        all_M, dh_MD, dw_VD, _ = live.over_blocks(rows, step, (all_M, dh_MD, into, kept), options.in_step)
+    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
+    return jax.tree.map(lambda x: x[live.place], all_M), (dh, None if dw_VD is None else dw_VD.astype(dw_dtype))

@@ -18,6 +18,7 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kernels.lm_head import contract, full_logits
+from kernels.lm_head.arguments import checked_inputs
 from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.layout import HeadSharding
 from kernels.lm_head.softmax import Softmax
@@ -71,7 +72,7 @@ def sample_tokens(
         return id_N1[:, 0], (z_N1[:, 0] - softmax.top) - softmax.log_sum_e
 
     keys = _row_keys(key, np.shape(hidden)[:-1])
-    return over_rows(pass_, sharding, (hidden, weight), None, (temperature, softcap, dtype), keys)
+    return over_rows(pass_, sharding, checked_inputs(hidden, weight, temperature=temperature), softcap, dtype, keys)
 
 
 def kept_by_top_p(z_NV: Float[Array, "N V"], top_p: float, axis: str | None = None) -> Bool[Array, "N V"]:
@@ -126,7 +127,6 @@ def _likeliest(k: int, lists: Lists) -> Lists:
 def _from_logits(inputs: Inputs, options: Options, keys_N2: Array, top_p: float) -> tuple[Softmax, Lists]:
     """The statistics, and the column that is drawn of those that top-p keeps."""
     softmax, y_NV = full_logits.forward(inputs, options)
-    assert y_NV is not None
     column_V = jnp.arange(len(inputs.weight), dtype=jnp.int32)
     within_V, id_V = column_V < contract.number_of_columns(inputs), first_column(options, inputs) + column_V
     z_NV = jnp.where(within_V, contract.logits_of(inputs, options, y_NV), -jnp.inf)

@@ -15,20 +15,62 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Engine, Gradients, Inputs, Objective, Options, Terms, gradient_dtypes
+from kernels.lm_head.contract import Engine, Gradients, Inputs, Options, Terms, gradient_dtypes
 from kernels.lm_head.layout import HeadSharding
-from kernels.lm_head.softmax import Slopes, Softmax
-from kernels.lm_head.two_softmaxes import Divergence, Pair, PairEngine, TwoSoftmaxes
+from kernels.lm_head.two_softmaxes import Pair
 
 
 @dataclasses.dataclass(frozen=True)
-class _OnMesh:
-    """The passes of an engine on every device of a mesh."""
+class Sharded:
+    """An engine that runs the passes of another, with its types, on every device of a mesh."""
 
+    engine: Engine
     sharding: HeadSharding
 
+    @classmethod
+    def of(cls, engine: Any, sharding: HeadSharding | None) -> Any:
+        """The engine on every device of a mesh, if there is one of several devices."""
+        return engine if sharding is None or sharding.mesh.size == 1 else cls(engine, sharding.in_use())
+
+    def obstacle(self, inputs: Any, options: Options) -> str | None:
+        """The engine's reason, given one device's part of the arrays."""
+        found: list[str | None] = []
+
+        def pass_(*own: Any) -> tuple[()]:
+            found.append(self.engine.obstacle(*own))
+            return ()
+
+        jax.eval_shape(lambda inputs: self.run(pass_, (), inputs, options), inputs)
+        return found[0]
+
+    def forward(self, inputs: Any, options: Options) -> tuple[Any, Any]:
+        def pass_(*own: Any) -> tuple[Any, Any]:
+            softmax, saved = self.engine.forward(*own)
+            return softmax, jax.tree.map(lambda x: x[None], saved)
+
+        return self.run(pass_, (self.rows, self._saved), inputs, options)
+
+    def gradients(self, inputs: Any, softmax: Any, saved: Any, slopes: Any, options: Options) -> Gradients:
+        def pass_(own: Any, local: Options, softmax: Any, saved: Any, slopes: Any) -> tuple[Any, Gradients]:
+            saved = jax.tree.map(lambda x: x[0], saved)
+            return (), self.engine.gradients(own, softmax, saved, slopes, local)
+
+        given = ((softmax, self.rows), (saved, self._saved), (slopes, self.rows))
+        return self.run_and_sum(pass_, (), inputs, options, *given)[1]
+
+    def loss_and_gradients(
+        self, inputs: Any, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
+    ) -> tuple[Any, Gradients]:
+        def pass_(own: Any, local: Options, terms: Terms) -> tuple[Any, Gradients]:
+            return self.engine.loss_and_gradients(own, terms, local)
+
+        given = (terms, Terms(PartitionSpec(), self.rows, self.rows))  # type: ignore[arg-type]
+        softmax, (dh, dw) = self.run_and_sum(pass_, self.rows, inputs, options, given)
+        return softmax, (dh, dw if dw is None or into is None else into + dw)
+
     @property
-    def _rows(self) -> PartitionSpec:
+    def rows(self) -> PartitionSpec:
+        """The layout of arrays [N, ...]."""
         return PartitionSpec(self.sharding.tokens)
 
     @property
@@ -40,8 +82,13 @@ class _OnMesh:
     def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
         return self.sharding.hidden_spec, self.sharding.weight_spec
 
-    def _on_devices(
-        self, pass_: Callable[..., Any], out_specs: Any, inputs: Inputs, options: Options, *given: tuple[Any, Any]
+    @property
+    def _inputs(self) -> Inputs:
+        """The layout of a pass's arguments."""
+        return Inputs(*self._gradients, self.rows, self.rows, PartitionSpec())  # type: ignore[arg-type]
+
+    def run(
+        self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *given: tuple[Any, Any]
     ) -> Any:
         """`pass_(inputs, options, *arguments)` on each device's part; `given` are pairs (argument, its specs).
 
@@ -57,10 +104,19 @@ class _OnMesh:
             on_device, mesh=self.sharding.mesh, in_specs=(self._inputs, *specs), out_specs=out_specs, check_vma=False
         )(self._padded(inputs), *arguments)
 
-    @property
-    def _inputs(self) -> Inputs:
-        """The layout of a pass's arguments."""
-        return Inputs(*self._gradients, self._rows, self._rows, PartitionSpec())  # type: ignore[arg-type]
+    def run_and_sum(
+        self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *given: tuple[Any, Any]
+    ) -> tuple[Any, Gradients]:
+        """What `pass_` gives beside the gradients of a device's part, which are summed; dW has the weight's rows."""
+        student = getattr(inputs, "student", inputs)
+        dtypes, rows = gradient_dtypes(student, options), len(student.weight)
+
+        def summed(*own: Any) -> tuple[Any, Gradients]:
+            beside, gradients = pass_(*own)
+            return beside, self._summed(gradients, dtypes)
+
+        beside, (dh, dw) = self.run(summed, (out_specs, self._gradients), inputs, options, *given)
+        return beside, (dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0))))
 
     def _padded(self, inputs: Inputs) -> Inputs:
         """The inputs, with rows of W for all devices of the vocabulary."""
@@ -110,59 +166,6 @@ class _OnMesh:
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
 
 
-@dataclasses.dataclass(frozen=True)
-class Sharded(_OnMesh):
-    """An engine that runs the passes of another on every device of a mesh."""
-
-    engine: Engine
-
-    def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        def pass_(own: Inputs, options: Options) -> tuple[Softmax, Any]:
-            softmax, saved = self.engine.forward(own, options)
-            return softmax, jax.tree.map(lambda x: x[None], saved)
-
-        return self._on_devices(pass_, (self._rows, self._saved), inputs, options)
-
-    def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
-        def pass_(own: Inputs, local: Options, softmax: Softmax, saved: Any, slopes: Slopes) -> Gradients:
-            saved = jax.tree.map(lambda x: x[0], saved)
-            return self._summed(
-                self.engine.gradients(own, softmax, saved, slopes, local), gradient_dtypes(inputs, options)
-            )
-
-        given = ((softmax, self._rows), (saved, self._saved), (slopes, self._rows))
-        dh, dw = self._on_devices(pass_, self._gradients, inputs, options, *given)
-        return dh, None if dw is None else dw[: len(inputs.weight)]
-
-    def loss_and_gradients(
-        self,
-        inputs: Inputs,
-        objective: Objective,
-        terms: Terms,
-        options: Options,
-        into: Float[Array, "V D"] | None = None,
-    ) -> tuple[Softmax, Gradients]:
-        def pass_(own: Inputs, local: Options, terms: Terms) -> tuple[Softmax, Gradients]:
-            softmax, gradients = self.engine.loss_and_gradients(own, objective, terms, local)
-            return softmax, self._summed(gradients, gradient_dtypes(inputs, options))
-
-        given = (terms, Terms(self._rows, self._rows, PartitionSpec()))  # type: ignore[arg-type]
-        softmax, (dh, dw) = self._on_devices(pass_, (self._rows, self._gradients), inputs, options, given)
-        dw = None if dw is None else dw[: len(inputs.weight)]
-        return softmax, (dh, dw if dw is None or into is None else into + dw)
-
-    def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """The engine's reason, given one device's part of the arrays."""
-        found: list[str | None] = []
-
-        def pass_(own: Inputs, options: Options) -> tuple[()]:
-            found.append(self.engine.obstacle(own, options))
-            return ()
-
-        jax.eval_shape(lambda inputs: self._on_devices(pass_, (), inputs, options), inputs)
-        return found[0]
-
-
 def on_devices(
     pass_: Callable[..., Any], engine: Engine, inputs: Inputs, options: Options, *given: Array, sums: bool = False
 ) -> Any:
@@ -172,64 +175,20 @@ def on_devices(
     """
     if not isinstance(engine, Sharded):
         return pass_(inputs, options, *given)
-    dtypes = gradient_dtypes(inputs, options)
-
-    def own_part(own: Inputs, options: Options, *given: Array) -> Any:
-        found = pass_(own, options, *given)
-        return engine._summed(found, dtypes) if sums else found
-
-    specs = engine._gradients if sums else engine._rows
-    found = engine._on_devices(own_part, specs, inputs, options, *((x, engine._rows) for x in given))
-    return (found[0], None if found[1] is None else found[1][: len(inputs.weight)]) if sums else found
+    with_specs = [(x, engine.rows) for x in given]
+    if sums:
+        return engine.run_and_sum(lambda *own: ((), pass_(*own)), (), inputs, options, *with_specs)[1]
+    return engine.run(pass_, engine.rows, inputs, options, *with_specs)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardedPair(_OnMesh):
-    """An engine for divergences that runs the passes of another on every device of a mesh."""
+class ShardedPair(Sharded):
+    """An engine of pairs on a mesh."""
 
-    engine: PairEngine
-
-    def forward(self, pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
-        return self._on_pairs(lambda own, local: self.engine.forward(own, how, local), self._rows, pair, options)
-
-    def gradients(
-        self, pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
-    ) -> Gradients:
-        def pass_(own: Pair, local: Options, found: TwoSoftmaxes, slopes: Array) -> Gradients:
-            return self._summed(
-                self.engine.gradients(own, found, slopes, how, local), gradient_dtypes(pair.student, options)
-            )
-
-        given = (found, self._rows), (slopes, self._rows)
-        return self._whole(pair, self._on_pairs(pass_, self._gradients, pair, options, *given))
-
-    def loss_and_gradients(
-        self, pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
-    ) -> tuple[TwoSoftmaxes, Gradients]:
-        def pass_(own: Pair, local: Options, weights: Array) -> tuple[TwoSoftmaxes, Gradients]:
-            found, gradients = self.engine.loss_and_gradients(own, weights, how, local)
-            return found, self._summed(gradients, gradient_dtypes(pair.student, options))
-
-        given = (weights, self._rows)
-        found, gradients = self._on_pairs(pass_, (self._rows, self._gradients), pair, options, given)
-        return found, self._whole(pair, gradients)
-
-    def obstacle(self, pair: Pair, options: Options) -> str | None:
-        """The engine's reason, given one device's part of the arrays."""
-        found: list[str | None] = []
-
-        def pass_(own: Pair, options: Options) -> tuple[()]:
-            found.append(self.engine.obstacle(own, options))
-            return ()
-
-        jax.eval_shape(lambda pair: self._on_pairs(pass_, (), pair, options), pair)
-        return found[0]
-
-    def _on_pairs(
-        self, pass_: Callable[..., Any], out_specs: Any, pair: Pair, options: Options, *given: tuple[Any, Any]
+    def run(
+        self, pass_: Callable[..., Any], out_specs: Any, inputs: Pair, options: Options, *given: tuple[Any, Any]
     ) -> Any:
         """`pass_(pair, options, *arguments)` on each device's part, which has the same tokens of both vocabularies."""
-        shared = min(len(model.weight) for model in pair)
+        pair, shared = inputs, inputs.common
         most = jnp.int32(shared) if pair.student.columns is None else pair.student.columns
         if self.sharding.vocabulary is not None:
             pair = Pair(*(model._replace(weight=model.weight[:shared]) for model in pair))
@@ -243,10 +202,4 @@ class ShardedPair(_OnMesh):
             return pass_(Pair(*own), local, *arguments)
 
         given = (self._padded(teacher), self._inputs), (most, PartitionSpec()), *given
-        return self._on_devices(on_device, out_specs, student, options, *given)
-
-    def _whole(self, pair: Pair, gradients: Gradients) -> Gradients:
-        """Gradients with rows of dW for all of the student's vocabulary, and no more."""
-        dh, dw = gradients
-        rows = len(pair.student.weight)
-        return dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0)))
+        return super().run(on_device, out_specs, student, options, *given)

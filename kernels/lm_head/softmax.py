@@ -76,12 +76,11 @@ def include_tile(running: Running, z_RT: Float[Array, "R T"], columns: Columns) 
     z_RT = jnp.where(columns.fresh, z_RT, MASKED)
     top = jnp.maximum(running.top, z_RT.max(axis=1))
     below_RT = z_RT - top[:, None]
-    e_RT = jnp.exp(below_RT)
-    shift = running.top - top
+    e_RT, (sum_e, sum_e_z) = jnp.exp(below_RT), _raised(running, top)
     return Running(
         top=top,
-        sum_e=jnp.exp(shift) * running.sum_e + e_RT.sum(axis=1),
-        sum_e_z=jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e) + (e_RT * below_RT).sum(axis=1),
+        sum_e=sum_e + e_RT.sum(axis=1),
+        sum_e_z=sum_e_z + (e_RT * below_RT).sum(axis=1),
         label=running.label + jnp.where(columns.hit, z_RT, 0).sum(axis=1),
     )
 
@@ -106,14 +105,6 @@ def _raised(running: Running, top: Float[Array, "*R"]) -> tuple[Float[Array, "*S
     return jnp.exp(shift) * running.sum_e, jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e)
 
 
-def finish(running: Running) -> Softmax:
-    """The statistics after all columns."""
-    log_sum_e = jnp.log(running.sum_e)
-    # H = lse - E[z], both relative to the maximum
-    entropy = log_sum_e - running.sum_e_z / running.sum_e
-    return Softmax(running.top, log_sum_e, running.label - running.top, entropy)
-
-
 def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> Softmax:
     """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
 
@@ -122,7 +113,11 @@ def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> S
     if axis is not None:
         top = lax.pmax(running.top, axis)
         running = Running(top, *lax.psum((*_raised(running, top), running.label), axis))
-    return Softmax(*(jnp.where(live, x, 0) for x in finish(running)))
+    log_sum_e = jnp.log(running.sum_e)
+    # H = lse - E[z], both relative to the maximum
+    entropy = log_sum_e - running.sum_e_z / running.sum_e
+    softmax = running.top, log_sum_e, running.label - running.top, entropy
+    return Softmax(*(jnp.where(live, x, 0) for x in softmax))
 
 
 def logit_slopes(z_RT: Float[Array, "R T"], softmax: Softmax, slopes: Slopes, columns: Columns) -> Float[Array, "R T"]:

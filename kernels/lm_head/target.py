@@ -24,28 +24,28 @@ def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
 
 def multiprocessors() -> int:
     """The number of multiprocessors of the GPU that is traced for; an H100's where JAX doesn't say."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    found = getattr(jax.devices()[0], "core_count", None) if device is None else device.num_cores
-    return found or 132
+    device = _device()
+    return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 132
 
 
 def kind() -> str:
     """JAX's name for the kind of device that is traced for."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return jax.devices()[0].device_kind if device is None else device.device_kind
+    return _device().device_kind
 
 
 def why_not_hopper() -> str | None:
     """The reason why the device that is traced for is no GPU of the Hopper generation, or None."""
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None:
-        found = getattr(jax.devices()[0], "compute_capability", None)
-        return None if found == "9.0" else f"it needs a Hopper GPU, and this one has compute capability {found}"
-    if any(name in kind() for name in ("H100", "H200", "H800", "H20")):
+    found = getattr(_device(), "compute_capability", None)  # an abstract device has none
+    if found == "9.0" or (found is None and any(name in kind() for name in ("H100", "H200", "H800", "H20"))):
         return None
     return f"it needs a Hopper GPU, and this is {kind()}"
+
+
+def _device() -> Any:
+    """The device that is traced for, which may be abstract."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
 def varying_axes(*arrays: Any) -> Set[str]:
@@ -60,6 +60,7 @@ def vary(x: Any, axes: Set[str]) -> jax.Array:
 
 
 def same_varying(arrays: Any) -> Any:
-    """A tree of arrays, each of which may vary over every axis that one of them varies over (see `vary`)."""
+    """A tree of JAX arrays, each of which may vary over every axis that one of them varies over (see `vary`)."""
+    arrays = jax.tree.map(jnp.asarray, arrays)
     axes = varying_axes(*jax.tree.leaves(arrays))
     return jax.tree.map(lambda x: vary(x, axes), arrays)

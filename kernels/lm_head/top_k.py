@@ -13,11 +13,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import contract, xla
-from kernels.lm_head.api import checked_live, placed
-from kernels.lm_head.arguments import checked_softcap, checked_temperature, product_dtype
+from kernels.lm_head.arguments import checked_inputs, checked_options
 from kernels.lm_head.contract import Inputs, Options
-from kernels.lm_head.layout import HeadSharding, rows_of, run_on_mesh
-from kernels.lm_head.sharded import on_devices
+from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
+from kernels.lm_head.sharded import Sharded, on_devices
 from kernels.lm_head.softmax import Columns, Softmax, empty_running, finish_live, include_tile
 from kernels.lm_head.target import same_varying
 
@@ -50,7 +49,8 @@ def top_k_logprobs(
         logprob_NK = (z_NK - softmax.top[:, None]) - softmax.log_sum_e[:, None]
         return tuple(jnp.where(inputs.live[:, None], x, 0) for x in (logprob_NK, id_NK))
 
-    return over_rows(pass_, sharding, (hidden, weight), where, (temperature, softcap, dtype))
+    inputs = checked_inputs(hidden, weight, where=where, temperature=temperature)
+    return over_rows(pass_, sharding, inputs, softcap, dtype)
 
 
 def search(
@@ -100,34 +100,22 @@ def of_all_shards(options: Options, lists: Lists) -> Lists:
 
 
 def over_rows(
-    pass_: Callable[..., Lists],
-    sharding: HeadSharding | None,
-    arrays: tuple[Any, Any],
-    where: Any,
-    settings: tuple[Any, Any, Any],
-    *given: Any,
+    pass_: Callable[..., Lists], sharding: HeadSharding | None, inputs: Inputs, softcap: Any, dtype: Any, *given: Any
 ) -> Any:
-    """`pass_(inputs, options, *given)` after checks of hidden, weight, `where`, and temperature, softcap, dtype.
+    """`pass_(inputs, options, *given)` of checked inputs, whose labels mean nothing.
 
-    All that is given and returned has rows [*N, ...], in the pass [N, ...]. Labels mean nothing.
+    All that is given and returned has rows [*N, ...], in the pass [N, ...].
     """
-    labels = np.zeros(np.shape(arrays[0])[:-1], np.int32)
-    live = checked_live(*arrays, arrays[1], None, labels=labels, where=where)
-    everything = (*arrays, labels, live, checked_temperature(settings[0]), *given)
-    everything = same_varying(tuple(map(jnp.asarray, everything)))
-    options = Options(checked_softcap(settings[1]), product_dtype(settings[2], *everything[:2]))
+    inputs, given = same_varying((inputs, given))
+    options = checked_options(softcap, dtype, inputs[:2])
 
-    def run(sharding: HeadSharding | None, *arrays: Array) -> Lists:
-        rows = rows_of(labels.shape, sharding)
+    def run(rows: Rows, inputs: Inputs, *given: Array) -> Lists:
+        given, count = tuple(map(rows.flat, given)), len(inputs.labels)
+        if not count:  # one row is computed and dropped
+            one = lambda x: jnp.ones((1, *x.shape[1:]), x.dtype)  # noqa: E731
+            given = tuple(map(one, given))
+            inputs = Inputs(one(inputs.hidden), inputs.weight, one(inputs.labels), one(inputs.live), inputs.temperature)
+        found = on_devices(pass_, Sharded.of(xla, rows.sharding), inputs, options, *given)
+        return tuple(rows.folded(x[:count]) for x in found)
 
-        def flat(x: Array) -> Array:
-            # Without rows, one is computed and dropped.
-            return rows.flat(x) if labels.size else jnp.ones((1, *x.shape[labels.ndim :]), x.dtype)
-
-        inputs = Inputs(flat(arrays[0]), arrays[1], flat(arrays[2]), flat(arrays[3]), arrays[4])
-        if rows.sharding is not None:
-            rows.sharding.check(inputs.hidden, inputs.weight)
-        found = on_devices(pass_, placed("xla", rows.sharding), inputs, options, *map(flat, arrays[5:]))
-        return tuple(rows.folded(x if labels.size else x[:0]) for x in found)
-
-    return run_on_mesh(run, sharding, everything, lambda tokens: tokens)
+    return run_on_mesh(run, sharding, inputs, given)

@@ -46,6 +46,15 @@ class Pair(NamedTuple):
     student: Inputs  # labels aren't looked at
     teacher: Inputs
 
+    @property
+    def live(self) -> Bool[Array, "N"]:
+        return self.student.live
+
+    @property
+    def common(self) -> int:
+        """The number of rows that both weights have."""
+        return min(len(self.student.weight), len(self.teacher.weight))
+
 
 class RunningPair(NamedTuple):
     """Sums over the columns seen so far, with e = exp(z - top) and `top` the maximum of z, of each softmax.
@@ -68,6 +77,10 @@ class TwoSoftmaxes(NamedTuple):
     teacher_log_sum_e: Float[Array, "R"]
     divergence: Float[Array, "R"]
     to_mixture: Float[Array, "R"]
+
+    def outputs(self, live: Bool[Array, "R"]) -> tuple[Float[Array, "R"]]:
+        """What a loss is a function of; 0 at rows that don't count."""
+        return (self.divergence,)
 
 
 @runtime_checkable

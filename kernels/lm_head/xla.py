@@ -17,11 +17,10 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
-from kernels.lm_head.live_rows import live_rows, round_up, write
+from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
+from kernels.lm_head.live_rows import live_rows, over_waves, round_up, write
 from kernels.lm_head.softmax import (
     Columns,
-    Running,
     Slopes,
     Softmax,
     empty_running,
@@ -51,28 +50,22 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 
 def loss_and_gradients(
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None = None,
+    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
 ) -> tuple[Softmax, Gradients]:
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     wave = wave_rows(plan, inputs, options)
     if wave:
-        return _waves(plan._replace(block=wave), inputs, objective, terms, options, into)
+        return _waves(plan._replace(block=wave), inputs, terms, options, into)
     softmax, _ = forward(inputs, options)
-    slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
+    slopes = contract.loss_slopes(inputs.live, softmax, terms)
     return softmax, gradients(inputs, softmax, None, slopes, options, into)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product."""
 
-    def include(running: Running, z_RT: Array, columns: Columns, *_: Array) -> Running:
-        return include_tile(running, z_RT, columns)
-
-    running = stream(inputs, options, lambda rows: empty_running(contract.zeros(inputs, rows)), include)
+    empty = lambda rows: empty_running(contract.zeros(inputs, rows))  # noqa: E731
+    running = stream(inputs, options, empty, lambda running, z, columns, *_: include_tile(running, z, columns))
     return finish_live(running, inputs.live, options.vocabulary_axis), None
 
 
@@ -163,12 +156,7 @@ def products_of_slopes(
 
 
 def _waves(
-    plan: Plan,
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None,
+    plan: Plan, inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None
 ) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
 
@@ -185,7 +173,7 @@ def _waves(
         nothing = empty_running(contract.zeros(inputs, plan.block))
         running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing, y_CRT))
         softmax_R = finish_live(running, live_R, options.vocabulary_axis)
-        slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
+        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
 
         def dy(c: Array) -> Float[Array, "R T"]:
             columns = _tile(plan, inputs, c, labels_R)[1]
@@ -207,15 +195,12 @@ def in_waves(
     kept: Array,
     into: Float[Array, "V D"] | None = None,
 ) -> tuple[State, Gradients]:
-    """Statistics [N, ...], a tree of arrays such as `all_M`, and the wanted gradients, a block of rows at a time.
+    """What `over_waves` gives, a tile of columns at a time.
 
     `wave(row_R, live_R, h_RD, kept)` gives a block's statistics, what it has kept for backward, and tiles of slopes.
     """
-    live = live_rows(inputs.live, plan.block)
 
-    def block(i: Array, carry: Any) -> Any:
-        all_M, dh_MD, dw_VD, kept = carry
-        row_R, live_R = live.block(i, plan.block)
+    def step(row_R: Array, live_R: Array, dw_VD: Array | None, kept: Array) -> Any:
         # A block may have no row that counts, and still run for its collectives: its rows must not hold NaN.
         h_RD = jnp.where(live_R[:, None], inputs.hidden[row_R], 0)
         all_R, kept, dy = wave(row_R, live_R, h_RD, kept)
@@ -228,23 +213,12 @@ def in_waves(
                 dw_VD = add_rows(dw_VD, product(options, dy_RT, h_RD, (0, 0)), start_of(plan, c))
             return dh_RD, dw_VD
 
-        start = i * plan.block
+        dh_RD = contract.zeros(inputs, *h_RD.shape) if options.wants_hidden else None
         if options.wants_any:
-            dh_RD = contract.zeros(inputs, plan.block, features) if options.wants_hidden else None
             dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
-            dh_MD = None if dh_RD is None else write(dh_MD, dh_RD.astype(dh_dtype), start)
-        return write(all_M, all_R, start), dh_MD, dw_VD, kept
+        return all_R, dh_RD, dw_VD, kept
 
-    vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
-    sum_dtype = dw_dtype if len(live.row) == plan.block else jnp.float32
-    dh_MD = contract.zeros(inputs, len(live.row), features, dtype=dh_dtype) if options.wants_hidden else None
-    dw_VD = contract.zeros(inputs, vocabulary, features, dtype=sum_dtype) if options.wants_weight else None
-    carry = all_M, dh_MD, dw_VD if into is None else into, kept
-    all_M, dh_MD, dw_VD, _ = live.over_blocks(plan.block, block, carry, options.in_step)
-    dh = None if dh_MD is None else dh_MD[live.place]
-    dw = None if dw_VD is None else dw_VD.astype(dw_dtype)
-    return jax.tree.map(lambda x: x[live.place], all_M), (dh, dw)
+    return over_waves(inputs, options, plan.block, step, all_M, into=into, kept=kept)
 
 
 # --- blocks and tiles ---------------------------------------------------------------------------------------------

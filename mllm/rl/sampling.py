@@ -52,7 +52,6 @@ def sample(
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
     token = jnp.argmax(kept + noise, axis=-1)
-    # XLA fuses this sum with the mask, which the kernel of `logits_logprobs` would have to read from memory.
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     mass = jax.nn.logsumexp(kept, axis=-1)
     if not options.truncates:

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from divergence_oracle import Divergences, exact_divergences
 from engines import GPU, TPU, TPU_F32, XLA, XLA_BF16
+from lm_head_cases import SCALES, assert_near
 from oracle import HAIR, SLACK
 
 from kernels.lm_head import divergence_loss, token_divergence
 
 F32 = jnp.float32
-ENGINES = (XLA, XLA_BF16, TPU)
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
 GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
@@ -34,27 +34,59 @@ class Models(NamedTuple):
 
 
 def models_of(engine, scale=3.0, more=40, common=None):
-    """Logits with a standard deviation of `scale`; the teacher's vocabulary has `more` rows than the student's."""
+    """Logits with a standard deviation of `scale`, a number or one a row; the teacher has `more` rows of the weight."""
     (n, v, d), rng = engine.shape, np.random.default_rng(1)
     t, common = 3 * d // 2, min(v, v + more) if common is None else common
     arrays = [rng.normal(size=size) for size in ((n, d), (v, d), (n, t), (v + more, t))]
     for hidden, weight in (arrays[:2], arrays[2:]):
-        hidden *= scale / math.sqrt(hidden.shape[1])
+        hidden *= np.broadcast_to(scale, n)[:, None] / math.sqrt(hidden.shape[1])
         weight[common:] *= 30
     return Models(*(jnp.asarray(x, engine.dtype) for x in arrays))
 
 
-def alike(models, difference=0.0):
-    """The student, and a teacher whose hidden states differ from the student's by this part."""
-    noise = 1 + difference * np.random.default_rng(2).normal(size=models.hidden.shape)
+def alike(engine, difference=0.0):
+    """A student of all scales, and a teacher whose hidden states differ by this part, a number or one a row."""
+    rows = np.arange(engine.shape[0])
+    models = models_of(engine, np.resize(list(SCALES.values()), len(rows)))
+    noise = 1 + np.broadcast_to(difference, rows.shape)[:, None] * np.random.default_rng(2).normal(size=models[0].shape)
     return Models(*models[:2], (models.hidden * noise).astype(models.hidden.dtype), jnp.array(models.weight))
+
+
+def check_equal_and_near(engine, way, kind):
+    """Equal models differ by exactly nothing, in softmaxes of all scales, and near ones never by less."""
+    total, got = run(engine, way, alike(engine), kind)
+    assert total == 0
+    assert not any(np.any(x.astype(F32)) for x in got)
+    differences = np.repeat([1e-6, 1e-4, 1e-2], -(-engine.shape[0] // 3))[: engine.shape[0]]
+    assert np.min(run(engine, way, alike(engine, differences), kind)[1].values) >= -1e-6
+
+
+def check_nan(engine, way, kind):
+    """A NaN in a row that counts, of either model, is not hidden, and harms no other row."""
+    models = models_of(engine)
+    hidden, teacher = models.hidden.at[5].set(jnp.nan), models.teacher_hidden.at[9].set(jnp.nan)
+    total, got = run(engine, way, models._replace(hidden=hidden, teacher_hidden=teacher), kind)
+    assert np.isnan(total)
+    assert np.isnan(got.weight.astype(F32)).any()
+    for x in (got.values, got.hidden.astype(F32).sum(axis=1)):
+        np.testing.assert_array_equal(np.isnan(x), np.isin(np.arange(len(hidden)), [5, 9]))
+
+
+def check_masters(engine, way, kind):
+    """float32 masters with bfloat16 products get float32 gradients."""
+    narrow = models_of(engine)
+    _, want = run(engine, way, narrow, kind)
+    _, got = run(engine, way, Models(*(x.astype(F32) for x in narrow)), kind, dtype=jnp.bfloat16)
+    assert_near(got.values, want.values, 1e-5)
+    assert_near(got[1:], [x.astype(F32) for x in want[1:]], 2**-7)
+    assert all(np.any(x != x.astype(jnp.bfloat16).astype(F32)) for x in got[1:])
 
 
 def cotangents_of(models):
     return jnp.asarray(np.random.default_rng(3).normal(size=len(models.hidden)), F32)
 
 
-STATIC = ("kind", "beta", "softcap", "teacher_vocabulary", "workspace", "impl", "dtype", "rounded")
+STATIC = ("kind", "beta", "softcap", "teacher_vocabulary", "workspace", "impl", "dtype", "rounded", "sharding")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -145,6 +177,7 @@ def check(engine, way, models, kind, rows="every", **options):
     sick = models._replace(hidden=poisoned(models.hidden), teacher_hidden=poisoned(models.teacher_hidden))
     total, got = run(engine, way, sick, kind, live, **options)
     options = {"kind": kind, "temperature": 1.0} | KINDS[kind] | options
+    options.pop("sharding", None)
     rounded = engine.impl == "mosaic_gpu"
     yardstick = plain(models, cotangents, jnp.asarray(live), rounded=rounded, **options)
     truth = exact_divergences(*models, cotangents, where=live, **options)

@@ -4,8 +4,7 @@ Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 3
 in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full; for
 gradients of divergences without a workspace two chunks. On a Hopper GPU 200 rows make two blocks, 296 columns three
 tiles in two chunks, of each the last not full, and 128 features two slabs. In plain XLA 90 rows make six blocks, and
-301 columns three tiles, the last of which overlaps the one before; chunks of logits are four, the last not full. Of
-logits that exist, 300 columns make three tiles.
+301 columns three tiles, the last of which overlaps the one before; chunks of logits are four, the last not full.
 """
 
 import contextlib
@@ -26,8 +25,6 @@ from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 from kernels.lm_head.tpu import divergence as tpu_divergence
 from kernels.lm_head.tpu import tiles as tpu_tiles
-from kernels.logits import tpu as logits_tpu
-from kernels.logits import xla as logits_xla
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 V6E = AbstractMesh(
@@ -38,14 +35,13 @@ TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
 GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_bytes=0, cast_bytes=0)
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
 CHUNK_SIZES = {"_CPU_ROWS": 24, "_ROWS": 24, "_LEAST_ROWS": 16}
-LOGITS_SIZES = {"_ROWS": 16, "_ROW_BYTES": 1024, "_AT_A_TIME": 1, "_IN_A_TURN": 2}
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels"
 )
 
 
 class Engine(NamedTuple):
-    """An engine of the head, or of logits that exist, with a dtype of its inputs."""
+    """An engine of the head, with a dtype of its inputs."""
 
     impl: str
     dtype: Any
@@ -53,7 +49,6 @@ class Engine(NamedTuple):
     """N, V and D."""
     waves: int = 0
     """Bytes of a workspace that is room for some of the rows or columns."""
-    tile_columns: int = 128
 
     @contextlib.contextmanager
     def strictly(self, **strictness: Any) -> Iterator[None]:
@@ -64,22 +59,18 @@ class Engine(NamedTuple):
 
                 stack.enter_context(gpu_tiles.override(GPU_SIZES))
                 stack.enter_context(strict_interpreter(**strictness))
-            elif self.impl.endswith("mosaic_tpu"):
+            elif self.impl == "mosaic_tpu":
                 stack.enter_context(tpu_tiles.override(**TPU_TILES))
                 stack.enter_context(mock.patch.object(tpu_divergence, "_ROOM", 2**18))
-                stack.enter_context(mock.patch.multiple(logits_tpu, **LOGITS_SIZES))
                 stack.enter_context(strict_tpu.strict_interpreter(**strictness))
             else:
                 stack.enter_context(mock.patch.multiple(xla, **XLA_SIZES))
                 stack.enter_context(mock.patch.multiple(chunked_logits, **CHUNK_SIZES))
-                stack.enter_context(mock.patch.object(logits_xla, "_COLUMNS", 128))
-            if self.impl == "logits, as a GPU reduces them":
-                stack.enter_context(mock.patch.object(logits_xla.target, "platform", return_value="gpu"))
             yield
 
     def problem(self, scale: float = 3.0) -> Problem:
         """Logits with a standard deviation of `scale`."""
-        return random_problem(self.shape, scale, self.dtype, of_logits=self.impl.startswith("logits"))
+        return random_problem(self.shape, scale, self.dtype)
 
     def live(self, which: str) -> np.ndarray:
         """A mask [N] of rows that count."""
@@ -104,17 +95,12 @@ FULL = XLA._replace(impl="full_logits")
 CHUNKED = XLA._replace(impl="chunked_logits")
 XLA_BF16 = XLA._replace(dtype=BF16, waves=XLA.waves + 4 * 301 * 16)
 FULL_BF16, CHUNKED_BF16 = FULL._replace(dtype=BF16), CHUNKED._replace(dtype=BF16)
-TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 64), 200_000 + 4 * 499 * 64, 256)
+TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 64), 200_000 + 4 * 499 * 64)
 TPU = TPU_F32._replace(dtype=BF16)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
 GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
 """Its `waves`: logits of a tile of columns."""
-LOGITS = Engine("logits", F32, (20, 300, 300))
-LOGITS_ON_GPU = LOGITS._replace(impl="logits, as a GPU reduces them")
-LOGITS_TPU = LOGITS._replace(impl="logits, mosaic_tpu")
-OF_LOGITS = (LOGITS, LOGITS_ON_GPU, LOGITS_TPU)
-EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU, *OF_LOGITS)
-EVERY += tuple(x._replace(dtype=BF16) for x in OF_LOGITS)
+EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
 
 
 def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
@@ -125,5 +111,5 @@ def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
 
 
 def engines(*chosen: Engine) -> Any:
-    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind of the head's."""
+    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
     return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, CHUNKED, XLA, TPU, GPU))))

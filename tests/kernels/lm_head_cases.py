@@ -1,4 +1,4 @@
-"""Problems, masks and objectives, and checks of token_logprobs, token_loss and logits_logprobs.
+"""Problems, masks and objectives, and checks of token_logprobs and token_loss.
 
 Shapes are few, and subject and yardstick are compiled once a shape. `plain`, the ordinary JAX program with full logits,
 is the yardstick of accuracy: `assert_as_accurate_as_plain` says how near to the oracle an answer has to come.
@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Exact, Objective, Rows, exact, exact_loss
 
 from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
+from kernels.lm_head.live_rows import LiveRows
 from kernels.lm_head.softmax import Slopes
-from kernels.logits import logits_logprobs
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
@@ -87,17 +88,12 @@ class Problem(NamedTuple):
     labels: jax.Array
 
 
-def random_problem(
-    shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32, of_logits: bool = False
-) -> Problem:
-    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1.
-
-    With `of_logits`, the weight is the identity, and hidden states are the logits.
-    """
+def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any = jnp.float32) -> Problem:
+    """Logits with a standard deviation of `scale`; the first label is 0 and the last V-1."""
     n, v, d = shape
     rng = np.random.default_rng(0)
-    hidden = rng.normal(size=(n, d)) * scale / (1 if of_logits else np.sqrt(d))
-    weight = np.eye(v) if of_logits else rng.normal(size=(v, d))
+    hidden = rng.normal(size=(n, d)) * scale / np.sqrt(d)
+    weight = rng.normal(size=(v, d))
     labels = rng.integers(0, v, n)
     labels[0], labels[-1] = 0, v - 1
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
@@ -137,14 +133,6 @@ def sparse_weights(n: int) -> jax.Array:
     return jnp.asarray(weights, jnp.float32)
 
 
-def outputs_of(hidden: jax.Array, weight: jax.Array, labels: jax.Array, impl: Any, **options: Any) -> TokenLogprobs:
-    """The statistics by an engine of engines.py."""
-    if impl is not None and impl.startswith("logits"):
-        impl = "mosaic_tpu" if impl.endswith("mosaic_tpu") else "xla"
-        return logits_logprobs(hidden, labels, impl=impl, **options)
-    return token_logprobs(hidden, weight, labels, impl=impl, **options)
-
-
 def pulled_back(
     hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, impl: Any = None, **options: Any
 ) -> Rows:
@@ -152,7 +140,7 @@ def pulled_back(
     given = [x for x in cotangents if x is not None]
 
     def outputs(h: jax.Array, w: jax.Array) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        outputs = tuple(outputs_of(h, w, labels, impl, **options))[:3]
+        outputs = tuple(token_logprobs(h, w, labels, impl=impl, **options))[:3]
         return outputs[: len(given)], outputs[len(given) :]
 
     outputs, pull_back, others = jax.vjp(outputs, hidden, weight, has_aux=True)
@@ -177,7 +165,7 @@ class Loss(NamedTuple):
     rows: Rows
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "softcap", "dtype"))
+@functools.partial(jax.jit, static_argnames=("objective", "impl", "workspace", "softcap", "dtype", "sharding"))
 def loss_and_gradients(
     problem: Problem,
     objective: Objective,
@@ -223,8 +211,6 @@ def check(
     cotangents = Slopes(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
     yardstick = plain_values_and_gradients(*problem, cotangents, where=jnp.asarray(live), **options)
     truth = exact(*problem, lambda *_: cotangents, where=live, **options)
-    if impl.startswith("logits"):  # they have no weight
-        got, yardstick, truth = (x._replace(weight=np.zeros(1)) for x in (got, yardstick, truth))
     assert_as_accurate_as_plain(got, yardstick, truth, largest=largest)
     assert_nothing_at(got, ~live)
     return got
@@ -237,7 +223,7 @@ def check_loss(
     operands, live = operands_for(problem, objective), np.asarray(weights) != 0
     given = [jnp.where(live, x, jnp.nan) for x in operands]
     got = loss_and_gradients(poisoned(problem, ~live), objective, given, weights, impl=impl, **options)
-    options.pop("workspace", None)
+    options = {name: x for name, x in options.items() if name not in ("workspace", "sharding")}
     yardstick = plain_loss_and_gradients(problem, objective, operands, weights, **options)
     truth = exact_loss(*problem, objective, *operands, weights=weights, **options)
     allowed = SLACK * abs(float(yardstick.loss) - truth.loss) + HAIR * truth.resolution
@@ -257,6 +243,25 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
 def assert_nothing_at(got: Rows, dead: np.ndarray) -> None:
     for x in got[:4]:
         assert not np.any(np.asarray(x, np.float32)[dead])
+
+
+def blocks_visited(run: Callable[[jax.Array], Any], rows: int) -> list[int]:
+    """How many blocks of rows `run(live)` visits where none of its rows count, 17, or all; it is a jitted function."""
+    found: list[int] = []
+    block = LiveRows.block
+
+    def counted(self: LiveRows, i: jax.Array, size: int) -> Any:
+        jax.debug.callback(lambda: found.append(1))
+        return block(self, i, size)
+
+    def visits(live: int) -> int:
+        found.clear()
+        jax.block_until_ready(run(jnp.int32(live)))
+        jax.effects_barrier()
+        return len(found)
+
+    with mock.patch.object(LiveRows, "block", counted):
+        return [visits(live) for live in (0, 17, rows)]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

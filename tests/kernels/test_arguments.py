@@ -1,4 +1,4 @@
-"""Arguments that the head and `logits_logprobs` refuse: a ValueError names the one at fault.
+"""Arguments that the head refuses: a ValueError names the one at fault.
 
 An engine that is named and can't run says why. Both come before anything is compiled.
 """
@@ -16,11 +16,8 @@ from engines import GPU_SIZES, V6E
 
 from kernels.lm_head import HeadSharding, token_logprobs, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.logits import logits_logprobs
 
-FOUR_LABELS = jnp.array([0, 1, 2, 4])
-GOOD = {"hidden": jnp.zeros((4, 3)), "weight": jnp.zeros((5, 3)), "labels": FOUR_LABELS}
-GOOD_LOGITS = {"logits": jnp.zeros((4, 5)), "labels": FOUR_LABELS}
+GOOD = {"hidden": jnp.zeros((4, 3)), "weight": jnp.zeros((5, 3)), "labels": jnp.array([0, 1, 2, 4])}
 
 
 def cross_entropy(logprob: jax.Array, entropy: jax.Array, *operands: jax.Array) -> jax.Array:
@@ -67,31 +64,18 @@ OF_TOKEN_LOSS = {
     "an objective of two numbers": ("objective", {"objective": lambda *scalars: jnp.stack(scalars)}),
     "a workspace below zero": ("workspace", {"workspace": -1}),
 }
-OF_LOGITS = {
-    "logits that are no floating point": ("logits", {"logits": jnp.zeros((4, 5), int)}),
-    "logits without columns": ("logits", {"logits": jnp.zeros((4, 0))}),
-    "labels for other rows": ("labels", {"labels": jnp.zeros(3, int)}),
-    "a label beyond the vocabulary": VALUES["a label beyond the vocabulary"],
-    "where that is not boolean": ("where", {"where": jnp.ones(4)}),
-    "a temperature a row": ("temperature", {"temperature": jnp.ones(4)}),
-    "an unknown implementation": ("impl", {"impl": "warp"}),
-    "float16 logits": ("logits must be one of bfloat16, float32,", {"logits": jnp.zeros((4, 5), jnp.float16)}),
-    "one row for the kernels": ("rows", {"impl": "mosaic_tpu", "logits": jnp.zeros(5), "labels": jnp.array(0)}),
-}
 FAULTS = {
     token_logprobs: SHAPES_AND_DTYPES | VALUES | {"where of another shape": ("where", {"where": jnp.ones(3, bool)})},
     call_token_loss: SHAPES_AND_DTYPES | VALUES | OF_TOKEN_LOSS,
-    logits_logprobs: OF_LOGITS,
 }
 
 
 @pytest.mark.parametrize(("call", "fault"), [(call, fault) for call, faults in FAULTS.items() for fault in faults])
 def test_the_argument_at_fault_is_named(call: Any, fault: str) -> None:
-    good = GOOD_LOGITS if call is logits_logprobs else GOOD
-    jax.eval_shape(functools.partial(call, **good))
+    jax.eval_shape(functools.partial(call, **GOOD))
     argument, faults = FAULTS[call][fault]
     with pytest.raises(ValueError, match=argument):
-        call(**(good | faults))
+        call(**(GOOD | faults))
 
 
 def test_a_label_out_of_range_is_refused_in_a_jitted_function_that_closes_over_it() -> None:

@@ -3,14 +3,25 @@
 200 rows make two waves of 128 rows, or two blocks in one; 296 columns make three tiles in two chunks.
 """
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
-from divergence_cases import F32, GENERAL, HOPPER, Models, alike, check, models_of, run
+from divergence_cases import (
+    F32,
+    GENERAL,
+    HOPPER,
+    Models,
+    check,
+    check_equal_and_near,
+    check_masters,
+    check_nan,
+    models_of,
+)
 from engines import GPU_SIZES, needs_interpreter
-from lm_head_cases import SCALES, assert_near
+from jax.sharding import AxisType
+from lm_head_cases import SCALES
 
-from kernels.lm_head import token_divergence
+from kernels.lm_head import HeadSharding, token_divergence
 from kernels.lm_head.gpu import tiles as gpu_tiles
 
 interpreted = (needs_interpreter, pytest.mark.slow)
@@ -43,32 +54,29 @@ def test_tokens_of_both_vocabularies_after_softcap_and_temperature(way, kind, mo
 
 @pytest.mark.parametrize(("way", "kind"), cases(("none", "reverse_kl"), ("some", "jsd"), ("all", "forward_kl")))
 def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(way, kind):
-    for scale in SCALES.values():
-        total, got = run(HOPPER, way, alike(models_of(HOPPER, scale)), kind)
-        assert total == 0
-        assert not any(np.any(x.astype(F32)) for x in got)
-        assert np.min(run(HOPPER, way, alike(models_of(HOPPER, scale), 1e-2), kind)[1].values) >= -1e-6
+    check_equal_and_near(HOPPER, way, kind)
 
 
 @pytest.mark.parametrize(("way", "kind"), cases(("none", "forward_kl"), ("all", "jsd")))
 def test_a_nan_in_a_row_that_counts_is_not_hidden(way, kind):
-    models = models_of(HOPPER)
-    for side in ("hidden", "teacher_hidden"):
-        total, got = run(HOPPER, way, models._replace(**{side: getattr(models, side).at[5].set(jnp.nan)}), kind)
-        assert np.isnan(total)
-        assert np.isnan(got.weight.astype(F32)).any()
-        for x in (got.values, got.hidden.astype(F32).sum(axis=1)):
-            np.testing.assert_array_equal(np.isnan(x), np.arange(len(models.hidden)) == 5)
+    check_nan(HOPPER, way, kind)
 
 
 @pytest.mark.parametrize(("way", "kind"), cases(("none", "reverse_kl"), ("some", "reverse_kl")))
 def test_float32_masters_with_bfloat16_products_get_float32_gradients(way, kind):
-    narrow = models_of(HOPPER)
-    _, want = run(HOPPER, way, narrow, kind)
-    _, got = run(HOPPER, way, Models(*(x.astype(F32) for x in narrow)), kind, dtype=jnp.bfloat16)
-    assert_near(got.values, want.values, 1e-5)
-    assert_near(got[1:], [x.astype(F32) for x in want[1:]], 2**-7)
-    assert all(np.any(x != x.astype(jnp.bfloat16).astype(F32)) for x in got[1:])
+    check_masters(HOPPER, way, kind)
+
+
+@pytest.mark.parametrize(
+    ("axis", "way", "kind"),
+    cases(("tokens", GENERAL, "forward_kl"), ("tokens", "all", "jsd"), ("vocabulary", "none", "jsd"))
+    + cases(("vocabulary", "all", "reverse_kl")),
+)
+def test_a_mesh_is_as_accurate_as_full_logits(axis, way, kind):
+    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    sharding = HeadSharding(mesh, ("dp",)) if axis == "tokens" else HeadSharding(mesh, (), vocabulary="dp")
+    engine = HOPPER._replace(shape=(256, 272, 128))
+    check(engine, way, models_of(engine), kind, "most", sharding=sharding)
 
 
 def test_what_the_kernels_cannot_multiply_is_refused_by_name():

@@ -1,4 +1,4 @@
-"""Statistics and gradients by every engine against float64: the head's token_logprobs, and logits_logprobs.
+"""Statistics and gradients of token_logprobs by every engine against float64.
 
 What is right, and how near is near enough, is said in lm_head_cases.py; what is strict in strict_tpu.py and
 strict_gpu.py; what is off which tile in engines.py. Losses are in test_head_losses.py.
@@ -13,13 +13,11 @@ import numpy as np
 import pytest
 from engines import (
     BF16,
+    CHUNKED_BF16,
     EVERY,
     F32,
+    FULL_BF16,
     GPU,
-    LOGITS,
-    LOGITS_ON_GPU,
-    LOGITS_TPU,
-    OF_LOGITS,
     TPU,
     TPU_F32,
     XLA_BF16,
@@ -55,11 +53,6 @@ def assert_accurate(engine: Engine, problem: Problem, cotangents: Slopes | None 
         parameter(GPU, (1, 136, 64)),
         parameter(GPU, (129, 8, 64)),
         parameter(GPU, (7, 1032, 192), slow=True),
-        parameter(LOGITS, (1, 1, 1)),
-        parameter(LOGITS, (1003, 5, 5)),
-        parameter(LOGITS_ON_GPU, (1, 1, 1)),
-        parameter(LOGITS_TPU, (16, 256, 256)),
-        parameter(LOGITS_TPU, (3, 2374, 2374)),
     ],
 )
 def test_any_size_is_as_accurate_as_full_logits(engine: Engine, shape: tuple[int, int, int]) -> None:
@@ -102,11 +95,8 @@ def matches(engine: Engine) -> Problem:
 def ties(engine: Engine) -> Problem:
     """Columns in three tiles are the largest of every third row, and one of them is the label of every sixth."""
     hidden, weight, labels = (np.array(x, np.float64) for x in engine.problem())
-    if engine.impl in [x.impl for x in OF_LOGITS]:
-        hidden[::3, [0, 3, -1]] = 1e4
-    else:
-        weight[0] = weight[-1] = weight[3]
-        hidden[::3] = weight[3] * (1e4 / (weight[3] ** 2).sum())
+    weight[0] = weight[-1] = weight[3]
+    hidden[::3] = weight[3] * (1e4 / (weight[3] ** 2).sum())
     labels[::6] = 3
     return typed(engine, hidden, weight, labels)
 
@@ -157,24 +147,6 @@ def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> Non
 # --- labels, shapes and dtypes ---
 
 
-@engines(*OF_LOGITS)
-def test_a_traced_label_outside_of_the_logits_hits_nothing(engine: Engine) -> None:
-    """Nor the padding of the last tile. Its logprob is -lse, and its gradient that of the normaliser alone."""
-    n, v, _ = engine.shape
-    problem, cotangents = engine.problem(), random_cotangents(n)
-    past_tile = -(-v // engine.tile_columns) * engine.tile_columns
-    outside = np.asarray([v, past_tile - 1, past_tile, 2**31 - 1, -1, -(2**31)], np.int64)
-    labels = problem.labels.at[::2].set(np.resize(outside, (n + 1) // 2).astype(np.int32))
-    with engine.strictly():
-        options: dict[str, Any] = {"where": jnp.ones(n, bool), "temperature": 1.0, "impl": engine.impl}
-        got = values_and_gradients(problem.hidden, problem.weight, labels, cotangents, **options)
-    np.testing.assert_array_equal(got.logprob[::2], -got.lse[::2])
-    without = cotangents.logprob.at[::2].set(0)
-    lse = cotangents.lse.at[::2].add(-cotangents.logprob[::2])
-    truth = exact(*problem, lambda *_: (without, lse, cotangents.entropy))
-    np.testing.assert_allclose(got.hidden, truth.hidden, rtol=0, atol=2**-7 * np.abs(truth.hidden).max())
-
-
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
 def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
     hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
@@ -188,9 +160,12 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 # --- a copy of the weight ---
 
 
-@engines()
+@engines(FULL_BF16, CHUNKED_BF16, XLA_BF16, GPU)
 def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
-    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
+    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded.
+
+    `token_loss_and_gradients` multiplies a copy on TPUs, too (test_head_losses.py).
+    """
     problem, cotangents, live = engine.problem(), random_cotangents(engine.shape[0]), engine.live("most")
     objective, weights = OBJECTIVES["entropy bonus"], jnp.where(live, 0.7, 0.0)
 

@@ -1,4 +1,4 @@
-"""The head and `logits_logprobs`, by every engine, under JAX's transformations: each gives what a plain call gives."""
+"""The head, by every engine, under JAX's transformations: each gives what a plain call gives."""
 
 import functools
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import LOGITS, LOGITS_ON_GPU, LOGITS_TPU, TPU_F32, TPU_TILES, XLA, Engine
+from engines import TPU_F32, TPU_TILES, XLA, Engine
 from jax import export
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, assert_near, operands_for, outputs_of, sparse_weights
+from lm_head_cases import OBJECTIVES, assert_near, operands_for, sparse_weights
 
-from kernels.lm_head import TokenLogprobs, token_loss
+from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
 from kernels.lm_head.tpu import tiles as tpu_tiles
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
@@ -44,7 +44,7 @@ class Subject(NamedTuple):
 
 def of_statistics(engine: Engine) -> Subject:
     def scalar(hidden: Any, weight: Any, labels: Any, _old: Any, _advantage: Any, weights: Any) -> Any:
-        outputs = outputs_of(hidden, weight, labels, engine.impl, where=weights != 0)
+        outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl=engine.impl)
         return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
 
     return Subject(engine, scalar)
@@ -65,9 +65,6 @@ SUBJECTS = {
     "token_loss of a copy, xla": of_loss(XLA, weight_copy=XLA.problem().weight / 2),
     "token_logprobs, mosaic_tpu": of_statistics(ON_TPU),
     "token_loss, mosaic_tpu": of_loss(ON_TPU),
-    "logits, tiles": of_statistics(LOGITS),
-    "logits, reduction": of_statistics(LOGITS_ON_GPU),
-    "logits, kernels": of_statistics(LOGITS_TPU),
 }
 
 
@@ -101,7 +98,7 @@ def in_leading_dims(subject: Subject) -> Any:
     return (value, TokenLogprobs(*(x.reshape(-1) for x in outputs[:4]))), (dh.reshape(hidden.shape), dw)
 
 
-EVERYWHERE = ["token_logprobs, xla", "token_loss, xla", "logits, tiles"]
+EVERYWHERE = ["token_logprobs, xla", "token_loss, xla"]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +106,13 @@ EVERYWHERE = ["token_logprobs, xla", "token_loss, xla", "logits, tiles"]
     [
         *((t, name) for t in (in_a_checkpoint, exported, with_64_bit_types, in_leading_dims) for name in EVERYWHERE),
         (in_a_checkpoint, "token_loss of a copy, xla"),
-        *((in_leading_dims, name) for name in ("logits, reduction", "logits, kernels")),
     ],
 )
 def test_results_and_gradients_are_the_same(transformed: Callable[..., Any], name: str) -> None:
     assert_near(jax.tree.leaves(transformed(SUBJECTS[name])), jax.tree.leaves(plainly(name)))
 
 
-@pytest.mark.parametrize("name", [*EVERYWHERE, "token_loss, mosaic_tpu", "logits, kernels"])
+@pytest.mark.parametrize("name", [*EVERYWHERE, "token_loss, mosaic_tpu"])
 def test_vmap_is_a_python_loop(name: str) -> None:
     """The second of the two has few rows that count."""
     subject = SUBJECTS[name]
@@ -134,7 +130,7 @@ def test_vmap_is_a_python_loop(name: str) -> None:
         assert_near([x[i] for x in jax.tree.leaves(got)], jax.tree.leaves(want))
 
 
-@pytest.mark.parametrize("name", [*EVERYWHERE, "token_logprobs, mosaic_tpu", "logits, kernels"])
+@pytest.mark.parametrize("name", [*EVERYWHERE, "token_logprobs, mosaic_tpu"])
 def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     """The scalars of two shards are summed; W and its gradient are replicated; varying axes are checked."""
     subject = SUBJECTS[name]
@@ -150,7 +146,7 @@ def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     assert_near(subject.run(subject._replace(scalar=sharded).differentiated()), plainly(name))
 
 
-@pytest.mark.parametrize("name", [name for name in SUBJECTS if name.endswith(("mosaic_tpu", "kernels"))])
+@pytest.mark.parametrize("name", [name for name in SUBJECTS if name.endswith("mosaic_tpu")])
 def test_kernels_wait_for_their_copies_and_may_run_on_two_cores(name: str) -> None:
     subject = SUBJECTS[name]
     assert_near(subject.run(subject.differentiated(), cores=2, copies="on_wait"), plainly(name))

@@ -14,6 +14,7 @@ a chunk, U its tiles, T columns of a tile; 2 for student and teacher.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +29,7 @@ from kernels.lm_head.gpu.backward import Block
 from kernels.lm_head.gpu.forward import KeptLogits, Rows
 from kernels.lm_head.gpu.forward import forward as forward_kernel
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, kept_bytes
-from kernels.lm_head.live_rows import live_rows, round_up, write
+from kernels.lm_head.live_rows import live_rows, over_waves, round_up
 from kernels.lm_head.two_softmaxes import Divergence, Pair, TwoSoftmaxes
 
 _ROWS = 2048  # rows whose statistics are taken at a time, at most: so many hidden states of both models are gathered
@@ -44,13 +45,6 @@ def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
     return _by_rows(_plan(pair, how, options.values_alone), _of_common_tokens(pair), None, how, options.values_alone)[0]
 
 
-def gradients(
-    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
-) -> Gradients:
-    """The student's gradients by logits computed anew: 3 + r matrix products, 2 + r for one gradient alone."""
-    return _anew(_of_common_tokens(pair), found, slopes, how, options, 0)
-
-
 def loss_and_gradients(
     pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
 ) -> tuple[TwoSoftmaxes, Gradients]:
@@ -59,55 +53,46 @@ def loss_and_gradients(
     if plan.keep:
         return _by_rows(plan, pair, weights, how, options)
     found, _ = _by_rows(plan, pair, None, how, options)
-    return found, _anew(pair, found, weights, how, options, _room(pair, options))
+    return found, gradients(pair, found, weights, how, options, _room(pair, options))
 
 
 def _by_rows(
     plan: "_Plan", pair: Pair, weights: Float[Array, "N"] | None, how: Divergence, options: Options
 ) -> tuple[TwoSoftmaxes, Gradients]:
     """Statistics, and with `weights` the wanted gradients, of so many rows at a time as the plan says."""
-    student = pair.student
-    live = live_rows(student.live, plan.rows)
-    (dh_dtype, dw_dtype), count = contract.gradient_dtypes(student, options), len(live.row)
-    wants_hidden, wants_weight = (weights is not None and x for x in (options.wants_hidden, options.wants_weight))
-    one = count == plan.rows
-    sum_dtype = dw_dtype if one else jnp.dtype(jnp.float32)
+    student, count = pair.student, round_up(len(pair.student.labels), plan.rows)
 
-    def wave(i: Array, carry: Any) -> Any:
-        found_M, dh_MD, dw_VD = carry
-        row_R, live_R = live.block(i, plan.rows)
-        number = jnp.clip(live.number - i * plan.rows, 0, plan.rows)
-        rows = _gathered(plan, pair, options, row_R, number)
-        logits = _Logits(plan, pair, options, rows, _kept(plan, pair, options, rows) if plan.keep else None)
+    def wave(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
+        rows = _gathered(plan, pair, options, row_R, live_R.sum(dtype=jnp.int32))
+        logits = _Logits(plan, pair, options, rows, None)
+        if plan.keep:  # in one kernel a model, unless its weight has another dtype
+            columns, both = (0, plan.chunk * plan.chunks, plan.chunk), zip(pair, rows, strict=True)
+            kept = [engine.forward_over(x, options, plan.sizes, own, *columns, keep=True)[1] for x, own in both]
+            logits = dataclasses.replace(logits, kept=kept)
         found_R = two_softmaxes.statistics(plan.chunks, logits.of_chunk, live_R, how, options.vocabulary_axis)
-        found_M = write(found_M, found_R, i * plan.rows)
         if weights is None:
-            return found_M, dh_MD, dw_VD
+            return found_R, None, None, None
         slopes_R = jnp.where(live_R, weights[row_R], 0)
 
         def dy(c: Array, *_: Any) -> Float[Array, "R C"]:
             return logits.product_slopes(c, found_R, slopes_R, how)
 
         spans = [engine.Span(0, plan.chunk, plan.chunks, dy)]
-        dh_RD, dw_VD = engine.products_of_slopes(student, options, plan.sizes, rows[0], spans, dw_VD, add=not one)
-        return found_M, None if dh_RD is None else write(dh_MD, dh_RD, i * plan.rows), dw_VD
+        return found_R, *engine.products_of_slopes(student, options, plan.sizes, rows[0], spans, dw_VD), None
 
-    features = student.hidden.shape[1]
-    carry = (
-        TwoSoftmaxes(*(contract.zeros(student, count) for _ in TwoSoftmaxes._fields)),
-        contract.zeros(student, count, features, dtype=dh_dtype) if wants_hidden else None,
-        contract.zeros(student, *student.weight.shape, dtype=sum_dtype) if wants_weight else None,
-    )
-    # The host would have to wait for the device before each step of a loop whose length is found there.
-    found_M, dh_MD, dw = wave(jnp.int32(0), carry) if one else live.over_blocks(plan.rows, wave, carry, options.in_step)
-    dh = None if dh_MD is None else jnp.where(student.live[:, None], dh_MD[live.place], 0)
-    return jax.tree.map(lambda x: x[live.place], found_M), (dh, None if dw is None else dw.astype(dw_dtype))
+    nothing = TwoSoftmaxes(*(contract.zeros(student, count) for _ in TwoSoftmaxes._fields))
+    wanted = options.values_alone if weights is None else options
+    return over_waves(student, wanted, plan.rows, wave, nothing, one_always_runs=True)
 
 
-def _anew(
-    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options, room: int
+def gradients(
+    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options, room: int = 0
 ) -> Gradients:
-    """The wanted gradients by logits computed again, over chunks of columns and in each over blocks of rows."""
+    """The student's gradients by logits computed anew: 3 + r matrix products, 2 + r for one gradient alone.
+
+    They are taken over chunks of columns, for which there are `room` bytes, and in each over blocks of rows.
+    """
+    pair = _of_common_tokens(pair)
     student, plan = pair.student, _chunks(pair, len(pair.student.labels), room)
     sizes = plan.sizes
     live = live_rows(student.live, sizes.rows(len(student.labels)))
@@ -119,21 +104,14 @@ def _anew(
     size = sizes.block(len(live.row))
 
     def dy(c: Array, block: Block, *_: Any) -> Float[Array, "R C"]:
-        def cut(x: Array, by: int = 1) -> Array:
-            return lax.dynamic_slice_in_dim(x, block.first // by, size // by)
+        row_R, found_R, slopes_R = jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, block.first, size), (row_M, found_M, slopes_M)
+        )
+        own = rows if size == len(live.row) else _gathered(plan, pair, options, row_R, block.number)
+        return _Logits(plan, pair, options, own, None).product_slopes(c, found_R, slopes_R, how)
 
-        def of_block(rows: Rows) -> Rows:
-            h, labels, in_tile, live, _ = rows
-            return Rows(cut(h), cut(labels), cut(in_tile, sizes.tiles.rows_each), cut(live), block.number)
-
-        own = rows if size == len(live.row) else (of_block(rows[0]), of_block(rows[1]))
-        logits = _Logits(plan, pair, options, own, None)
-        return logits.product_slopes(c, jax.tree.map(cut, found_M), cut(slopes_M), how)
-
-    dw_dtype = contract.gradient_dtypes(student, options)[1]
-    dw = contract.zeros(student, *student.weight.shape, dtype=dw_dtype) if options.wants_weight else None
     spans = [engine.Span(0, plan.chunk, plan.chunks, dy)]
-    dh, dw = engine.products_of_slopes(student, options, sizes, rows[0], spans, dw, add=False)
+    dh, dw = engine.products_of_slopes(student, options, sizes, rows[0], spans)
     return None if dh is None else jnp.where(student.live[:, None], dh[live.place], 0), dw
 
 
@@ -157,13 +135,13 @@ class _Plan(NamedTuple):
 
 def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
     """Waves if there is room for them, and they take less time than logits computed again."""
-    (student, features), (teacher, width) = (model.weight.shape for model in pair)
-    sizes = tiles.choose(len(pair.student.labels), min(student, teacher), features)
+    features, width = (model.weight.shape[1] for model in pair)
+    sizes = _sizes(pair, len(pair.student.labels))
     unit, rows = sizes.tiles.cluster_rows, sizes.rows(len(pair.student.labels))
 
     def within(room: int) -> _Plan:
         """Waves of the most rows whose logits are at most `room` bytes."""
-        found = _waves(pair, min(rows, room // (2 * kept_bytes(min(student, teacher), sizes.tiles))))
+        found = _waves(pair, min(rows, room // (2 * kept_bytes(pair.common, sizes.tiles))))
         return found._replace(rows=min(room // found.bytes_a_row, rows, sizes.most_rows) // unit * unit)
 
     room = _room(pair, options)
@@ -182,8 +160,7 @@ def _plan(pair: Pair, how: Divergence, options: Options) -> _Plan:
 
 def _waves(pair: Pair, rows: int) -> _Plan:
     """Waves of so many rows, in chunks of nearly one size."""
-    (student, features), (teacher, _) = (model.weight.shape for model in pair)
-    return _even(min(student, teacher), tiles.choose(rows, min(student, teacher), features), rows, keep=True)
+    return _even(pair, _sizes(pair, rows), rows, keep=True)
 
 
 def _chunks(pair: Pair, rows: int, room: int, arrays: int = 3) -> _Plan:
@@ -192,17 +169,18 @@ def _chunks(pair: Pair, rows: int, room: int, arrays: int = 3) -> _Plan:
     The head has one array of a chunk's size, dy. `arrays` are such as there are here: by default dy and the logits of
     both models.
     """
-    (student, features), (teacher, _) = (model.weight.shape for model in pair)
-    common = min(student, teacher)
-    size = tiles.choose(rows, common, features).block(rows)
-    dy = tiles.dy_bytes(size, features)
-    sizes = tiles.choose(rows, common, features, (room + dy) // arrays - dy)
-    return _even(common, sizes, size, keep=False)
+    size = _sizes(pair, rows).block(rows)
+    dy = tiles.dy_bytes(size, pair.student.weight.shape[1])
+    return _even(pair, _sizes(pair, rows, (room + dy) // arrays - dy), size, keep=False)
 
 
-def _even(common: int, sizes: Sizes, rows: int, keep: bool) -> _Plan:
-    chunk = round_up(-(-common // -(-common // sizes.chunk)), sizes.tiles.columns)
-    return _Plan(sizes, rows, chunk, -(-common // chunk), keep)
+def _sizes(pair: Pair, rows: int, spare: int = 0) -> Sizes:
+    return tiles.choose(rows, pair.common, pair.student.weight.shape[1], spare)
+
+
+def _even(pair: Pair, sizes: Sizes, rows: int, keep: bool) -> _Plan:
+    chunk = round_up(-(-pair.common // -(-pair.common // sizes.chunk)), sizes.tiles.columns)
+    return _Plan(sizes, rows, chunk, -(-pair.common // chunk), keep)
 
 
 def _room(pair: Pair, options: Options) -> int:
@@ -218,8 +196,8 @@ class _Logits:
     plan: _Plan
     pair: Pair
     options: Options
-    rows: tuple[Rows, Rows]
-    kept: tuple[KeptLogits, KeptLogits] | None
+    rows: tuple[Rows, ...]
+    kept: Sequence[Any] | None  # KeptLogits
 
     def of_chunk(self, c: Array) -> tuple[Float[Array, "2 R C"], Bool[Array, "C"]]:
         """The logits of chunk c, and which of its columns count; 0 at rows and columns that don't."""
@@ -257,19 +235,9 @@ class _Logits:
         return dy_RC.astype(self.options.dtype)
 
 
-def _kept(plan: _Plan, pair: Pair, options: Options, rows: tuple[Rows, Rows]) -> tuple[KeptLogits, KeptLogits]:
-    """All logits of the rows, in one kernel a model unless its weight has another dtype."""
-
-    def of(side: int) -> KeptLogits:
-        columns = 0, plan.chunk * plan.chunks, plan.chunk
-        return engine.forward_over(pair[side], options, plan.sizes, rows[side], *columns, keep=True)[1]  # type: ignore[return-value]
-
-    return of(0), of(1)
-
-
 def _of_common_tokens(pair: Pair) -> Pair:
     """The pair without labels, with the columns that both models have."""
-    common = jnp.int32(min(len(model.weight) for model in pair))
+    common = jnp.int32(pair.common)
     columns = common if pair.student.columns is None else jnp.minimum(pair.student.columns, common)
     none = jnp.full_like(pair.student.labels, -1)
     return Pair(*(model._replace(labels=none, columns=columns) for model in pair))
@@ -277,6 +245,5 @@ def _of_common_tokens(pair: Pair) -> Pair:
 
 def _gathered(
     plan: _Plan, pair: Pair, options: Options, row: Int[Array, "R"], number: Int[Array, ""]
-) -> tuple[Rows, Rows]:
-    student, teacher = (engine.gather_rows(model, options, plan.sizes, row, number) for model in pair)
-    return student, teacher
+) -> tuple[Rows, ...]:
+    return tuple(engine.gather_rows(model, options, plan.sizes, row, number) for model in pair)

@@ -18,13 +18,13 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
+from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
 from kernels.lm_head.gpu import tiles
 from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
 from kernels.lm_head.gpu.forward import Chunk, KeptLogits, Rows, labels_in_tiles
 from kernels.lm_head.gpu.forward import forward as forward_kernel
 from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Plan, Sizes, make_plan
-from kernels.lm_head.live_rows import live_rows, round_up, write
+from kernels.lm_head.live_rows import live_rows, over_waves, round_up
 from kernels.lm_head.softmax import (
     RowFactors,
     Running,
@@ -60,53 +60,27 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
-    dw_dtype = contract.gradient_dtypes(inputs, options)[1]
-    dw = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype) if options.wants_weight else None
     plan = Plan(sizes, len(rows.labels))
-    dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes, None, dw, add=False)
+    dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
 def loss_and_gradients(
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None = None,
+    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
 ) -> tuple[Softmax, Gradients]:
     plan = make_plan(inputs, options)
-    sizes = plan.sizes
-    live = live_rows(inputs.live, plan.rows)
-    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
-    count, features = len(live.row), inputs.hidden.shape[1]
-    one_wave = count == plan.rows
-    add = not one_wave or into is not None
-    sum_dtype = dw_dtype if one_wave else jnp.dtype(jnp.float32)
 
-    def wave(i: Array, carry: Any) -> Any:
-        softmax_M, dh_MD, dw_VD = carry
-        row_R, live_R = live.block(i, plan.rows)
-        rows = gather_rows(inputs, options, sizes, row_R, jnp.clip(live.number - i * plan.rows, 0, plan.rows))
+    def wave(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
+        rows = gather_rows(inputs, options, plan.sizes, row_R, live_R.sum(dtype=jnp.int32))
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(options, running, live_R)
-        slopes_R = contract.loss_slopes(objective, live_R, softmax_R, terms.of_rows(row_R))
-        dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD, add=add)
-        if dh_RD is not None:
-            dh_MD = write(dh_MD, dh_RD, i * plan.rows)
-        return write(softmax_M, softmax_R, i * plan.rows), dh_MD, dw_VD
+        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
+        dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD)
+        return softmax_R, dh_RD, dw_VD, None
 
-    carry = (
-        Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)),
-        contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
-        contract.zeros(inputs, *inputs.weight.shape, dtype=sum_dtype) if options.wants_weight else None,
-    )
-    carry = carry if into is None else (*carry[:2], into)
+    nothing = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.rows)) for _ in Softmax._fields))
     # The host would have to wait for the device before each step of a loop whose length is found there.
-    one = wave(jnp.int32(0), carry) if one_wave else None
-    softmax_M, dh_MD, dw = one or live.over_blocks(plan.rows, wave, carry, options.in_step)
-    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
-    softmax = jax.tree.map(lambda x: x[live.place], softmax_M)
-    return softmax, (dh, None if dw is None else dw.astype(dw_dtype))
+    return over_waves(inputs, options, plan.rows, wave, nothing, into=into, one_always_runs=True)
 
 
 def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
@@ -183,20 +157,17 @@ def _backward_pass(
     rows: Rows,
     softmax: Softmax,
     slopes: Slopes,
-    kept: KeptLogits | None,
-    dw: Float[Array, "V D"] | None,
-    add: bool,
+    kept: KeptLogits | None = None,
+    dw: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`; dy is made of kept logits, or of logits anew."""
+    """What `products_of_slopes` gives; dy is made of kept logits, or of logits anew."""
     sizes = plan.sizes
     size, vocabulary = sizes.block(len(rows.labels)), len(inputs.weight)
     factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
 
     def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
         assert kept is not None
-        columns = plan.kept_chunk
-        assert kept is not None
-        own = read_kept(kept, number, block.first, (size, columns), columns // sizes.tiles.columns)
+        own = read_kept(kept, number, block.first, (size, plan.kept_chunk), plan.kept_chunk // sizes.tiles.columns)
         return _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
 
     def anew(_: Array, block: Block, chunk: Chunk, weight: Array) -> Float[Array, "B C"]:
@@ -208,7 +179,7 @@ def _backward_pass(
     spans = [Span(0, plan.kept_chunk, first // plan.kept_chunk, of_kept)] if first else []
     if first < vocabulary:
         spans.append(Span(first, left, -(-(vocabulary - first) // left), anew))
-    return products_of_slopes(inputs, options, sizes, rows, spans, dw, add)
+    return products_of_slopes(inputs, options, sizes, rows, spans, dw)
 
 
 def products_of_slopes(
@@ -217,12 +188,14 @@ def products_of_slopes(
     sizes: Sizes,
     rows: Rows,
     spans: Sequence[Span],
-    dw: Float[Array, "V D"] | None,
-    add: bool,
+    dw: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """dh, and dW written or added to `dw`, from the spans' dy."""
+    """dh, and dW, added to `dw` if that is given, from the spans' dy."""
     tiles, size = sizes.tiles, sizes.block(len(rows.labels))
-    blocks = len(rows.labels) // size
+    blocks, (dh_dtype, dw_dtype) = len(rows.labels) // size, contract.gradient_dtypes(inputs, options)
+    add = dw is not None
+    if not add and options.wants_weight:
+        dw = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype)
     dh_sum = jax.new_ref(contract.zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     dw_sum = None if dw is None else jax.new_ref(dw)
 
@@ -251,7 +224,7 @@ def products_of_slopes(
 
     for span in spans:
         lax.fori_loop(0, span.chunks, lambda i, _, span=span: chunk(span, i), None)
-    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(contract.gradient_dtypes(inputs, options)[0])
+    dh = None if dh_sum is None else jax.freeze(dh_sum).astype(dh_dtype)
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 

@@ -1,39 +1,31 @@
 """The backward kernels for TPUs: dW and dh from logits that are computed again, dW from exponentials that were kept.
 
-`weight_gradient` sums a tile of dW in float32 on the chip while the blocks of hidden states pass by. It works on y
-transposed, W hᵀ, so that dW = dyᵀ h needs no transpose. `hidden_gradient` mirrors the forward kernel.
-`kept_weight_gradient` is the third product of the single pass.
+dW's kernel sums a tile in float32 on the chip while the blocks of hidden states pass by. It works on y transposed,
+W hᵀ, so that dW = dyᵀ h needs no transpose. dh's mirrors the forward kernel. With what was kept, dW is the third
+product of the single pass.
 
 Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute dy as
 `RowFactors` says; `top` is the maximum of y over the whole vocabulary.
 """
 
 import dataclasses
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from kernels.lm_head import target
 from kernels.lm_head.contract import Inputs, Options, capped, dot
 from kernels.lm_head.softmax import FLOOR, RowFactors, Slopes, Softmax, label_slope
 from kernels.lm_head.tpu import forward
-from kernels.lm_head.tpu.forward import LOG2E, SUBLANES, Given, KeptExponentials, Output
-from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
+from kernels.lm_head.tpu.forward import LOG2E, SUBLANES, KeptExponentials, Output
+from kernels.lm_head.tpu.tiles import LANES, KernelName, Tiles, case_of
 
 _FACTORS = len(RowFactors._fields)
-
-
-def weight_gradient(
-    inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
-) -> Float[Array, "V D"]:
-    """dW from the rows [0, number); in later rows of their last block, factors must make every probability 0."""
-    return _gradient(_weight_kernel, case_of(inputs, options, "weight"), tile, inputs, number, factors, options)
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -67,18 +59,6 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
         out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
-
-
-def hidden_gradient(
-    inputs: Inputs, number: Integer[Array, ""], factors: RowFactors, options: Options, tile: Tiles
-) -> Float[Array, "M D"]:
-    """dh of rows [0, number) from the columns of the vocabulary; undefined in other rows."""
-    across = {
-        "label": pltpu.VMEM((tile.rows, LANES), jnp.int32),
-        "factors": pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32),
-    }
-    case = case_of(inputs, options, "hidden")
-    return _gradient(_hidden_kernel, case, tile, inputs, number, factors, options, scratch=across)
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -132,25 +112,6 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
     return jnp.where(hit, factors.at_label, dy)
 
 
-def kept_weight_gradient(
-    inputs: Inputs,
-    number: Integer[Array, ""],
-    factors: RowFactors,
-    options: Options,
-    kept: KeptExponentials,
-    so_far: Float[Array, "V D"] | None,
-) -> Float[Array, "V D"]:
-    """dW of a wave's rows [0, number) from kept exponentials; or that plus `so_far` (float32), in its memory."""
-    tile, case = kept.tile, case_of(inputs, options, "kept")
-    if so_far is not None:
-        case = dataclasses.replace(case, gradient=so_far.dtype)
-    streamed = [
-        (array, forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True))
-        for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES))
-    ]
-    return _gradient(_kept_kernel, case, tile, inputs, number, factors, options, streamed, so_far)
-
-
 def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     ints, scales, hidden, kept, kept_top, labels, factors, *so_far, out, scratch = refs
     j, i = pl.program_id(0), pl.program_id(1)
@@ -190,37 +151,53 @@ def one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[in
         yield s, own
 
 
-def _gradient(
-    kernel: Callable[..., None],
-    case: Case,
-    tile: Tiles,
+_KERNELS: dict[str, Callable[..., None]] = {"hidden": _hidden_kernel, "weight": _weight_kernel, "kept": _kept_kernel}
+
+
+def gradient(
+    name: KernelName,
     inputs: Inputs,
-    number: Integer[Array, ""],
     factors: RowFactors,
     options: Options,
-    streamed: Sequence[Given] = (),
+    tile: Tiles,
+    kept: KeptExponentials | None = None,
     so_far: Float[Array, "V D"] | None = None,
-    scratch: Mapping[str, Any] = types.MappingProxyType({}),
 ) -> Float[Array, "_ D"]:
-    """The gradient that a kernel sums on the chip, a block of rows or a tile of the weight at a time."""
+    """dh ("hidden"); dW ("weight"); or dW ("kept") of `kept`, in its tiles, plus `so_far` (float32), in its memory.
+
+    It is summed on the chip. Rows that count are the first; in others dh is undefined, and for dW factors must make
+    every probability 0 there.
+    """
+    case = case_of(inputs, options, name)
     side = inputs.hidden if case.by_rows else inputs.weight
     shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
     own = forward.block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
     # The factors as rows of one array, padded to whole sublanes.
     factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
-    packed = factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True)
+    others = [(factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True))]
+    streamed, scratch = [], {"sum": pltpu.VMEM(shape, jnp.float32)}
+    if name == "hidden":
+        scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
+        scratch["factors"] = pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32)
+    if kept is not None:
+        for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES)):
+            spec = forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True)
+            streamed.append((array, spec))
+    if so_far is not None:
+        case = dataclasses.replace(case, gradient=so_far.dtype)
+        others.append((so_far, own))
     return forward.kernel_call(
-        kernel,
+        _KERNELS[name],
         case,
         tile,
-        f"head_{'kept_weight' if case.kernel == 'kept' else case.kernel}_gradient",
+        f"head_{'kept_weight' if name == 'kept' else name}_gradient",
         inputs,
-        number,
+        inputs.live.sum(dtype=jnp.int32),
         options,
         streamed=streamed,
-        others=[packed, *([] if so_far is None else [(so_far, own)])],
+        others=others,
         outputs={"gradient": Output(side.shape, case.gradient, own)},
-        scratch={"sum": pltpu.VMEM(shape, jnp.float32), **scratch},
+        scratch=scratch,
         # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
         aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
     )["gradient"]

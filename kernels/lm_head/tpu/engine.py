@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
 from kernels.lm_head import contract
-from kernels.lm_head.contract import Gradients, Inputs, Objective, Options, Terms
-from kernels.lm_head.live_rows import LiveRows, live_rows, write
+from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
+from kernels.lm_head.live_rows import live_rows, over_waves, round_up, write
 from kernels.lm_head.softmax import RowFactors, Slopes, Softmax, row_factors
 from kernels.lm_head.tpu import backward, tiles
 from kernels.lm_head.tpu.forward import Others, finish
@@ -39,23 +39,11 @@ class Saved(NamedTuple):
     """E_q[W], times the cap's slope; q is the softmax over this shard's columns but the label's."""
 
 
-class _Block(NamedTuple):
-    """Rows in the kernels' order."""
-
-    inputs: Inputs  # of these rows alone, with labels as `local_labels` gives them
-    number: Integer[Array, ""]  # how many of the rows count; they are the first
-    row: Integer[Array, "R"]  # where they are among all rows
-
-
 def obstacle(inputs: Inputs, options: Options) -> str | None:
-    cases = (
-        case_of(inputs, options, "forward", jnp.dtype(jnp.float32)),
-        case_of(inputs, options, "hidden"),
-        case_of(inputs, options, "weight"),
-    )
     try:
-        for case in cases:
-            tiles.choose(case)
+        tiles.choose(case_of(inputs, options, "forward", jnp.float32))
+        tiles.choose(case_of(inputs, options, "hidden"))
+        tiles.choose(case_of(inputs, options, "weight"))
     except ValueError as error:
         return str(error)
     return None
@@ -66,13 +54,9 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
     tile, rows = _plan(inputs, options, jnp.float32 if options.wants_hidden else None)
     live = live_rows(inputs.live, rows)
 
-    def over(i: Array, carry: Any) -> Any:
-        others_M, mean_MD = carry
-        block = _block(inputs, live, rows, i)
-        others_R, mean_RD, _ = forward_kernel(block.inputs, block.number, options, tile=tile, mean=dtype)
-        if mean_RD is not None:
-            mean_MD = write(mean_MD, mean_RD, i * rows)
-        return write(others_M, others_R, i * rows), mean_MD
+    def over(i: Array, others_and_mean: Any) -> Any:
+        own = _rows(inputs, *live.block(i, rows))
+        return write(others_and_mean, forward_kernel(own, options, tile=tile, mean=dtype)[:2], i * rows)
 
     others_M = Others(*(contract.zeros(inputs, len(live.row)) for _ in Others._fields))
     mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
@@ -97,58 +81,38 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
 
 
 def loss_and_gradients(
-    inputs: Inputs,
-    objective: Objective,
-    terms: Terms,
-    options: Options,
-    into: Float[Array, "V D"] | None = None,
+    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
 ) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
-    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     wave = _wave(inputs, options)
     keep = wave is not None
     mean = jnp.dtype(jnp.float32) if options.wants_hidden and not options.entropy_slopes else None
     tile, rows = wave or _plan(inputs, options, mean)
-    live = live_rows(inputs.live, rows)
-    one_wave = len(live.row) == rows
+    count = round_up(len(inputs.labels), rows)
 
-    def over(i: Array, carry: Any) -> Any:
-        softmax_M, top_y_M, dh_MD, dw_VD = carry
-        block = _block(inputs, live, rows, i)
-        others, mean_RD, kept = forward_kernel(block.inputs, block.number, options, tile=tile, mean=mean, keep=keep)
-        softmax_R, top_y_R, share_R = finish(others, block.inputs, options)
-        slopes_R = contract.loss_slopes(objective, block.inputs.live, softmax_R, terms.of_rows(block.row))
-        factors_R = _row_factors(block.inputs, options, softmax_R, top_y_R, slopes_R)
+    def over(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
+        own = _rows(inputs, row_R, live_R)
+        others, mean_RD, kept = forward_kernel(own, options, tile=tile, mean=mean, keep=keep)
+        softmax_R, top_y_R, share_R = finish(others, own, options)
+        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
+        factors_R, dh_RD = _row_factors(own, options, softmax_R, top_y_R, slopes_R), None
         if mean_RD is not None:
-            dh_RD = backward.hidden_gradient_from_mean(block.inputs, options, softmax_R, slopes_R, share_R, mean_RD)
-            dh_MD = write(dh_MD, dh_RD.astype(dh_dtype), i * rows)
+            dh_RD = backward.hidden_gradient_from_mean(own, options, softmax_R, slopes_R, share_R, mean_RD)
         elif options.wants_hidden:
-            own_tile = tiles.choose(case_of(block.inputs, options, "hidden"))
-            dh_RD = backward.hidden_gradient(block.inputs, block.number, factors_R, options, own_tile)
-            dh_MD = write(dh_MD, dh_RD, i * rows)
+            own_tile = tiles.choose(case_of(own, options, "hidden"))
+            dh_RD = backward.gradient("hidden", own, factors_R, options, own_tile)
         if kept is not None:
-            so_far = None if one_wave and into is None else dw_VD
-            dw_VD = backward.kept_weight_gradient(block.inputs, block.number, factors_R, options, kept, so_far)
-        return write(softmax_M, softmax_R, i * rows), write(top_y_M, top_y_R, i * rows), dh_MD, dw_VD
+            so_far = None if count == rows and into is None else dw_VD
+            dw_VD = backward.gradient("kept", own, factors_R, options, kept.tile, kept, so_far)
+        return (softmax_R, top_y_R), dh_RD, dw_VD, None
 
-    count, features = len(live.row), inputs.hidden.shape[1]
-    carry = (
-        Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)),
-        contract.zeros(inputs, count),
-        contract.zeros(inputs, count, features, dtype=dh_dtype) if options.wants_hidden else None,
-        contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one_wave else jnp.float32) if keep else None,
-    )
-    if keep and into is not None:
-        carry = *carry[:3], into
-    softmax_M, top_y_M, dh_MD, dw = live.over_blocks(rows, over, carry, options.in_step)
-    softmax, top_y = jax.tree.map(lambda x: x[live.place], (softmax_M, top_y_M))
-    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
-    if dw is not None:
-        return softmax, (dh, dw.astype(dw_dtype))
-    if options.wants_weight:
+    nothing = Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)), contract.zeros(inputs, count)
+    sums = dataclasses.replace(options, wants_weight=keep)
+    (softmax, top_y), (dh, dw) = over_waves(inputs, sums, rows, over, nothing, into=into if keep else None)
+    if options.wants_weight and not keep:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
-        slopes = contract.loss_slopes(objective, inputs.live, softmax, terms)
+        slopes = contract.loss_slopes(inputs.live, softmax, terms)
         factors = _row_factors(inputs, options, softmax, top_y, slopes)
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
         dw = dw if into is None else into + dw
@@ -158,10 +122,9 @@ def loss_and_gradients(
 # --- the kernels over blocks of rows ------------------------------------------------------------------------------
 
 
-def _block(inputs: Inputs, live: LiveRows, rows: int, i: Array) -> _Block:
-    row_R, live_R = live.block(i, rows)
-    own = inputs._replace(hidden=inputs.hidden[row_R], labels=contract.local_labels(inputs)[row_R], live=live_R)
-    return _Block(own, jnp.clip(live.number - i * rows, 0, rows), row_R)
+def _rows(inputs: Inputs, row_R: Array, live_R: Array) -> Inputs:
+    """The inputs of these rows alone, with labels as `local_labels` gives them."""
+    return inputs._replace(hidden=inputs.hidden[row_R], labels=contract.local_labels(inputs)[row_R], live=live_R)
 
 
 def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, top_y: Array, slopes: Slopes) -> RowFactors:
@@ -174,9 +137,9 @@ def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
     live = live_rows(inputs.live, rows)
 
     def over(i: Array, dh_MD: Array) -> Array:
-        block = _block(inputs, live, rows, i)
-        factors_R = jax.tree.map(lambda x: x[block.row], factors).where(block.inputs.live)
-        return write(dh_MD, backward.hidden_gradient(block.inputs, block.number, factors_R, options, tile), i * rows)
+        row_R, live_R = live.block(i, rows)
+        own, factors_R = _rows(inputs, row_R, live_R), jax.tree.map(lambda x: x[row_R], factors).where(live_R)
+        return write(dh_MD, backward.gradient("hidden", own, factors_R, options, tile), i * rows)
 
     dtype = contract.gradient_dtypes(inputs, options)[0]
     dh_MD = live.over_blocks(rows, over, contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))
@@ -187,9 +150,8 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
     tile = tiles.choose(case_of(inputs, options, "weight"))
     live = live_rows(inputs.live, tile.rows)
     live_M = jnp.arange(len(live.row)) < live.number
-    own = inputs._replace(hidden=inputs.hidden[live.row], labels=contract.local_labels(inputs)[live.row], live=live_M)
     factors_M = jax.tree.map(lambda x: x[live.row], factors).where(live_M)
-    return backward.weight_gradient(own, live.number, factors_M, options, tile)
+    return backward.gradient("weight", _rows(inputs, live.row, live_M), factors_M, options, tile)
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------

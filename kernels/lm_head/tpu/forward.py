@@ -57,9 +57,9 @@ class KeptExponentials(NamedTuple):
 
 
 def forward(
-    inputs: Inputs, number: Integer[Array, ""], options: Options, *, tile: Tiles, mean: Any = None, keep: bool = False
+    inputs: Inputs, options: Options, *, tile: Tiles, mean: Any = None, keep: bool = False
 ) -> tuple[Others, Float[Array, "M D"] | None, KeptExponentials | None]:
-    """Sums of rows [0, number) over the vocabulary, E_q[W], and with `keep` exponentials.
+    """Sums of the rows that count, which are the first, over the vocabulary, E_q[W], and with `keep` exponentials.
 
     The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
     cap's slope, if any; None: it isn't computed. A label outside of these columns must be negative.
@@ -86,7 +86,7 @@ def forward(
         tile,
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         inputs,
-        number,
+        inputs.live.sum(dtype=jnp.int32),
         options,
         outputs=outputs,
         scratch=scratch,
