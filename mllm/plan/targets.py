@@ -271,7 +271,8 @@ def main(target: str, name: str, arguments: str) -> None:
     make = program(name)
     on_target = mesh(target, tuple(axes.values()), tuple(axes))
     found = compiled(*make(on_target, **given), on_target)
-    child_process.answer(memory(found) | {"bytes": found.cost_analysis()["bytes accessed"]})
+    # XLA for GPUs that aren't there has no analysis.
+    child_process.answer(memory(found) | {"bytes": (found.cost_analysis() or {}).get("bytes accessed", 0)})
 
 
 if __name__ == "__main__":

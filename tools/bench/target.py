@@ -7,8 +7,8 @@ Nothing runs, and no figure is a time; bfloat16. The columns are
                    each of its kernels made as many products
     25%            the same where a quarter of the rows counts, over (three) products of these rows alone: by
                    arithmetic, from whether a method leaves the other rows out
-    GB, loops once bytes that operations read and write, by the compiler, which counts a loop's body once and a kernel
-                   by its own estimate: what it says of a method without loops is all
+    GB, loops once for TPUs, what operations read and write, by the compiler, which counts a loop's body once and a
+                   kernel by its own estimate: what it says of a method without loops is all
     temp, peak     the compiler's account of HBM: beside arguments and results, and with them
 
 Below it stands, for TPUs, how busy the MXUs are in the hot loop of each Pallas kernel, or of XLA's own products where a
@@ -79,7 +79,7 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
         row = [method.name, str(method.products), str(quarter * method.products)]
         row += [f"{times * statistics.mean(cycles):.2f}" if cycles else "" for times in (1, quarter)]
         sizes = (f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))
-        rows.append([*row, f"{account['bytes'] / 1e9:.1f}", *sizes])
+        rows.append([*row, f"{account['bytes'] / 1e9:.1f}" if account["bytes"] else "", *sizes])
         for name, (bundles, vmatmuls, mxu, spills) in kernels:
             figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
             remarks.append(f"{method.name}: {name}, {figures}")
