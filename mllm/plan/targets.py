@@ -265,12 +265,14 @@ def parse_account(report: str, assignment: str) -> Account:
 
 
 def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program and print its memory, as `memory` gives it, as a line of JSON."""
+    """Compile a program and print its memory, as `memory` gives it, and its bytes accessed, as a line of JSON."""
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
     make = program(name)
     on_target = mesh(target, tuple(axes.values()), tuple(axes))
-    child_process.answer(memory(compiled(*make(on_target, **given), on_target)))
+    found = compiled(*make(on_target, **given), on_target)
+    # XLA for GPUs that aren't there has no analysis.
+    child_process.answer(memory(found) | {"bytes": (found.cost_analysis() or {}).get("bytes accessed", 0)})
 
 
 if __name__ == "__main__":

@@ -80,18 +80,15 @@ def test_a_program_compiles_to_its_kernels_within_its_memory(
 
 
 @pytest.mark.parametrize(
-    ("chip", "kind", "workspace", "beside_it"),
-    [("v5e", "reverse_kl", 0, 100), pytest.param("v6e", "jsd", 256, 220, marks=pytest.mark.slow)],
+    ("chip", "kind", "workspace"), [("v5e", "reverse_kl", 0), pytest.param("v6e", "jsd", 40, marks=pytest.mark.slow)]
 )
-def test_a_divergence_compiles_to_its_kernels_within_its_memory(
-    chip: str, kind: str, workspace: int, beside_it: int
-) -> None:
-    """Beside the workspace are dh in float32, 64 MiB, and a chunk; on a v6e XLA copies the teacher's 56 MiB, too."""
+def test_a_divergence_compiles_to_its_kernels_within_its_memory(chip: str, kind: str, workspace: int) -> None:
+    """The workspace, 64 MiB and an array of hidden's shape, 32 MiB: dh in float32 and a chunk's arrays."""
     sizes = {"kind": kind, "teacher_features": 3584, "workspace": workspace * MIB}
     found = compiled(targets.mesh(chip), "divergence", 151936, 2048, **sizes)
     mixture = {"head_pair_mixture"} if kind == "jsd" else set()
     assert kernels(found) == {"head_pair_statistics", "head_pair_slopes"} | mixture
-    assert targets.memory(found)["temp"] <= (workspace + beside_it) * MIB
+    assert targets.memory(found)["temp"] <= (workspace + 64 + 32) * MIB
 
 
 def test_without_a_workspace_a_loss_takes_so_much_memory_as_the_readme_says() -> None:

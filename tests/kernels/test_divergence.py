@@ -25,7 +25,8 @@ from divergence_cases import (
     values_of,
 )
 from divergence_oracle import exact_divergences
-from engines import TPU, TPU_F32, XLA, XLA_BF16, parameter
+from engines import TPU, TPU_F32, TPU_TILES, XLA, XLA_BF16, parameter
+from jax.extend.core.primitives import dot_general_p
 from lm_head_cases import SCALES, assert_near, blocks_visited, equations
 
 from kernels.lm_head import divergence_loss, token_divergence
@@ -234,6 +235,25 @@ def test_it_takes_as_few_products_as_documented(way, kind):
     assert np.all((found >= least) & (found <= most)), found
     for side in (0, 1) if way in ("all", "none") else ():
         assert products(way, kind, sides=(side,))[0] <= most[0] - 1
+
+
+@every_kind
+@pytest.mark.parametrize("way", [VALUE, GENERAL, "none", "all"])
+def test_on_tpus_it_takes_the_same_products_with_any_workspace(way, kind):
+    """4 + 2r, for the jsd 5 + 3r: logits are computed in the kernels, a step at a time, and once more for gradients."""
+    found, n, v, d, t = collections.Counter(), 256, 512, 128, 384
+    with TPU_F32.strictly():
+        function = loss_of(GENERAL if way == VALUE else way, kind=kind, impl="mosaic_tpu")
+        function = function if way == VALUE else jax.value_and_grad(function, (0, 1), has_aux=True)
+        jaxpr = jax.make_jaxpr(function)(*shapes_of(n, v, d, t), jax.ShapeDtypeStruct((n,), F32)).jaxpr
+    steps = TPU_TILES["columns"] // TPU_TILES["step"]  # of a kernel's tile
+    for equation in equations(jaxpr):
+        if equation.primitive is dot_general_p and equation.outvars[0].aval.ndim == 2:
+            left, ((dim,), _) = equation.invars[0].aval.shape, equation.params["dimension_numbers"][0]
+            width = left[dim]
+            found["teacher" if width == t else "student"] += 1 / steps if width in (d, t) else 1
+    passes = (1 + (kind == "jsd")) + (way != VALUE)
+    assert found == {"student": passes + 2 * (way != VALUE), "teacher": passes}
 
 
 @every_kind

@@ -19,20 +19,22 @@ def test_the_command_s_table_has_the_compiler_s_account_and_below_it_refusals_an
     def compile_listed(chip, program, arguments, folder):
         if "640 MiB" in arguments["method"]:
             raise ValueError("RESOURCE_EXHAUSTED: no room")
-        return {"temp": 3 * 2**20, "peak": 2**30}
+        return {"temp": 3 * 2**20, "peak": 2**30, "bytes": 7e9}
 
     monkeypatch.setattr(targets, "mesh", lambda name: None)
     monkeypatch.setattr(target, "compile_listed", compile_listed)
     monkeypatch.setattr(target, "read_folder", lambda *_, **__: [("dW", (100, 10, 0.9, 0))])
-    chosen = ["mosaic_tpu, workspace 0", "chunked logits, w", "liger"]
+    chosen = ["mosaic_tpu, workspace 0", "chunked logits", "liger"]
     assert bench.main(["head", "--target", "v6e", "--shape", "512,256,1000", "--methods", *chosen]) == 0
-    _, _, title, columns, _, row, *lines = capsys.readouterr().out.splitlines()
+    _, _, title, columns, _, *rows = capsys.readouterr().out.splitlines()
     assert title == "N=512, D=256, V=1000"
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, row)]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (columns, *rows[:2])]
     assert cells[0] == list(target.COLUMNS)
-    assert cells[1] == ["mosaic_tpu, workspace 0", "4", "1.48", "3.0", "1024.0"]
-    assert lines == [
+    assert cells[1] == ["mosaic_tpu, workspace 0", "4", "4", "1.48", "1.48", "7.0", "3.0", "1024.0"]
+    assert cells[2] == ["chunked logits", "4", "16", "1.48", "5.93", "7.0", "3.0", "1024.0"]
+    assert rows[2:] == [
         "mosaic_tpu, workspace 0: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0",
+        "chunked logits: dW, bundles 100, vmatmuls 10, mxu 90.0%, spills 0",
         "chunked logits, workspace 640 MiB: refused: RESOURCE_EXHAUSTED: no room",
     ]
 

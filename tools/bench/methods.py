@@ -44,6 +44,8 @@ class Method:
     """Modules that have to be installed."""
     platform: str | None = None
     """It runs on this platform only."""
+    skips: bool = False
+    """Rows that don't count take none of its time, in whole blocks."""
 
     def obstacle(self, platform: str) -> str | None:
         """Why the method can't run on `platform`, as far as that is known before it is started."""
@@ -86,7 +88,7 @@ def engine_methods(impl: str, platform: str | None, default: int) -> list[Method
         "with entropy": (4, value_and_gradients(fused(0.01, impl=impl, workspace=0))),
     }
     return [
-        Method(f"{impl}, {name}", products, call, general=name == "general backward", platform=platform)
+        Method(f"{impl}, {name}", products, call, name == "general backward", platform=platform, skips=True)
         for name, (products, call) in known.items()
     ]
 

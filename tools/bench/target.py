@@ -1,9 +1,15 @@
 """The head's methods, compiled for a TPU or an H100 that isn't there: python tools/bench head --target v6e
 
-Nothing runs, and no figure is a time. The table has the matrix products of 2 N V D flops each that a method has to
-make; for TPUs the cycles of its hot loops over those of three products that keep the MXUs busy, as if each of its
-kernels made as many products; and the compiler's account of HBM: temporaries, beside arguments and results, and the
-peak, with them. bfloat16. Bytes moved are left out, for the compiler counts a loop's body or a kernel's operands once.
+Nothing runs, and no figure is a time; bfloat16. The columns are
+
+    products       the matrix products of 2 N V D flops each that a method has to make
+    cycles /three  for TPUs, the cycles of its hot loops over those of three products that keep the MXUs busy, as if
+                   each of its kernels made as many products
+    25%            the same where a quarter of the rows counts, over (three) products of these rows alone: by
+                   arithmetic, from whether a method leaves the other rows out
+    GB, loops once for TPUs, what operations read and write, by the compiler, which counts a loop's body once and a
+                   kernel by its own estimate: what it says of a method without loops is all
+    temp, peak     the compiler's account of HBM: beside arguments and results, and with them
 
 Below it stands, for TPUs, how busy the MXUs are in the hot loop of each Pallas kernel, or of XLA's own products where a
 method has no kernel, by the compiler's listing. It lists bundles, of which a TensorCore issues one in a cycle. The hot
@@ -37,7 +43,7 @@ vmatmul on each MXU in every 8 bundles.
 """
 MXUS = {"v5e": 4, "v5p": 4, "v6e": 2, "tpu7x": 2}
 DELAY_SLOTS = 4
-COLUMNS = ("method", "products", "cycles /three", "temp MiB", "peak MiB")
+COLUMNS = ("method", "products", "25%", "cycles /three", "25%", "GB, loops once", "temp MiB", "peak MiB")
 
 Kernel = tuple[int, int, float, int]
 """A kernel's figures, all of them static: bundles, vmatmuls, mxu and spills, as `read_kernel` says."""
@@ -69,8 +75,11 @@ def run(target: str, shape: Shape, chosen: Sequence[Method]) -> None:
                 continue
             kernels = read_folder(Path(folder), target)
         cycles = [method.products / 3 / mxu for _, (_, _, mxu, _) in kernels]
+        quarter = 1 if method.skips else 4
+        row = [method.name, str(method.products), str(quarter * method.products)]
+        row += [f"{times * statistics.mean(cycles):.2f}" if cycles else "" for times in (1, quarter)]
         sizes = (f"{account[name] / 2**20:.1f}" for name in ("temp", "peak"))
-        rows.append([method.name, str(method.products), f"{statistics.mean(cycles):.2f}" if cycles else "", *sizes])
+        rows.append([*row, f"{account['bytes'] / 1e9:.1f}" if account["bytes"] else "", *sizes])
         for name, (bundles, vmatmuls, mxu, spills) in kernels:
             figures = f"bundles {bundles}, vmatmuls {vmatmuls}, mxu {mxu:.1%}, spills {spills}"
             remarks.append(f"{method.name}: {name}, {figures}")

@@ -8,8 +8,9 @@ transposed. One kernel body has three ends, each of which takes 1 + r matrix pro
     slopes      dy, the derivatives by the student's products, of a chunk of the vocabulary's columns
 
 XLA multiplies a chunk's dy by the weight and by hidden states. So the value takes 1 + r products, and twice as many for
-jsd; loss and both gradients take 4 + 2 r, and 5 + 3 r for jsd. Logits aren't kept, whatever the workspace: it makes
-chunks wider, so that the rows are gathered, and the float32 sums of dh read and written, less often.
+jsd; loss and both gradients take 4 + 2 r, and 5 + 3 r for jsd. Logits aren't kept, whatever the workspace, since
+that gains nothing (docs/log.md, 2026-11-26): it makes chunks wider, so that rows are gathered, and the float32 sums of
+dh read and written, less often; not wider than the sum of a chunk's dW stays on the chip.
 
 Maxima are in units of y, as in `forward.py`. Suffixes as there, but T columns of a chunk; E the teacher's features, 2
 for student and teacher.
@@ -38,7 +39,7 @@ from kernels.lm_head.two_softmaxes import Divergence, Pair, RunningPair, TwoSoft
 from kernels.lm_head.xla import add_rows, product
 
 _MIB = 2**20
-_ROOM, _DEFAULT_WORKSPACE = 24 * _MIB, 256 * _MIB  # bytes of a chunk's arrays, and what a workspace adds to them
+_ROOM, _MOST_ROOM = 40 * _MIB, 80 * _MIB  # bytes of a chunk's arrays: without a workspace, and at most
 _PARTS = {"statistics": 5, "mixture": 2}  # sums of a row
 
 Part = Literal["statistics", "mixture", "slopes"]
@@ -148,9 +149,9 @@ def _plan(pair: Pair, options: Options) -> _Plan:
     tokens, product = len(pair.student.labels), options.dtype
     case = Case("pair", tokens, vocabulary, features + teachers, hidden, weight, product, product)
     tile = tiles.choose(case)
-    rows = tiles.call_rows(tokens, features, tile)
-    room = _ROOM + (_DEFAULT_WORKSPACE if options.workspace is None else options.workspace)
-    a_column = rows * product.itemsize + features * (4 + product.itemsize)  # dy; dW's sum and the weight
+    rows = tiles.call_rows(tokens, features + teachers, tile)
+    room = _MOST_ROOM if options.workspace is None else min(_ROOM + options.workspace, _MOST_ROOM)
+    a_column = rows * product.itemsize + features * (4 + 2 * product.itemsize)  # dy; dW and its sum, and the weight
     return _Plan(case, tile, rows, min(vocabulary, max(1, room // a_column // tile.columns) * tile.columns))
 
 
