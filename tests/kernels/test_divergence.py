@@ -3,6 +3,7 @@
 What is right is divergence_oracle.py, and near enough is as near as the ordinary JAX program with full logits comes.
 """
 
+import collections
 import functools
 import math
 
