@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     teacher = load_teacher(config, mesh, student.tokenizer)
     assert teacher is not None
     assert config.teacher is not None
+    assert config.data is not None
     documents, _ = load_documents(config.data, Renderer(student.tokenizer, config.chat_template), None)
     store = RunStore(options.out)
     params = teacher.initial_params()

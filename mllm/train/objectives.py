@@ -26,7 +26,7 @@ from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 CURRENT = 1.0  # in place of the old policy's log-probabilities, which are not positive: the policy is the current one
-LEAST_REST = 2.0**-20  # about what float32 rounds off a sum of probabilities
+LEAST_REST = 2.0**-14  # some hundred times what float32 rounds off a sum of probabilities
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 

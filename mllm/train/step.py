@@ -189,6 +189,8 @@ def make_teacher_pass(
 
     @jax.jit
     def teacher_pass(params: Params, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
+        assert batch.sampler_logprobs is not None
+        assert batch.advantages is not None
         counts = batch.weights > 0
         difference = jnp.maximum(logprob_pass(params, batch) - batch.sampler_logprobs, -objectives.MAX_LOG_RATIO)
         added = batch.advantages + jnp.where(counts, coef * difference, 0.0)

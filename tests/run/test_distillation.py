@@ -166,6 +166,6 @@ def test_the_demos_grpo_model_teaches_the_half_trained_one(tmp_path):
     assert lines[0]["eval/greedy_accuracy"] < 0.35
     assert lines[-1]["eval/greedy_accuracy"] > 0.5
     kl = [line["kl"] for line in lines[1:]]
-    assert np.mean(kl[-5:]) < 0.5 * np.mean(kl[:5])
+    assert np.mean(kl[-10:]) < 0.8 * np.mean(kl[:10])
     policy = load_policy(settings, make_mesh(settings.mesh))
     assert policy.architecture.hidden_size == 64

@@ -22,6 +22,7 @@ TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}
 ROWS, LENGTH, TEMPERATURE = 16, 16, 0.7
 BATCH = random_batch(ROWS, LENGTH)
+ON_DEVICE = jax.tree.map(jnp.asarray, BATCH)
 KINDS = {"reverse_kl": {}, "forward_kl": {}, "jsd": {"beta": 0.3}}
 
 
@@ -141,7 +142,7 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient():
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     forward, params = Forward.of(settings, policy.graphdef, mesh, policy.graphdef), policy.initial_params()
-    batch = BATCH._replace(tokens=np.minimum(BATCH.tokens, 259))
+    batch = ON_DEVICE._replace(tokens=jnp.minimum(BATCH.tokens, 259))
     compute = jax.jit(jax.value_and_grad(forward.loss, has_aux=True))
     (loss, outputs), gradients = compute(params, batch, params)
     assert loss == 0
@@ -162,9 +163,9 @@ def test_the_divergence_of_lists_is_never_negative_and_at_most_the_full_one(kind
         listed = [jnp.float32(np.take_along_axis(x, ids, -1)) for x in (p, q)]
         found = np.asarray(objectives.listed_divergence(*listed, kind, 0.5))
         assert found.min() > -1e-6  # float32's rounding of terms
-        assert (found <= full * (1 + 1e-4) + 1e-6).all()
+        assert (found <= full * (1 + 1e-3) + 1e-5).all()
         both = [
-            np.concatenate([x, np.log1p(-np.exp(x).sum(-1, keepdims=True).clip(max=1 - 2**-20))], -1)
+            np.concatenate([x, np.log1p(-np.exp(x).sum(-1, keepdims=True).clip(max=1 - 2**-14))], -1)
             for x in (np.take_along_axis(p, ids, -1), np.take_along_axis(q, ids, -1))
         ]
         large = (np.exp(both[0][:, -1]) > 1e-3) & (np.exp(both[1][:, -1]) > 1e-3)
@@ -179,13 +180,13 @@ def test_lists_of_all_tokens_have_the_full_divergence_and_its_gradient_in_the_up
     teacher = load_teacher(settings, mesh, policy.tokenizer)
     forward, params = Forward.of(settings, policy.graphdef, mesh, teacher.graphdef), policy.initial_params()
     scored = teacher.initial_params()
-    states = jax.jit(forward.teacher.states)(scored, BATCH)
-    logprobs, ids = forward.head.top_k(states, 259, BATCH.weights > 0, 260)
-    listed = BATCH._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+    states = jax.jit(forward.teacher.states)(scored, ON_DEVICE)
+    logprobs, ids = forward.head.top_k(states, 259, ON_DEVICE.weights > 0, 260)
+    listed = ON_DEVICE._replace(teacher_ids=ids, teacher_logprobs=logprobs)
     compute = jax.jit(
         lambda *x: accumulate(lambda params, micro: forward.loss(params, micro, *x[2:]), *x[:2], ROWS // 2)
     )
-    (loss, outputs, gradients), (same, _, others) = compute(params, listed), compute(params, BATCH, scored)
+    (loss, outputs, gradients), (same, _, others) = compute(params, listed), compute(params, ON_DEVICE, scored)
     assert loss == pytest.approx(float(same), rel=1e-4)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-3 * np.abs(other).max())
