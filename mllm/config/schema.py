@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.data import DataConfig
+from mllm.config.dpo import DpoConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
@@ -36,7 +37,7 @@ class LogConfig(Section):
     """What GRPO logs besides the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
-    """How many completions of each step are written to samples.jsonl; None: all. sft does not use it."""
+    """How many completions of each step are written to samples.jsonl; None: all. Only for grpo."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
     """The project of Weights & Biases to which metrics and timings are sent, too; None: nothing is sent."""
 
@@ -68,23 +69,24 @@ class Rows(NamedTuple):
 class Config(Section):
     """The settings of a run; its sections follow."""
 
-    algorithm: Literal["sft", "grpo"]
-    """Supervised fine-tuning, or group relative policy optimization."""
+    algorithm: Literal["sft", "grpo", "dpo"]
+    """Supervised fine-tuning, group relative policy optimization, or direct preference optimization and its kin."""
     run_dir: str
     """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path or
     s3://bucket/path."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """What every random number is made from."""
     steps: PositiveInt | None = None
-    """How often the parameters are updated; None: as often as `data.epochs` passes over SFT's data have batches. Under
+    """How often the parameters are updated; None: as often as `data.epochs` passes over the data have batches. Under
     GRPO a multiple of the updates of a rollout, `grpo.steps_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
-    """Sequences in each update. Under GRPO `num_generations` of them share a prompt, and a rollout has
-    `grpo.steps_per_generation` times as many. A multiple of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
+    """Sequences in each update; under SFT and DPO rows, which hold several examples or pairs. Under GRPO
+    `num_generations` of them share a prompt, and a rollout has `grpo.steps_per_generation` times as many. A multiple of
+    `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
-    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT it
-    divides `batch_size`."""
+    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and
+    DPO it divides `batch_size`."""
     model: ModelConfig
     """What is trained."""
     chat_template: ChatTemplate = "auto"
@@ -97,13 +99,15 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     """The devices."""
     data: DataConfig | None = None
-    """SFT's examples; sft needs it, and grpo does not use it."""
+    """Examples, or preferences; sft and dpo need it, and grpo does not use it."""
     task: TaskConfig | None = None
     """Problems with rewards; grpo and `eval` need it."""
     rollout: RolloutConfig | None = None
     """How completions are sampled; grpo and `eval` need it."""
     grpo: GrpoConfig | None = None
-    """What is learned from completions; grpo needs it, and sft does not use it."""
+    """What is learned from completions; only grpo uses it, and needs it."""
+    dpo: DpoConfig | None = None
+    """What is learned from preferences; only dpo uses it, and needs it."""
     eval: EvalConfig | None = None
     """Completions of problems that are held out; needs `task` and `rollout`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -120,14 +124,14 @@ class Config(Section):
         if self.algorithm == "grpo":
             self.check_grpo()
         else:
-            self.check_sft()
+            self.check_data()
         self.check_evaluation()
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
             if rows % shards:
                 raise impossible(key, f"{rows} is not divisible by mesh.dp * mesh.fsdp ({shards})")
         if self.steps is None and (self.data is None or self.data.epochs is None):
-            raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm == "sft"))
+            raise impossible("steps", "this setting is required" + ", or data.epochs" * (self.algorithm != "grpo"))
         if self.optimizer.moment_dtype == self.model.param_dtype:
             raise impossible("optimizer.moment_dtype", "has no effect with model.param_dtype: bfloat16: remove it")
         if self.steps is not None and self.optimizer.warmup_steps > self.steps:
@@ -158,7 +162,7 @@ class Config(Section):
         """Raise if a setting can't work, or has no effect, under GRPO."""
         self.need("algorithm: grpo", "task", "rollout", "grpo")
         assert self.grpo and self.rollout  # noqa: PT018
-        self.reject_unused("by algorithm: grpo", "data")
+        self.reject_unused("by algorithm: grpo", "data", "dpo")
         if self.rollout.repetition_penalty is not None:
             raise impossible("rollout.repetition_penalty", "changes the probabilities that grpo learns from: remove it")
         longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
@@ -175,13 +179,19 @@ class Config(Section):
                 product = f"grpo.steps_per_generation * num_iterations ({updates})"
                 raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
 
-    def check_sft(self) -> None:
-        """Raise if a setting can't work, or has no effect, under SFT."""
-        self.need("algorithm: sft", "data")
+    def check_data(self) -> None:
+        """Raise if a setting can't work, or has no effect, under SFT or DPO."""
+        algorithm = f"algorithm: {self.algorithm}"
+        self.need(algorithm, "data", *(("dpo",) if self.algorithm == "dpo" else ()))
         assert self.data is not None
-        self.reject_unused("by algorithm: sft", "grpo")
+        self.reject_unused(f"by {algorithm}", "grpo", *(("dpo",) if self.algorithm == "sft" else ()))
         if self.log.samples is not None:
-            raise impossible("log.samples", "is not used by algorithm: sft: remove it")
+            raise impossible("log.samples", f"is not used by {algorithm}: remove it")
+        if self.dpo is not None:
+            if self.head.workspace_mib is not None:
+                raise impossible("head.workspace_mib", f"is not used by {algorithm}: remove it")
+            if self.data.source == "task" and self.dpo.form == "labelled":
+                raise impossible("data.source", "a task has no labels, which dpo.loss_type: kto needs: give a file")
         if self.data.source == "task":
             self.need("data.source: task", "task")
         elif self.eval is None:

@@ -15,6 +15,7 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.train import objectives
 from mllm.train.head import Head, States
+from mllm.train.preferences import Dpo
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -63,4 +64,6 @@ class Grpo:
 
 def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a configuration."""
+    if config.dpo is not None:
+        return Dpo(config.dpo)
     return Sft() if config.grpo is None else Grpo(config.grpo)
