@@ -128,6 +128,11 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     if config.grpo and (config.grpo.needs_old_logprobs or config.grpo.beta > 0):
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + reference + optimizer, held, head.temporaries))
+    if config.dpo and config.dpo.needs_reference:
+        # The reference's pass comes before the optimizer's moments are made; KTO estimates z0 beside them.
+        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+        beside = optimizer if config.dpo.form == "labelled" else 0
+        found.append(phase("log-prob", account.peak + beside, {**held, "optimizer": beside}, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
     found.append(phase("update", account.peak + reference, known, head.temporaries))

@@ -35,6 +35,8 @@ CHANGEABLE = {
     *("rollout.repetition_penalty", "rollout.max_slots"),
     *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
+    *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),
+    *("dpo.desirable_weight", "dpo.undesirable_weight"),
     *("grpo.dynamic_sampling", "grpo.mask_truncated_completions", "task.rewards", "task.reward_timeout"),
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""
