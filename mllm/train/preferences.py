@@ -19,7 +19,7 @@ and l the chosen and the rejected completion, s the sigmoid, e `label_smoothing`
 The loss of an update is the mean over its pairs, or over its labelled completions.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from mllm.train.head import Head, States
 from mllm.train.objectives import masked_mean
 
 LARGEST_LOGPROB = -(2.0**-24)  # float32's next number below 1 has this logarithm; the odds of 1 are infinite
-Sums = dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
+Sums = dict[str, tuple[Float[Any, ""], Float[Any, ""]]]
 """The sum of a metric over the examples that have it, and their number."""
 
 
