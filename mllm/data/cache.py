@@ -98,8 +98,7 @@ def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm |
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
-    learned = "texts" if summary["texts"] == len(sizes) else "chats"
-    return Documents(sizes, read, summary["content"], learned, form)
+    return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats", form)
 
 
 def make_together(
@@ -224,10 +223,14 @@ def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:
 
 def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None) -> Document | Preference:
     """The document of signed tokens, or with a `form` the preference."""
-    if form is None:
+
+    def document(stored: Int32[np.ndarray, " T"]) -> Document:
         return Document(np.where(stored < 0, ~stored, stored), stored < 0)
-    (label, length), sequences = stored[:2], stored[2:]
-    return Preference(*(unsigned(part) for part in np.split(sequences, [length])), LABELS[label])
+
+    if form is None:
+        return document(stored)
+    end = 2 + stored[1]
+    return Preference(document(stored[2:end]), document(stored[end:]), LABELS[stored[0]])
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

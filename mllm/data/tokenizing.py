@@ -143,7 +143,8 @@ def encode_preference(
     most = [min(ends[0], max(max_length // 2, max_length - sum(ends[1:])) if ends[1:] else max_length)]
     most += [min(end, max_length - most[0]) for end in ends[1:]]
     first, *others = (cut(ids, learned, n, max_length) for (ids, learned, _), n in zip(encoded, most, strict=True))
-    return Preference(first, *(others or [NO_DOCUMENT]), label), most == ends, all(one[2] for one in encoded)
+    second = others[0] if others else NO_DOCUMENT
+    return Preference(first, second, label), most == ends, all(one[2] for one in encoded)
 
 
 def mismatched(encoded: Iterable[Encoded], max_length: int) -> Iterator[Encoded]:

@@ -50,7 +50,7 @@ class Completions(NamedTuple):
 def completions_of(
     logprob: Float[Array, "B T"], batch: Batch, per_token: bool
 ) -> tuple[Completions, Float[Array, "B S"], Bool[Array, "B S"]]:
-    """Those of the segments 1 to S of each row, their labels (1, -1, or 0 without any), and which there are."""
+    """The segments 1 to S of each row, with their labels (1, -1, or 0 without any), and which of them there are."""
     counts = batch.weights > 0
     nothing = jnp.zeros_like(logprob)
     reference, labels = (nothing if x is None else x for x in (batch.reference_logprobs, batch.advantages))
@@ -70,7 +70,8 @@ def completions_of(
 
 def pairs_of(completions: Completions) -> tuple[Completions, Completions]:
     """The chosen and the rejected ones of rows of pairs."""
-    return tuple(Completions(*(x[:, start::2] for x in completions)) for start in (0, 1))
+    chosen, rejected = (Completions(*(x[:, start::2] for x in completions)) for start in (0, 1))
+    return chosen, rejected
 
 
 def pair_loss(config: DpoConfig, chosen: Completions, rejected: Completions) -> Float[Array, "B P"]:
