@@ -61,8 +61,8 @@ class PreferenceBatches(RowBatches[Preferences]):
             reference, labels = np.zeros((2, *batch.tokens.shape), np.float32)
             for (index, row), example in zip(own, examples, strict=True):
                 for part in parts:
-                    length = len(example[part].tokens)
-                    _, predicts = add_sequence(filled, row, *example[part], 1 / len(plan), length)
+                    tokens, learned = example[part]
+                    _, predicts = add_sequence(filled, row, tokens, learned, 1 / len(plan), len(tokens))
                     labels[row, predicts[0]] = 1 if example.desirable else -1
                     if self.reference is not None:
                         reference[row, predicts[0]] = self.reference[index, part]
@@ -112,6 +112,7 @@ class PreferenceSource(SftSource):
     """A `mllm.data.source.Source` over batches of preferences."""
 
     kind = PreferenceBatches
+    batches: PreferenceBatches
     checksum: str | None = None
     """What the reference's parameters are known by; None: there is no reference."""
 

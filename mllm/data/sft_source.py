@@ -157,7 +157,7 @@ class SftBatches(RowBatches[Batch]):
         batch, own = self.empty(plan)
         weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
         for (_, row), document in zip(own, self.documents.read([index for index, _ in own]), strict=True):
-            add_sequence(batch, row, *document, weight, len(document.tokens))
+            add_sequence(batch, row, document.tokens, document.learned, weight, len(document.tokens))
         return batch
 
 
