@@ -22,6 +22,7 @@ TOPICS = {
     "Accuracy": ("eval/greedy_accuracy", "test/greedy_accuracy"),
     "Loss (nats)": ("loss", "validation/loss"),
     "Validation: token accuracy": ("validation/token_accuracy",),
+    "Share of pairs that are preferred": ("rewards/accuracies", "validation/rewards/accuracies"),
     "Entropy (nats)": ("entropy",),
     "KL to the reference (nats)": ("kl",),
     "Completion length (tokens)": ("completions/mean_length",),

@@ -1,4 +1,4 @@
-"""The section `data`: the examples that SFT learns from."""
+"""The section `data`: the examples that SFT learns from, and the preferences that DPO does."""
 
 from typing import Literal, Self
 
@@ -34,17 +34,17 @@ class ValidationConfig(Section):
 
 
 class DataConfig(Section):
-    """The examples that SFT trains on."""
+    """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
 
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket (gs://, s3://), a hub id, or
-    `task`: the task's own solutions."""
+    `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
     """The split of a data set on the hub; not with files."""
     max_length: PositiveInt
-    """Tokens in a row; a longer example is cut there."""
+    """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
     packing: bool = True
     """Fill a row with several examples; they don't attend to each other."""
     shuffle: bool = True

@@ -30,6 +30,8 @@ TABLE = (
     ("max_seq_length", "data.max_length; under GRPO the two lengths of rollout"),
     ("response_length max_response_length max_new_tokens", "rollout.max_completion_length"),
     ("n group_size", "grpo.num_generations"),
+    ("simpo_gamma", "dpo.gamma"),
+    ("precompute_ref_log_probs ref_model", "the reference's log-probabilities are always computed before training"),
     ("kl_coef kl_loss_coef use_kl_loss", "grpo.beta, with grpo.reference: initial"),
     ("clip_ratio clip_ratio_low clip_ratio_high", "grpo.epsilon and grpo.epsilon_high"),
     ("clip_ratio_c delta", "grpo.dual_clip"),

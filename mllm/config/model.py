@@ -94,7 +94,7 @@ class HeadConfig(Section):
     """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
     """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. Not with impl
-    full_logits, nor with `grpo.loss_type` gspo, nor with one update per rollout and a `sequence` importance weight."""
+    full_logits, `grpo.loss_type` gspo or dpo, nor with one update per rollout and a `sequence` importance weight."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -12,6 +12,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.data import DataConfig
 from mllm.config.distill import DistillConfig, TeacherConfig
+from mllm.config.dpo import DpoConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
@@ -37,7 +38,7 @@ class LogConfig(Section):
     """What GRPO logs besides the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
-    """How many completions of each step are written to samples.jsonl; None: all. sft does not use it."""
+    """How many completions of each step are written to samples.jsonl; None: all. Only for grpo."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
     """The project of Weights & Biases to which metrics and timings are sent, too; None: nothing is sent."""
 
@@ -75,23 +76,25 @@ class Rows(NamedTuple):
 class Config(Section):
     """The settings of a run; its sections follow."""
 
-    algorithm: Literal["sft", "grpo", "distill"]
-    """Supervised fine-tuning, group relative policy optimization, or distillation of a teacher."""
+    algorithm: Literal["sft", "grpo", "dpo", "distill"]
+    """Supervised fine-tuning, group relative policy optimization, direct preference optimization and its kin, or
+    distillation of a teacher."""
     run_dir: str
     """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path or
     s3://bucket/path."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """What every random number is made from."""
     steps: PositiveInt | None = None
-    """How often the parameters are updated; None: as often as `data.epochs` passes over SFT's data have batches. Under
+    """How often the parameters are updated; None: as often as `data.epochs` passes over the data have batches. Under
     GRPO a multiple of the updates of a rollout, `grpo.steps_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
-    """Sequences in each update. Under GRPO `num_generations` of them share a prompt, and a rollout has
-    `grpo.steps_per_generation` times as many. A multiple of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
+    """Sequences in each update; under SFT and DPO rows, which hold several examples or pairs. Under GRPO
+    `num_generations` of them share a prompt, and a rollout has `grpo.steps_per_generation` times as many. A multiple of
+    `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
-    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT it
-    divides `batch_size`."""
+    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and
+    DPO it divides `batch_size`."""
     model: ModelConfig
     """What is trained."""
     chat_template: ChatTemplate = "auto"
@@ -104,14 +107,17 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     """The devices."""
     data: DataConfig | None = None
-    """SFT's examples; sft needs it, and grpo does not use it. distill learns from it, from `grpo`, or from both."""
+    """Examples, or preferences; sft and dpo need it, and grpo does not use it. distill learns from it, from `grpo`, or
+    from both."""
     task: TaskConfig | None = None
     """Problems with rewards; grpo and `eval` need it."""
     rollout: RolloutConfig | None = None
     """How completions are sampled; grpo and `eval` need it."""
     grpo: GrpoConfig | None = None
-    """What is learned from completions; grpo needs it, and sft does not use it. Under distill it says how the student's
-    completions are grouped, weighted and packed."""
+    """What is learned from completions; grpo needs it, sft and dpo do not use it. Under distill it says how the
+    student's completions are grouped, weighted and packed."""
+    dpo: DpoConfig | None = None
+    """What is learned from preferences; only dpo uses it, and needs it."""
     teacher: TeacherConfig | None = None
     """The model that distill, and grpo with `grpo.teacher_coef`, learn from."""
     distill: DistillConfig | None = None
@@ -131,10 +137,10 @@ class Config(Section):
     def check(self) -> Self:
         if self.algorithm == "grpo":
             self.check_grpo()
-        elif self.algorithm == "sft":
-            self.check_sft()
-        else:
+        elif self.algorithm == "distill":
             self.check_distill()
+        else:
+            self.check_data()
         self.check_evaluation()
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
@@ -180,7 +186,7 @@ class Config(Section):
         """Raise if a setting can't work, or has no effect, under GRPO."""
         self.need("algorithm: grpo", "task", "rollout", "grpo")
         assert self.grpo is not None
-        self.reject_unused("by algorithm: grpo", "data", "distill")
+        self.reject_unused("by algorithm: grpo", "data", "dpo", "distill")
         if self.grpo.num_generations < 2:
             raise impossible("grpo.num_generations", "1 leaves nothing to compare a reward with: 2 or more")
         if self.grpo.teacher_coef:
@@ -213,10 +219,18 @@ class Config(Section):
                 product = f"grpo.steps_per_generation * num_iterations ({updates})"
                 raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
 
-    def check_sft(self) -> None:
-        """Raise if a setting can't work, or has no effect, under SFT."""
-        self.need("algorithm: sft", "data")
-        self.reject_unused("by algorithm: sft", "grpo", "teacher", "distill")
+    def check_data(self) -> None:
+        """Raise if a setting can't work, or has no effect, under SFT or DPO."""
+        algorithm = f"algorithm: {self.algorithm}"
+        self.need(algorithm, "data", *(("dpo",) if self.algorithm == "dpo" else ()))
+        others = ("grpo", "teacher", "distill", *(("dpo",) if self.algorithm == "sft" else ()))
+        self.reject_unused(f"by {algorithm}", *others)
+        if self.dpo is not None:
+            assert self.data is not None
+            if self.head.workspace_mib is not None:
+                raise impossible("head.workspace_mib", f"is not used by {algorithm}: remove it")
+            if self.data.source == "task" and self.dpo.form == "labelled":
+                raise impossible("data.source", "a task has no labels, which dpo.loss_type: kto needs: give a file")
         self.check_examples()
 
     def check_examples(self) -> None:
@@ -237,6 +251,7 @@ class Config(Section):
     def check_distill(self) -> None:
         """Raise if a setting can't work, or has no effect, under distillation."""
         self.need("algorithm: distill", "distill")
+        self.reject_unused("by algorithm: distill", "dpo")
         distill, data, grpo = self.distill, self.data, self.grpo
         assert distill is not None
         if not (data or grpo):

@@ -28,8 +28,9 @@ from jaxtyping import Int32
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
+from mllm.config.dpo import PreferenceForm
 from mllm.data.records import BadRecord, Origin, bad_lines
-from mllm.data.tokenizing import Document, Documents, Encoded, encode_blocks
+from mllm.data.tokenizing import Document, Documents, Encoded, Preference, encode_blocks, mismatched
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
@@ -42,26 +43,28 @@ VERSION = 3
 """The format of the cache and of what formats make of records; another one doesn't find older caches."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000
+LABELS = (None, True, False)
 
 
-def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer) -> Documents:
-    """All examples of files or a hub id; a warning counts those that were skipped or cut.
+def cached_documents(
+    origin: Origin, config: DataConfig, renderer: Renderer, form: PreferenceForm | None = None
+) -> Documents:
+    """All examples of files or a hub id, with a `form` preferences; a warning counts those that were skipped or cut.
 
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad and not to be skipped.
     """
-    caches = Path(os.path.expanduser(config.cache)) if config.cache else cache_folder()
-    content = origin.content()
+    caches, content = folder_of(config), origin.content()
     contents = gather_objects(content)
     if odd := [process for process, other in enumerate(contents) if other != contents[0]]:
         which = f"process {odd[0]} and process 0 have different examples"
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, config.on_bad_line]
+        settings = [VERSION, content, *tokens, config.max_length, config.on_bad_line, *filter(None, [form])]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         while not all(gather_objects((summary := read_summary(folder)) is not None)):
-            make_together(folder, origin, config, renderer, content)
+            make_together(folder, origin, config, renderer, content, form)
     except JaxRuntimeError:  # another process was lost
         raise
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
@@ -72,34 +75,43 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer) -> 
     for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
         if summary[name]:
             log.warning("%s: %s: %d %s", origin.key, origin.source, summary[name], what)
-    return open_documents(folder, summary)
+    return open_documents(folder, summary, form)
 
 
-def open_documents(folder: Path, summary: dict[str, Any]) -> Documents:
+def folder_of(config: DataConfig) -> Path:
+    """The folder of all caches."""
+    return Path(os.path.expanduser(config.cache)) if config.cache else cache_folder()
+
+
+def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm | None = None) -> Documents:
     """The documents in a cache's folder; to read one raises UserError where it is damaged."""
     sizes = np.asarray(np.memmap(folder / SIZES, np.int32, "r")).reshape(-1, 2)
     records = grain.sources.ArrayRecordDataSource([str(folder / RECORDS)])
     lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
 
-    def read(indices: Sequence[int]) -> list[Document]:
+    def read(indices: Sequence[int]) -> list[Document | Preference]:
         try:
             with lock:
                 # A process may have no row of a last batch, and the reader takes no empty list.
                 found = records.__getitems__(indices) if indices else ()
-                return [unsigned(np.frombuffer(record, np.int32)) for record in found]
+                return [unsigned(np.frombuffer(record, np.int32), form) for record in found]
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
-    return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats")
+    return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats", form)
 
 
-def make_together(folder: Path, origin: Origin, config: DataConfig, renderer: Renderer, content: str) -> None:
+def make_together(
+    folder: Path, origin: Origin, config: DataConfig, renderer: Renderer, content: str, form: PreferenceForm | None
+) -> None:
     """Make the cache that some process lacks, each process a share of it, or wait for another run that makes it.
 
     One process of each machine writes it.
     """
     own = islice(origin.blocks(), process_index(), None, process_count())
-    encoded = exchange(encode_blocks(renderer, config.max_length, own))
+    encoded = exchange(encode_blocks(renderer, config.max_length, own, form), form)
+    if form == "labelled":
+        encoded = mismatched(encoded, config.max_length)
     with locked(folder, wait=False) as has_lock:
         if has_lock and read_summary(folder) is None:
             make(folder, origin, config, encoded, content)
@@ -175,7 +187,7 @@ def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: I
     return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut, "texts": texts}
 
 
-def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
+def exchange(own: Iterator[list[Encoded]], form: PreferenceForm | None = None) -> Iterator[Encoded]:
     """The documents of all blocks, in their order, of which each process, all of which must call this, encodes its own.
 
     They wait for each other by `gather_objects`.
@@ -186,7 +198,7 @@ def exchange(own: Iterator[list[Encoded]]) -> Iterator[Encoded]:
     blocks = (shareable(block) for block in own)
     while parts := [part for part in gather_objects(next(blocks, None)) if part is not None]:
         for place, found, *about in chain.from_iterable(parts):
-            yield place, BadRecord(found, *about) if isinstance(found, str) else (unsigned(found), *about)
+            yield place, BadRecord(found, *about) if isinstance(found, str) else (unsigned(found, form), *about)
 
 
 def shareable(block: list[Encoded]) -> list[Any]:
@@ -197,14 +209,28 @@ def shareable(block: list[Encoded]) -> list[Any]:
     ]
 
 
-def signed(document: Document) -> Int32[np.ndarray, " T"]:
-    """A document's tokens, with all bits inverted where one is learned."""
+def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:
+    """A document's tokens, with all bits inverted where one is learned.
+
+    Those of a preference stand behind its label's index in `LABELS` and the length of its first sequence.
+    """
+    if isinstance(document, Preference):
+        first, second, label = document
+        head = np.array([LABELS.index(label), len(first.tokens)], np.int32)
+        return np.concatenate([head, signed(first), signed(second)])
     return np.where(document.learned, ~document.tokens, document.tokens)
 
 
-def unsigned(stored: Int32[np.ndarray, " T"]) -> Document:
-    """The document of signed tokens."""
-    return Document(np.where(stored < 0, ~stored, stored), stored < 0)
+def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None) -> Document | Preference:
+    """The document of signed tokens, or with a `form` the preference."""
+
+    def document(stored: Int32[np.ndarray, " T"]) -> Document:
+        return Document(np.where(stored < 0, ~stored, stored), stored < 0)
+
+    if form is None:
+        return document(stored)
+    end = 2 + stored[1]
+    return Preference(document(stored[2:end]), document(stored[end:]), LABELS[stored[0]])
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

@@ -1,4 +1,4 @@
-"""What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer."""
+"""What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer; preferences."""
 
 import re
 from typing import Any
@@ -59,3 +59,40 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         silent = not message.get(names[1]) and ("tool_calls" in others or known == "tool")
         chat.append(others | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat
+
+
+def pair_of(record: Record) -> tuple[Record, Record]:
+    """A preference's two examples, of which the first was chosen; UserError where there are no such two.
+
+    `chosen` and `rejected` are texts or lists of messages, behind a `prompt` (or `question`) of either kind. Without a
+    list `prompt`, lists begin with what they have in common, which is the prompt; then a text `prompt` only repeats it.
+    """
+    chosen, rejected = record.get("chosen"), record.get("rejected")
+    if chosen is None or rejected is None:
+        raise UserError(f"{'rejected' if rejected is None else 'chosen'} is missing")
+    if chosen == rejected:
+        raise UserError("chosen and rejected are equal, so there is nothing to learn")
+    shared: Record = {name: record[name] for name in ("prompt", "question", "tools") if name in record}
+    if isinstance(chosen, list) and not isinstance(record.get("prompt"), list):
+        answers = turns(record, "chosen"), turns(record, "rejected")
+        common = next((n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), -1)
+        if common < 0:
+            raise UserError("one of chosen and rejected is the beginning of the other")
+        prompt = answers[0][:common] or [{"role": "user", "content": text(record, "prompt")}]
+        shared, chosen, rejected = {**shared, "prompt": prompt}, *(answer[common:] for answer in answers)
+    elif "question" in shared and "prompt" not in shared:
+        shared["prompt"] = [{"role": "user", "content": text(shared, "question")}]
+        chosen, rejected = ([{"role": "assistant", "content": text(record, n)}] for n in ("chosen", "rejected"))
+    shared.pop("question", None)
+    return {**shared, "completion": chosen}, {**shared, "completion": rejected}
+
+
+def labelled(record: Record) -> tuple[Record, bool]:
+    """The example in a record with `prompt`, `completion` and `label`, and whether that is true; else UserError."""
+    labels = {"true": True, "1": True, "false": False, "0": False}
+    for name in ("prompt", "completion", "label"):
+        if name not in record:
+            raise UserError(f"{name} is missing")
+    if (label := str(record["label"]).lower()) not in labels:
+        raise UserError(f"label must be true or false, got {label:.20}")
+    return {name: record[name] for name in ("prompt", "completion", "tools") if name in record}, labels[label]

@@ -1,4 +1,4 @@
-"""SFT's source of data: which documents there are, how many steps they last, and their batches.
+"""SFT's source of data: which documents there are, how many steps they last, and their batches; DPO's is made of it.
 
 Each batch is determined by the position at which it begins. Every process plans the whole batch from the documents'
 sizes, so each knows the denominator of its loss and the order of the data doesn't depend on the number of processes;
@@ -6,13 +6,14 @@ but it reads only the documents of its own rows. Packing is first-fit: an exampl
 opens the next batch. Mixtures are left out.
 """
 
+import hashlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import count, islice, tee
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -20,15 +21,16 @@ from jaxtyping import Int
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig, names_files
+from mllm.config.dpo import PreferenceForm
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, bucket
-from mllm.data.cache import cached_documents
+from mllm.data.cache import cached_documents, signed
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, DataIterator, Step, example_index
 from mllm.data.tasks.task import OnDemand, Task, permute_index
 from mllm.data.teacher_lists import TeacherLists
-from mllm.data.tokenizing import Document, Documents, encode_document
+from mllm.data.tokenizing import Document, Documents, encode_document, encode_preference
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
@@ -39,15 +41,17 @@ log = logging.getLogger(__name__)
 
 CACHED_DOCUMENTS = 2**16
 """How many documents of a task, which are made to know their sizes, are kept until they are read."""
+MOST_PREFERENCES = 2**17
+"""How many pairs of a task, which are all made at once."""
 BatchPlan = list[tuple[int, int]]
 """The documents of a batch, in their order, each with the row that it is in."""
 
 
-class SftBatches:
-    """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share, in numpy.
+T = TypeVar("T")
 
-    Weights are 1 over the number of learned tokens in the whole batch, and 0 elsewhere.
-    """
+
+class RowBatches(Generic[T]):
+    """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share."""
 
     def __init__(
         self,
@@ -56,18 +60,16 @@ class SftBatches:
         batch_size: int,
         seed: int = 0,
         share: RowShare = ALL_ROWS,
-        teacher: TeacherLists | None = None,
     ) -> None:
         self.config = config
-        self.teacher = teacher
         self.documents = documents
         self.batch_size = batch_size
-        self.rows = share.part_of(batch_size)
+        self.share, self.rows = share, share.part_of(batch_size)
         self.order_seed = seed if config.shuffle else None
         self.end = None if config.epochs is None else len(documents) * config.epochs
         """The position at which the last epoch ends."""
 
-    def train(self) -> DataIterator[Batch]:
+    def train(self) -> DataIterator[T]:
         """Training's batches, for `config.epochs`.
 
         The first one is made at once, so that what is wrong with the data is an error here. UserError is raised if
@@ -82,13 +84,17 @@ class SftBatches:
             raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
         return batches
 
-    def validate(self) -> Iterator[Batch]:
+    def validate(self) -> Iterator[T]:
         """The batches that hold every document once, in order; the last one is padded."""
+        return map(self.make, self.plans_of_all())
+
+    def plans_of_all(self) -> Iterator[BatchPlan]:
+        """The plans of these."""
         position = 0
         while position < len(self.documents):
             plan = self.plan(range(position, len(self.documents)))
             position += len(plan)
-            yield self.make(plan)
+            yield plan
 
     def count(self, most: int) -> int:
         """The number of training's batches, at most `most`; no document is read.
@@ -114,7 +120,7 @@ class SftBatches:
             log.warning("data.epochs: the last %d examples do not fill a batch and are left out", self.end - planned)
         return batches
 
-    def read(self, position: int) -> tuple[Batch, int]:
+    def read(self, position: int) -> tuple[T, int]:
         """Training's batch that begins at a position, and the position behind it; StopIteration at the end."""
         plan = next(self.plans(position))
         return self.make(plan), position + len(plan)
@@ -136,16 +142,32 @@ class SftBatches:
         lengths = (sizes[index][0] if config.packing else config.max_length for index in measured)
         return list(zip(chosen, first_fit(lengths, config.max_length, self.batch_size), strict=False))
 
-    def make(self, plan: BatchPlan) -> Batch:
-        """This process's rows, as long as all processes' longest, padded; rows without a document are padding."""
-        sizes = np.array([self.documents.sizes[index] for index, _ in plan])
-        longest = int(np.bincount([row for _, row in plan], sizes[:, 0]).max())
-        weight = 1 / sizes[:, 1].sum()
-        batch = empty_batch((self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)))
+    def make(self, plan: BatchPlan) -> T:
+        """What an update takes of this process's rows, in numpy."""
+        raise NotImplementedError
+
+    def empty(self, plan: BatchPlan) -> tuple[Batch, BatchPlan]:
+        """This process's rows, as long as all processes' longest will be, and the documents that they will hold."""
+        sizes = [self.documents.sizes[index][0] for index, _ in plan]
+        longest = int(np.bincount([row for _, row in plan], sizes).max())
+        shape = self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)
         own = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
+        return empty_batch(shape), own
+
+
+class SftBatches(RowBatches[Batch]):
+    """Batches of documents; weights are 1 over the number of learned tokens in the whole batch, and 0 elsewhere."""
+
+    teacher: TeacherLists | None = None
+    """What a stored teacher says of the documents."""
+
+    def make(self, plan: BatchPlan) -> Batch:
+        """This process's rows, padded; rows without a document are padding."""
+        batch, own = self.empty(plan)
+        weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
         indices = [index for index, _ in own]
         predicts = [
-            add_sequence(batch, row, *document, weight, len(document.tokens))
+            add_sequence(batch, row, document.tokens, document.learned, weight, len(document.tokens))
             for (_, row), document in zip(own, self.documents.read(indices), strict=True)
         ]
         if self.teacher is None:
@@ -161,6 +183,8 @@ class SftSource:
     """A `mllm.data.source.Source` over training's batches."""
 
     needs_reference = False
+    form: PreferenceForm | None = None
+    kind: type[RowBatches[Any]] = SftBatches
 
     def __init__(
         self,
@@ -177,10 +201,12 @@ class SftSource:
     ) -> None:
         """UserError is raised where there is too little data, or it is bad; `teacher_lists` is a place of those."""
         self.rows = RowShare.of_mesh(mesh)
-        training, self.validation = load_documents(config, renderer, task)
+        training, self.validation = load_documents(config, renderer, task, self.form)
         self.learned = training.learned
-        teacher = TeacherLists(teacher_lists, training) if teacher_lists else None
-        batches = SftBatches(config, training, batch_size, seed, self.rows, teacher)
+        self.batches = batches = self.kind(config, training, batch_size, seed, self.rows)
+        if teacher_lists:
+            assert isinstance(batches, SftBatches)
+            batches.teacher = TeacherLists(teacher_lists, training)
         self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
@@ -195,11 +221,17 @@ class SftSource:
         self.num_tokens = 0
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
+        return self.step_of(self.read(watch), {})
+
+    def read(self, watch: Stopwatch) -> Any:
+        """What training's batches give for the next update."""
         with watch.phase("data"), raise_everywhere():
-            batch = next(self.data)
+            return next(self.data)
+
+    def step_of(self, batch: Batch, metrics: dict[str, Any]) -> Step:
         tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
         self.num_tokens += tokens
-        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens)
+        return Step(batch, {"num_tokens": self.num_tokens, **metrics}, [], tokens)
 
     def position(self) -> dict[str, Any]:
         position = {"data": self.data.get_state(), "num_tokens": self.num_tokens}
@@ -215,17 +247,19 @@ class SftSource:
         return True
 
 
-def load_documents(config: DataConfig, renderer: Renderer, task: Task | None) -> tuple[Documents, Documents | None]:
-    """The documents to train on, and those of the validation if there is one.
+def load_documents(
+    config: DataConfig, renderer: Renderer, task: Task | None, form: PreferenceForm | None = None
+) -> tuple[Documents, Documents | None]:
+    """The documents to train on, with a `form` preferences, and those of the validation if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
     if config.source == "task":
         assert task is not None
-        training = task_documents(task, renderer, config.max_length)
+        training = (task_preferences if form else task_documents)(task, renderer, config.max_length)
     else:
         origin = origin_of("data.source", config.source, config.subset, config.split)
-        training = cached_documents(origin, config, renderer)
+        training = cached_documents(origin, config, renderer, form)
     validation = config.validation
     if validation is None:
         return training, None
@@ -236,7 +270,7 @@ def load_documents(config: DataConfig, renderer: Renderer, task: Task | None) ->
     else:
         assert validation.source is not None
         heldout = origin_of("data.validation.source", validation.source)
-    return training, cached_documents(heldout, config, renderer)
+    return training, cached_documents(heldout, config, renderer, form)
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents:
@@ -256,6 +290,31 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
+
+
+def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documents:
+    """The right and wrong completions of a task's training problems; UserError where one lacks either, or too many."""
+    if len(task.train) > MOST_PREFERENCES:
+        fault = (
+            f"task {task.name} has {len(task.train)} problems, and at most {MOST_PREFERENCES} pairs can be made of them"
+        )
+        raise UserError(f"data.source: {fault}: give a file")
+    made = []
+    for index, example in enumerate(task.train):
+        place = example.place or f"{task.name}[{index}]"
+        if example.solution is None or example.rejected is None:
+            raise UserError(
+                f"data.source: {place} has no {'rejected' if example.solution else 'solution'} to learn from"
+            )
+        answers = {"chosen": example.solution, "rejected": example.rejected}
+        record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
+        try:
+            made.append(encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})[0])
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
+    content = hashlib.sha256(b"".join(signed(one).tobytes() for one in made)).hexdigest()
+    sizes = np.array([one.size for one in made], np.int32)
+    return Documents(sizes, lambda indices: [made[index] for index in indices], content, renderer.form, "pairs")
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:

@@ -101,7 +101,9 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     if config.teacher_in_update:
         update, scoring = update + scoring, 0.0
     if grpo is None or rollout is None:
-        return Seconds(0.0, 0.0, update * rows.total * row, 0)
+        # Under KTO the mismatched completions go through the log-prob pass, in as many rows.
+        passes = 1 if config.dpo and config.dpo.form == "labelled" else 0
+        return Seconds(0.0, passes * rows.total * row, update * rows.total * row, 0)
     limit, sequences = rollout.max_completion_length, grpo.steps_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (rollout.max_prompt_length, limit))
     cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, int(prompt + limit / 2)))
@@ -130,6 +132,8 @@ def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Seque
     if config.grpo is not None:
         parts = f"rollout {step.rollout:.1f} s ({step.steps} decode steps), log-prob {step.logprob:.1f} s, {parts}"
         assumed = f"prompts and completions of a quarter of their limits, {BANDWIDTH:.0%} of the bandwidth, {assumed}"
+    elif step.logprob:
+        parts = f"log-prob {step.logprob:.1f} s, {parts}"
     yield f"estimate of a step, never measured: {parts} ({assumed})"
     hours = steps / (config.grpo.updates_per_rollout if config.grpo else 1) * total / 3600
     yield f"estimate of {steps} steps: {hours:.2f} h, without evaluations, rewards, compiling and exchange"

@@ -132,6 +132,11 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     if config.grpo and config.grpo.passes and not in_update:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
         found.append(phase("log-prob", account.peak + frozen + optimizer, held, head.temporaries))
+    if config.dpo and config.dpo.needs_reference:
+        # The reference's pass comes before the optimizer's moments are made; KTO estimates z0 beside them.
+        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+        beside = optimizer if config.dpo.form == "labelled" else 0
+        found.append(phase("log-prob", account.peak + beside, {**held, "optimizer": beside}, head.temporaries))
     if teacher and not in_update:
         account = compiled("teacher", "teacher_pass")
         found.append(phase("teacher", account.peak + parameters + reference + optimizer, held, 0))

@@ -89,7 +89,7 @@ class Programs:
         return jax.jit(function, donate_argnums=1), (self.decoding_weights()[0], self.cache(), *arguments)
 
     def logprob(self) -> Program:
-        """The log-prob pass over a rollout."""
+        """The log-prob pass over a rollout, or over preferences."""
         function = make_logprob_pass(self.forward)
         return function, (self.policy.params, self.batch(self.rows.total, policies=False))
 
@@ -125,7 +125,11 @@ class Programs:
         """The largest batch; with the log-probabilities under other policies, if the objective needs them."""
         shape = (rows, self.rows.length)
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
-        grpo = self.config.grpo
+        grpo, dpo = self.config.grpo, self.config.dpo
+        if dpo is not None and policies:
+            labelled = floats if dpo.form == "labelled" else None
+            reference = floats if dpo.needs_reference else None
+            return Batch(ints, ints, ints, ints, floats, labelled, None, labelled, reference)
         if grpo is None:
             return Batch(ints, ints, ints, ints, floats, *self.lists(shape))
         old = floats if policies and grpo.needs_old_logprobs and not self.config.teacher_in_update else None

@@ -8,10 +8,12 @@ A run starts in one of these ways, which `Run.start` tells apart:
     finished   all steps are done: nothing is trained, and the summary is printed again
 """
 
+import hashlib
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from io import BytesIO
 from typing import Any
 
@@ -21,14 +23,17 @@ import numpy as np
 
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
+from mllm.data.cache import folder_of
+from mllm.data.preference_source import PreferenceSource
 from mllm.data.prompts import task_renderer
 from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
+from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, warn_of_mismatch
-from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.mesh import make_mesh, shard_batch, sharding
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
 from mllm.parallel.watch import Watch
 from mllm.rl.evaluation import make_evaluation
@@ -38,7 +43,7 @@ from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import slots_that_fit
 from mllm.run import folder, heartbeat, report, wandb
-from mllm.run.checkpoint import Checkpoints, common_steps
+from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog, last_logged_step
@@ -47,9 +52,19 @@ from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
+from mllm.store.checksum import checksums
 from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, init_state, make_teacher_pass, make_train_step, make_validation
+from mllm.train.preference_validation import make_preference_validation
+from mllm.train.step import (
+    Forward,
+    abstract_state,
+    init_state,
+    make_logprob_pass,
+    make_teacher_pass,
+    make_train_step,
+    make_validation,
+)
 
 
 class Run:
@@ -99,8 +114,12 @@ class Run:
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            needed = self.source.needs_reference or policy.lora is not None or not common_steps(self.store)
-            initial = policy.initial_params() if needed else None
+            compared = config.dpo is not None and config.dpo.needs_reference
+            new = policy.lora is not None or not common_steps(self.store)
+            initial = policy.initial_params() if self.source.needs_reference or compared or new else None
+            if compared and initial is not None:
+                self.set_reference(initial)
+                initial = initial if new else None
             self.trained, self.frozen = policy.split(initial)
             """The parameters that updates change, until `start` has taken them; and those that none changes."""
             self.reference = initial if self.source.needs_reference else None
@@ -124,7 +143,8 @@ class Run:
         who, source = str(config.model.source), None
         if config.data is not None:
             from_task = config.task if config.data.source == "task" else None
-            source = SftSource(
+            kind = SftSource if config.dpo is None else partial(PreferenceSource, config.dpo, self.logprobs)
+            source = kind(
                 config.data,
                 task,
                 task_renderer(from_task, task, renderer, learned) if from_task and task else renderer,
@@ -183,8 +203,34 @@ class Run:
         teacher_pass = make_teacher_pass(self.forward, coef)
         return lambda batch: teacher_pass(self.teacher_params, shard_batch(self.mesh, batch))
 
+    def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
+        """The log-probabilities of the labels in this process's rows; all processes must call this."""
+        batch = batch._replace(advantages=None, old_logprobs=None, reference_logprobs=None)
+        return local_rows(self.logprob_pass(params, shard_batch(self.mesh, batch)))
+
+    @cached_property
+    def logprob_pass(self) -> Any:
+        return jax.jit(make_logprob_pass(self.forward), out_shardings=sharding(self.mesh, ("batch",)))
+
+    def set_reference(self, initial: Params) -> None:
+        """Take the parameters that the run begins with as the reference of preferences, known by their checksum.
+
+        Adapters that are no change yet are no part of it.
+        """
+        config, policy = self.config, self.policy
+        assert isinstance(self.source, PreferenceSource)
+        assert config.data is not None
+        fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
+        checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
+        model = config.model.model_dump(include={"dtype", "param_dtype", "compute_rounding"})
+        attention = policy.attention.attention.kernel if policy.attention.attention else None
+        shape = [config.head.impl, self.mesh.devices.shape, config.rows, config.data.packing]
+        how = [model, attention, shape, self.mesh.devices.flat[0].device_kind, jax.__version__]
+        self.watch.mark(0, "reference")
+        self.source.set_reference(initial, checksum, how, folder_of(config.data) / "references")
+
     def make_measurements(self) -> Measurements:
-        """The evaluation on held-out problems, SFT's validation and the test set, as far as the run has them."""
+        """The evaluation on held-out problems, the validation and the test set, as far as the run has them."""
         config, task, sampler, rewards = self.config, self.task, self.sampler, self.rewards
         validation = config.data.validation if config.data else None
         repeated, at_end = [], []
@@ -197,7 +243,10 @@ class Run:
                 if task.test is None:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
                 at_end.append(make(task.test, prefix="test/"))
-        if config.data and validation and self.source.validation:
+        if isinstance(self.source, PreferenceSource) and validation:
+            validate = make_preference_validation(self.forward, self.source.heldout_batches, self.interrupt.poll)
+            repeated.append(Measurement(validate, validation.every))
+        elif config.data and validation and self.source.validation:
             batches = SftBatches(config.data, self.source.validation, config.batch_size, share=rows)
             validate = make_validation(self.forward, batches.validate, self.interrupt.poll)
             repeated.append(Measurement(validate, validation.every))

@@ -38,6 +38,8 @@ CHANGEABLE = {
     *("rollout.repetition_penalty", "rollout.weights", "rollout.max_slots"),
     *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
+    *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),
+    *("dpo.desirable_weight", "dpo.undesirable_weight"),
     *("grpo.dynamic_sampling", "grpo.filter_by", "grpo.mask_truncated_completions"),
     *("task.rewards", "task.reward_timeout"),
     *("grpo.teacher_coef", "distill.kind", "distill.beta", "distill.data_share"),

@@ -35,6 +35,7 @@ Scalars = Mapping[str, float | int]
 MEASURED = {
     "held-out, greedy": "eval/greedy_accuracy",
     "validation loss": "validation/loss",
+    "validation preferred": "validation/rewards/accuracies",
     "test reward": "test/reward",
     "test accuracy": "test/greedy_accuracy",
     "weights moved": "params/moved",
@@ -47,6 +48,8 @@ LEARNED = {
     "entropy": "entropy",
 }
 """The numbers of GRPO's updates: `length` in tokens, `cut off` as a share of the completions."""
+WITHOUT_REWARDS = {"loss": "loss", "preferred": "rewards/accuracies"}
+"""Those of SFT's and DPO's: `preferred` is the share of pairs whose chosen completion has gained more."""
 
 
 class RunLog:
@@ -91,7 +94,7 @@ class RunLog:
         if now < self.said + 1 and step != self.steps:
             return
         self.said = now
-        shown = LEARNED if "reward" in metrics else {"loss": "loss"}
+        shown = LEARNED if "reward" in metrics else WITHOUT_REWARDS
         there = {name: metrics[key] for name, key in shown.items() if metrics.get(key) is not None}
         # An update in which no token counts has no entropy; a loss that is NaN has to be seen.
         words = [f"{name} {x:.3f}" for name, x in there.items() if name == "loss" or math.isfinite(x)]

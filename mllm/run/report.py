@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from kernels.lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.load import Policy
-from mllm.run.metrics import LEARNED, functions_of, measured, number, read_records
+from mllm.run.metrics import LEARNED, WITHOUT_REWARDS, functions_of, measured, number, read_records
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
@@ -70,7 +70,7 @@ def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What updates learned from: the mean of the first and of the last tenth of the steps."""
     functions = dict(pair for record in metrics for pair in functions_of(record).items())
-    for name, key in ({**LEARNED, **functions} if present(metrics, "reward") else {"loss": "loss"}).items():
+    for name, key in ({**LEARNED, **functions} if present(metrics, "reward") else WITHOUT_REWARDS).items():
         if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])

@@ -17,6 +17,7 @@ from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.train import objectives
 from mllm.train.head import Head, States
+from mllm.train.preferences import Dpo
 
 Metrics = dict[str, Float[Array, ""]]
 
@@ -135,4 +136,6 @@ def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a configuration."""
     if config.distill is not None and config.distill.estimator == "full":
         return Distill(config.distill)
+    if config.dpo is not None:
+        return Dpo(config.dpo)
     return Sft() if config.grpo is None else Grpo(config.grpo)

@@ -20,10 +20,17 @@ def arithmetic(config: TaskConfig) -> Task:
 
     def make(index: int) -> Example:
         expression, answer = arithmetic_problem(permute_index(index, problems), shape)
-        return Example(messages(config, f"{expression}="), answer, solution=answer, place=f"arithmetic[{index}]")
+        wrong, place = near(int(answer), permute_index(index, problems, "rejected")), f"arithmetic[{index}]"
+        return Example(messages(config, f"{expression}="), answer, solution=answer, place=place, rejected=str(wrong))
 
     train = min(problems - heldout, MAX_LENGTH)
     return Task(config.name, OnDemand(make, range(train)), OnDemand(make, range(problems - heldout, problems)))
+
+
+def near(number: int, choice: int) -> int:
+    """Another number, by at most 9, which is negative only if `number` is."""
+    distance = 1 + choice // 2 % 9
+    return number - distance if choice % 2 and not 0 <= number < distance else number + distance
 
 
 def arithmetic_problem(number: int, shape: ArithmeticConfig) -> tuple[str, str]:

@@ -134,7 +134,8 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
     if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
         raise UserError("answer has no line '#### N' with the result")
     fields = {name: value for name, value in named.items() if name not in (key, "answer")}
-    return Example(prompt, answer, solution, config.answer_form, fields, conversational)
+    rejected = named["rejected"] if isinstance(named.get("rejected"), str) else None
+    return Example(prompt, answer, solution, config.answer_form, fields, conversational, rejected=rejected)
 
 
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:

@@ -37,6 +37,8 @@ class Example:
     """Whether the record gave messages, not a text, so that rewards get messages, too."""
     place: str = ""
     """Where it comes from, for error messages: `train.jsonl:17`."""
+    rejected: str | None = None
+    """A wrong completion, beside which DPO from the task prefers the solution; None: the task has none."""
 
     @property
     def question(self) -> str:

@@ -1,0 +1,203 @@
+"""Records of preferences become two sequences that share a row, and are cached, held out and counted as one example."""
+
+import json
+
+import numpy as np
+import pytest
+
+from mllm.config.data import DataConfig
+from mllm.config.task import ArithmeticConfig, TaskConfig
+from mllm.data import cache
+from mllm.data.preference_source import PreferenceBatches, PreferenceSource, read_reference
+from mllm.data.sft_source import load_documents
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tokenizing import encode_preference, mismatched
+from mllm.errors import UserError
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.processes import RowShare
+
+RENDERER = Renderer(bytes_tokenizer())
+START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+ASKED = [{"role": "user", "content": "ab"}]
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def pair(record, max_length=32):
+    return encode_preference("pairs", RENDERER, max_length, record)
+
+
+def some(count):
+    return [{"prompt": f"q{i}", "chosen": "a" * (1 + i % 5), "rejected": "b" * (1 + i % 3)} for i in range(count)]
+
+
+def labelled(count):
+    return [{"prompt": f"q{i}", "completion": "abcdefg"[i % 7] * (1 + i % 4), "label": i % 3 > 0} for i in range(count)]
+
+
+def documents_of(folder, records, form, **settings):
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = DataConfig(**{"source": str(path), "max_length": 32, **settings})
+    return config, load_documents(config, RENDERER, None, form)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": ASKED, "chosen": said("c"), "rejected": said("de")},
+        {"chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
+        {"prompt": "ab", "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
+        {"prompt": "ab", "chosen": said("c"), "rejected": said("de")},
+        {"question": "ab", "chosen": "c", "rejected": "de"},
+    ],
+    ids=["lists", "implicit prompt", "and a text of it", "a text before lists", "question"],
+)
+def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
+    (chosen, rejected, label), complete, is_text = pair(record)
+    assert (label, complete, is_text) == (None, True, False)
+    for found, answer in ((chosen, b"c"), (rejected, b"de")):
+        assert found.tokens.tolist() == [START, *b"ab", END, START, *answer, END]
+        assert found.learned.tolist() == [False] * 5 + [True] * (len(answer) + 1)
+
+
+def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
+    (chosen, rejected, _), complete, is_text = pair({"prompt": "ab", "chosen": "c", "rejected": "d" * 20}, 15)
+    assert (complete, is_text) == (False, True)
+    assert chosen.tokens.tolist() == [*b"abc", END]
+    assert rejected.tokens.tolist() == [*b"ab", *b"d" * 9]
+    lengths = [len(one.tokens) for one in pair({"prompt": "ab", "chosen": "c" * 30, "rejected": "d" * 20}, 15)[0][:2]]
+    assert lengths == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "message"),
+    [
+        ("pairs", {"prompt": "a", "chosen": "b"}, "rejected is missing"),
+        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ("pairs", {"chosen": "ab", "rejected": "ac"}, "prompt is missing"),
+        ("pairs", {"chosen": ASKED, "rejected": ASKED + said("a")}, "one of chosen and rejected is the beginning"),
+        ("pairs", {"chosen": said("a"), "rejected": said("b")}, "prompt is missing"),
+        ("labelled", {"prompt": "a", "completion": "b"}, "label is missing"),
+        ("labelled", {"prompt": "a", "completion": "b", "label": "good"}, "label must be true or false, got good"),
+    ],
+)
+def test_what_is_no_preference_is_an_error(form, record, message):
+    with pytest.raises(UserError, match=message):
+        encode_preference(form, RENDERER, 32, record)
+
+
+def test_a_labelled_completion_stands_beside_its_prompt_with_the_next_one_s_completion():
+    records = [{"prompt": "ab", "completion": "c", "label": True}, {"prompt": "d", "completion": "ef", "label": 0}]
+    encoded = [("", encode_preference("labelled", RENDERER, 4, record)) for record in records]
+    (_, ((one, second, yes), _, _)), (_, ((other, last, no), _, _)) = mismatched(encoded, 4)
+    assert (yes, no) == (True, False)
+    assert (one.tokens.tolist(), other.tokens.tolist()) == ([*b"abc", END], [*b"def", END])
+    assert (second.tokens.tolist(), second.learned.tolist()) == ([*b"abef"], [False, False, True, True])
+    assert last.tokens.tolist() == [*b"dc", END]
+
+
+@pytest.mark.parametrize("form", ["pairs", "labelled"])
+def test_preferences_are_cached_apart_and_held_out_whole(tmp_path, form):
+    records = (some if form == "pairs" else labelled)(20)
+    config, (training, heldout) = documents_of(tmp_path, records, form, validation={"share": 0.2}, cache=str(tmp_path))
+    assert (len(training), len(heldout), training.form) == (16, 4, form)
+    read = [*training.read(np.arange(16)), *heldout.read(np.arange(4))]
+    firsts = sorted(bytes(one.first.tokens[:-1].astype(np.uint8)).decode() for one in read)
+    assert firsts == sorted(r["prompt"] + r.get("chosen", r.get("completion")) for r in records)
+    for one, size in zip(read, [*training.sizes, *heldout.sizes], strict=True):
+        again = cache.unsigned(cache.signed(one), form)
+        np.testing.assert_array_equal(np.concatenate(again[:2], 1), np.concatenate(one[:2], 1))
+        assert one.size == tuple(size)
+        assert again.desirable == one.desirable
+    assert load_documents(config, RENDERER, None, form)[0].content == training.content
+
+
+@pytest.mark.parametrize("form", ["pairs", "labelled"])
+def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_own(tmp_path, form):
+    config, (documents, _) = documents_of(tmp_path, (some if form == "pairs" else labelled)(30), form, epochs=1)
+    reference = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
+
+    def batches(**share):
+        made = PreferenceBatches(config, documents, 4, 0, **share)
+        made.reference = reference
+        return made
+
+    whole = batches()
+    examples, seen = documents.read(range(30)), 0
+    for plan, (batch, second) in zip(whole.plans(), whole.train(), strict=True):
+        seen += len(plan)
+        np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / len(plan))
+        for row in range(4):
+            own = [index for index, at in plan if at == row]
+            for number, index in enumerate(own):
+                laid = [(batch, 2 * number + 1, 0), (batch, 2 * number + 2, 1)]
+                if form == "labelled":
+                    laid = [(batch, number + 1, 0), (second, number + 1, 1)]
+                for into, segment, part in laid:
+                    inside = into.segments[row] == segment
+                    np.testing.assert_array_equal(into.tokens[row, inside], examples[index][part].tokens)
+                    (at,) = np.flatnonzero(into.reference_logprobs[row] * inside)
+                    assert into.reference_logprobs[row, at] == reference[index, part]
+                    assert at == np.flatnonzero(into.weights[row] * inside)[0]
+                    if form == "labelled":
+                        assert into.advantages[row, at] == (1 if examples[index].desirable else -1)
+    assert seen > 20
+    parts = zip(*(batches(share=RowShare(index, 2)).train() for index in range(2)), strict=True)
+    for expected, shares in zip(whole.train(), parts, strict=True):
+        for one, *others in zip(expected, *shares, strict=True):
+            for field, *halves in zip(*(filter(lambda x: x is not None, b or ()) for b in (one, *others)), strict=True):
+                np.testing.assert_array_equal(np.concatenate(halves), field)
+
+
+def test_the_reference_is_computed_for_each_sequence_kept_and_made_again_where_it_is_damaged(tmp_path):
+    config, (documents, _) = documents_of(tmp_path, some(10), "pairs")
+    batches = PreferenceBatches(config, documents, 4)
+    calls = []
+
+    def logprobs(params, batch):
+        calls.append(params)
+        return np.where(batch.weights > 0, -batch.labels * params, 0.0).astype(np.float32)
+
+    source = PreferenceSource.__new__(PreferenceSource)
+    source.batches, source.heldout, source.logprobs = batches, None, logprobs
+    examples = documents.read(range(10))
+    expected = [[-int(x.tokens[x.learned].sum()) for x in (one.first, one.second)] for one in examples]
+    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
+    np.testing.assert_array_equal(batches.reference, expected)
+    first = len(calls)
+    (path,) = (tmp_path / "kept").glob("*.reference")
+    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
+    assert len(calls) == first
+    source.set_reference(2.0, "two", ["how"], tmp_path / "kept")
+    np.testing.assert_array_equal(batches.reference, 2 * np.array(expected))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert read_reference(path, 10) is None
+    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
+    np.testing.assert_array_equal(read_reference(path, 10), expected)
+    assert len(calls) == 3 * first
+
+
+def test_a_task_gives_right_and_wrong_completions():
+    arithmetic = TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(operators="+-"), heldout=50)
+    task = load_task(arithmetic, 0)
+    for example in [*task.train, *task.heldout]:
+        assert 1 <= abs(int(example.rejected) - int(example.answer)) <= 9
+        assert int(example.rejected) >= min(0, int(example.answer) - 9)
+    config = DataConfig(source="task", max_length=32)
+    documents, _ = load_documents(config, RENDERER, task, "pairs")
+    assert len(documents) == len(task.train)
+    assert documents.content
+    (chosen, rejected, _), example = documents.read([3])[0], task.train[3]
+    prompt = [START, *example.question.encode(), END, START]
+    assert chosen.tokens.tolist() == [*prompt, *example.answer.encode(), END]
+    assert rejected.tokens.tolist() == [*prompt, *example.rejected.encode(), END]
+    with pytest.raises(UserError, match=r"gsm8k.*has no rejected to learn from|task .* problems, and at most"):
+        load_documents(
+            config,
+            RENDERER,
+            load_task(arithmetic.model_copy(update={"arithmetic": ArithmeticConfig(digits=6)}), 0),
+            "pairs",
+        )

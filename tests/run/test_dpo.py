@@ -1,0 +1,124 @@
+"""Runs of DPO and kin: exact resume, meshes, adapters, validation, changes, skipped updates, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+from runs import assert_same_end, changed, killed_after, records, run
+from tiny import config
+
+from mllm.data.preference_source import PreferenceSource
+from mllm.errors import UserError
+from mllm.run import folder as run_dir
+from mllm.store.bucket import cache_folder
+from mllm.store.run_store import RunStore
+from tools import replay
+
+LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+HELD_OUT = {"share": 0.2, "every": 2}
+
+
+def settings(folder, loss_type="sigmoid", **sections):
+    """Four updates in two micro-batches each, on a task's pairs, or on labelled completions, some of them held out."""
+    data = {"max_length": 32}
+    if loss_type == "kto":
+        path = folder / "labelled.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+        data |= {"source": str(path), "validation": HELD_OUT}
+        sections["task"] = None
+    dpo = {"loss_type": loss_type}
+    common = {"micro_batch_size": 4, "checkpoint": {"every": 2}, "eval": None, "rollout": None}
+    return config("dpo", run_dir=str(folder / "run"), data=data, dpo=dpo, **common | sections)
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been_with_the_reference_s_file_and_without(tmp_path, loss_type):
+    straight = settings(tmp_path, loss_type)
+    assert run(straight) == 0
+    lines = records(straight)
+    assert lines[-1]["step"] == 4
+    if loss_type == "kto":
+        assert {"kl", "rewards/margins", "logps/chosen"} < lines[-1].keys()
+        measured = [line for line in lines if "validation/loss" in line]
+        assert [line["step"] for line in measured] == [0, 2, 4]
+        assert measured[0]["validation/loss"] == pytest.approx(0.5, abs=1e-4)  # the policy is the reference
+        assert measured[0]["validation/kl"] == pytest.approx(0, abs=1e-3)
+    for name in ("with", "without"):
+        if name == "without":
+            for path in (cache_folder() / "references").glob("*.reference"):
+                path.unlink()
+        killed = killed_after(straight, 2, tmp_path / name)
+        assert run(killed) == 0
+        assert_same_end(straight, killed)
+
+
+def test_every_mesh_computes_the_updates_of_one_device(tmp_path):
+    found = {}
+    for shape in ((1, 1, 1), (1, 8, 1), (2, 2, 2)):
+        mesh = dict(zip(("dp", "fsdp", "tp"), shape, strict=True))
+        one = changed(settings(tmp_path, mesh=mesh, micro_batch_size=8), run_dir=str(tmp_path / f"{shape}"))
+        assert run(one) == 0
+        found[shape] = records(one)
+    for shape, lines in found.items():
+        for line, same in zip(lines, found[1, 1, 1], strict=True):
+            for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen"):
+                np.testing.assert_allclose(line[name], same[name], rtol=2e-4, atol=2e-5, err_msg=f"{shape} {name}")
+
+
+def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp_path):
+    pairs = [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 1)} for n in range(40)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    data = {"source": str(path), "max_length": 32, "validation": HELD_OUT}
+    one = changed(settings(tmp_path, model={"lora": {"rank": 4, "alpha": 8}}, steps=3), data=data, task=None)
+    assert run(one) == 0
+    lines = records(one)
+    assert lines[1]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert lines[1]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert lines[0]["validation/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert lines[3]["rewards/chosen"] != 0
+    assert 0 <= lines[3]["validation/rewards/accuracies"] <= 1
+
+
+def test_a_skipped_batch_is_kept_whole_and_replayed(tmp_path, capsys):
+    one = settings(tmp_path, optimizer={"learning_rate": 9e18, "max_skipped": 1}, steps=8)
+    assert run(one) == 2
+    kept = Path(one.run_dir, "skipped", "step_2.npz")
+    with np.load(kept) as batch:
+        assert np.count_nonzero(batch["reference_logprobs"]) == batch["segments"].max(1).sum()
+    assert replay.main([str(kept)]) == 1
+    assert "rows aren't finite" in capsys.readouterr().out
+
+
+def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
+    one = settings(tmp_path)
+    run_dir.write(RunStore(one.run_dir), one)
+    RunStore(one.run_dir).write("checkpoints/2.json", b"")
+    found = run_dir.check(RunStore(one.run_dir), changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True)
+    assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
+    source = PreferenceSource.__new__(PreferenceSource)
+    source.checksum = "one"
+    with pytest.raises(UserError, match="model: the run began with another reference"):
+        source.seek({"reference": "other"})
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"dpo": None}, "dpo\nalgorithm: dpo needs this section"),
+        ({"dpo": {"loss_type": "ipo", "label_smoothing": 0.1}}, "label_smoothing\nis not used with loss_type: ipo"),
+        ({"dpo": {"gamma": 1.0}}, "gamma\nis not used with loss_type: sigmoid"),
+        ({"dpo": {"loss_type": "kto"}}, "data.source\na task has no labels"),
+        ({"head": {"workspace_mib": 64}}, "head.workspace_mib\nis not used by algorithm: dpo"),
+        ({"log": {"samples": 1}}, "log.samples\nis not used by algorithm: dpo"),
+        ({"grpo": {}}, "grpo\nis not used by algorithm: dpo"),
+    ],
+    ids=str,
+)
+def test_settings_without_effect_are_refused(sections, message):
+    with pytest.raises(ValidationError, match=message):
+        config(**{"algorithm": "dpo", "dpo": {}, **sections})
+    with pytest.raises(ValidationError, match="dpo\nis not used by algorithm: sft"):
+        config("sft", dpo={})
