@@ -54,14 +54,14 @@ class GrpoConfig(Section):
     with the probability ratio of whole completions, `cispo` `dapo` with the capped ratio as a constant weight of the
     log-probability, `sapo` `grpo` with a soft gate in place of the clip; these three need more than one update per
     rollout."""
-    steps_per_generation: PositiveInt = 1
+    updates_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
     """How often each rollout is gone through."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
     """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4. This, `epsilon_high` and `dual_clip`
-    need more than one update per rollout (`steps_per_generation`, `num_iterations`), since the first one's ratio is 1,
-    and `sapo` has none of them, `cispo` only `epsilon_high`."""
+    need more than one update per rollout (`updates_per_generation`, `num_iterations`), since the first one's ratio is
+    1, and `sapo` has none of them, `cispo` only `epsilon_high`."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4. With `cispo` the
     cap of the ratio itself; None: 5."""
@@ -107,11 +107,11 @@ class GrpoConfig(Section):
         if self.dynamic_sampling == 1:
             self.reject_unused("with dynamic_sampling: 1", "filter_by")
         if self.updates_per_rollout == 1:
-            one = "with one update per rollout, whose ratios are all 1 (steps_per_generation * num_iterations)"
+            one = "with one update per rollout, whose ratios are all 1 (updates_per_generation * num_iterations)"
             self.reject_unused(one, "epsilon", "epsilon_high", "dual_clip")
             if (same := {"gspo": "grpo", "sapo": "grpo", "cispo": "dapo"}.get(self.loss_type)) is not None:
                 what = f"{self.loss_type} is {same} {one}"
-                raise impossible("loss_type", f"{what}: set steps_per_generation to 2 or more")
+                raise impossible("loss_type", f"{what}: set updates_per_generation to 2 or more")
         if self.loss_type in ("cispo", "sapo"):
             unused = ("epsilon", "dual_clip", "epsilon_high")[: 2 + (self.loss_type == "sapo")]
             self.reject_unused(f"with loss_type: {self.loss_type}", *unused)
@@ -121,11 +121,11 @@ class GrpoConfig(Section):
 
     @property
     def updates_per_rollout(self) -> int:
-        return self.steps_per_generation * self.num_iterations
+        return self.updates_per_generation * self.num_iterations
 
     def groups_per_rollout(self, batch_size: int) -> int:
         """The prompts whose completions are learned from in a rollout, where an update has `batch_size` completions."""
-        return self.steps_per_generation * batch_size // self.num_generations
+        return self.updates_per_generation * batch_size // self.num_generations
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -153,8 +153,8 @@ class GrpoConfig(Section):
     @property
     def passes(self) -> int:
         """The log-prob passes of a rollout, each over one update's batch."""
-        old = (self.steps_per_generation - self.first_is_current) * self.needs_old_logprobs
-        return old + self.steps_per_generation * (self.beta > 0)
+        old = (self.updates_per_generation - self.first_is_current) * self.needs_old_logprobs
+        return old + self.updates_per_generation * (self.beta > 0)
 
     @property
     def weighs_sequences(self) -> bool:

@@ -86,11 +86,11 @@ class Config(Section):
     """What every random number is made from."""
     steps: PositiveInt | None = None
     """How often the parameters are updated; None: as often as `data.epochs` passes over the data have batches. Under
-    GRPO a multiple of the updates of a rollout, `grpo.steps_per_generation` * `grpo.num_iterations`."""
+    GRPO a multiple of the updates of a rollout, `grpo.updates_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
     """Sequences in each update; under SFT and DPO rows, which hold several examples or pairs. Under GRPO
-    `num_generations` of them share a prompt, and a rollout has `grpo.steps_per_generation` times as many. A multiple of
-    `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
+    `num_generations` of them share a prompt, and a rollout has `grpo.updates_per_generation` times as many. A multiple
+    of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
     sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and
@@ -216,7 +216,7 @@ class Config(Section):
             raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
         for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
             if steps and steps % updates:
-                product = f"grpo.steps_per_generation * num_iterations ({updates})"
+                product = f"grpo.updates_per_generation * num_iterations ({updates})"
                 raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
 
     def check_data(self) -> None:

@@ -104,7 +104,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
         # Under KTO the mismatched completions go through the log-prob pass, in as many rows.
         passes = 1 if config.dpo and config.dpo.form == "labelled" else 0
         return Seconds(0.0, passes * rows.total * row, update * rows.total * row, 0)
-    limit, sequences = rollout.max_completion_length, grpo.steps_per_generation * config.batch_size
+    limit, sequences = rollout.max_completion_length, grpo.updates_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (rollout.max_prompt_length, limit))
     cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, int(prompt + limit / 2)))
     # The devices' slots, full until the last sequences wait for the longest.
@@ -112,7 +112,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
     decoded = steps * weights + sequences / layout.row_shards * completion * cache
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
-    passes = (0 if config.teacher_in_update else grpo.passes) + grpo.steps_per_generation * scoring
+    passes = (0 if config.teacher_in_update else grpo.passes) + grpo.updates_per_generation * scoring
     updates = update * grpo.updates_per_rollout * computed
     return Seconds(decoded / bandwidth + prefilled, passes * computed, updates, steps)
 

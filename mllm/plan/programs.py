@@ -142,7 +142,7 @@ class Programs:
         config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
         evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
-        rows = max(evaluated, config.grpo.steps_per_generation * config.batch_size if config.grpo else 0)
+        rows = max(evaluated, config.grpo.updates_per_generation * config.batch_size if config.grpo else 0)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))
 

@@ -39,7 +39,7 @@ class GrpoSource:
     """Samples completions, scores them, and gives the batches that the updates learn from.
 
     Each process samples and scores its own rows and then learns the rewards of all. A group in which a reward
-    failed is left out of the loss. One rollout serves `steps_per_generation` batches, each `num_iterations` times; a
+    failed is left out of the loss. One rollout serves `updates_per_generation` batches, each `num_iterations` times; a
     checkpoint must fall between rollouts. Completions that can't have a gradient, because their advantage is 0 and
     there is neither a KL penalty nor an entropy bonus, are left out of the batch; the weights of the others are those
     of the whole batch. Where a teacher is learned from all have a gradient; rewards are no part of it in distillation.
@@ -139,7 +139,7 @@ class GrpoSource:
         lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
         parts: list[Step] = []
         mine = self.rows.part_of(self.update_rows.total)
-        for part in np.split(np.arange(len(chosen)), self.config.steps_per_generation):
+        for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
             learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none
             longest = self.sampler.options.max_completion_length
             weights = objectives.sequence_weights(

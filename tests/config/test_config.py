@@ -32,7 +32,7 @@ task: {name: arithmetic, heldout: 50}
 rollout: {max_prompt_length: 8, max_completion_length: 8}
 grpo: {num_generations: 4}
 """
-TWO = "4, steps_per_generation: 2}"
+TWO = "4, updates_per_generation: 2}"
 CISPO = "4, loss_type: cispo, num_iterations: 2}"
 GSPO = "4, loss_type: gspo, num_iterations: 2}"
 VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, ")
@@ -91,7 +91,11 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "mesh.dp=3", "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3)"),
         (GRPO + "micro_batch_size: 2\n", "mesh={dp: 2, fsdp: 2}", "2 is not divisible by mesh.dp * mesh.fsdp (4)"),
         (GRPO, "grpo.beta=0.1", "grpo.beta: a KL penalty needs a reference"),
-        (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.steps_per_generation * num_iterations (3)"),
+        (
+            GRPO,
+            "grpo.num_iterations=3",
+            "steps: 4 is not divisible by grpo.updates_per_generation * num_iterations (3)",
+        ),
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),

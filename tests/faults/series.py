@@ -34,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sft": {"steps": 36, "eval": {"every": 12}, "checkpoint": {"every": 4, "keep": 3}},
     "grpo": {
         "steps": 24,
-        "grpo": {"steps_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
+        "grpo": {"updates_per_generation": 2, "dynamic_sampling": 2, "beta": 0.1, "reference": "initial"},
         "eval": {"every": 8, "samples": 1},
         "task": {"heldout": 8, "rewards": [EVEN, {"name": "user_rewards:fussy", "weight": 0.5}]},
         "checkpoint": {"every": 4, "keep": 3},

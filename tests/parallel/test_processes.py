@@ -71,7 +71,7 @@ GRPO = config(
     mesh={"fsdp": 2, "tp": 2},
     grpo={
         "dynamic_sampling": 3,
-        "steps_per_generation": 2,
+        "updates_per_generation": 2,
         "loss_type": "gspo",
         "importance_sampling": "sequence_mask",
         "dual_clip": 3.0,

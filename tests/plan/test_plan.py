@@ -293,7 +293,7 @@ def test_an_update_takes_four_forward_passes_of_rows_with_full_remat_and_memory_
     assert slow_memory.rollout == pytest.approx(moved / (BANDWIDTH * 1e9))
     assert slow_memory.steps == 64
     # Two mini-batches, gone through twice; with half of the slots there are as many steps as a slot has tokens.
-    changes = {"grpo": {"steps_per_generation": 2, "num_iterations": 2}, "rollout": {"max_slots": 2}}
+    changes = {"grpo": {"updates_per_generation": 2, "num_iterations": 2}, "rollout": {"max_slots": 2}}
     four = Programs(changed(config, **changes), shapes.mesh)
     step = estimate(four, 1e9, 1e30)
     assert step.update == 8 * step.logprob > 0
@@ -302,7 +302,7 @@ def test_an_update_takes_four_forward_passes_of_rows_with_full_remat_and_memory_
 
 @pytest.mark.parametrize(("algorithm", "updates"), [("sft", 1), ("grpo", 4)])
 def test_hours_are_those_of_all_steps_of_which_a_rollout_has_several(algorithm, updates):
-    grpo = {"grpo": {"steps_per_generation": 2, "num_iterations": 2}} if algorithm == "grpo" else {}
+    grpo = {"grpo": {"updates_per_generation": 2, "num_iterations": 2}} if algorithm == "grpo" else {}
     config = tiny.config(algorithm, steps=3600, **grpo)
     shapes = Programs(config, make_mesh(config.mesh))
     rollout, logprob, update, _ = estimate(shapes, 1e7, 1e30)

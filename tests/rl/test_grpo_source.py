@@ -88,9 +88,9 @@ def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed():
 
 
 def test_more_than_half_of_the_groups_may_not_fail():
-    assert roll_out(bad=[0, 4], steps_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
+    assert roll_out(bad=[0, 4], updates_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
     with pytest.raises(StepError, match="a reward failed in 3 of 4 groups"):
-        roll_out(bad=[0, 4, 8], steps_per_generation=2)
+        roll_out(bad=[0, 4, 8], updates_per_generation=2)
 
 
 def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
@@ -178,7 +178,7 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
         ({"importance_sampling": "sequence_mask"}, 2),
         ({"beta": 0.1, "reference": "initial"}, 3),
     ):
-        source, calls = grpo_source(steps_per_generation=2, **settings), []
+        source, calls = grpo_source(updates_per_generation=2, **settings), []
         source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
         first, second = (source.next(np.float32(0), step, Stopwatch(), REFERENCE).batch for step in range(2))
         assert len(calls) == passes == source.config.passes
@@ -187,7 +187,7 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
 
 
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
-    source, calls = grpo_source(steps_per_generation=2, num_iterations=2), []
+    source, calls = grpo_source(updates_per_generation=2, num_iterations=2), []
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
     steps = [source.next(np.float32(step), step, Stopwatch()) for step in range(5)]
     assert calls == [0, 0, 4, 4]
@@ -207,7 +207,7 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
 
 
 def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
-    source = grpo_source(steps_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
+    source = grpo_source(updates_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
     parts = [source.next(np.float32(0), step, Stopwatch()) for step in range(2)]
     completions = source.sampler.complete(None, [None] * 4 * GROUP, step=0)
     rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2
@@ -258,7 +258,7 @@ def make_source(unequal, **settings):
 def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_limit(
     limit, unequal, rounds, drawn, learned
 ):
-    source = make_source(unequal, dynamic_sampling=limit, steps_per_generation=2)
+    source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
     found, draw = [], source.draw
     source.draw = lambda *given: found.append(draw(*given)) or found[-1]
     steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
@@ -303,7 +303,7 @@ def test_a_group_whose_rewards_of_the_name_to_filter_by_are_equal_is_drawn_again
 
 def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
     """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
-    source = make_source([0, 3, 4, 5], dynamic_sampling=3, steps_per_generation=2, scale_rewards="batch")
+    source = make_source([0, 3, 4, 5], dynamic_sampling=3, updates_per_generation=2, scale_rewards="batch")
     steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
     found = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
     rewards = np.tile(np.arange(float(GROUP)), 4)

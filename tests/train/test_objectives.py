@@ -20,7 +20,7 @@ IN_ROW = 3
 LONGEST = 8  # max_completion_length
 MEANS = ("grpo", "dapo", "prompt_mean", "dr_grpo")
 """Loss types that differ in their means alone."""
-OFF_POLICY = {"steps_per_generation": 2}
+OFF_POLICY = {"updates_per_generation": 2}
 KL = {"beta": 0.1, "reference": "initial"}
 CLIPPING = {"importance_cap": 1.2, "epsilon": 0.2, "epsilon_high": 0.3, "dual_clip": 1.4}
 EVERYTHING = {**OFF_POLICY, **KL, **CLIPPING, "entropy_coef": 0.05}
