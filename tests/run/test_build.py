@@ -8,7 +8,6 @@ from functools import partial
 import pytest
 from tiny import config
 
-from mllm.data import sft_source
 from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
@@ -46,7 +45,6 @@ def built(request, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name in RANDOM | TIMED | OTHERS:
             patch.setattr(build, name, noting(name, getattr(build, name)))
-        patch.setattr(sft_source, "SftBatches", noting("training", sft_source.SftBatches))
         patch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
         with Run.build(settings) as run:
             run.start()
@@ -76,7 +74,7 @@ def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
     run, given = built
     shares = [given["make_evaluation"]["rows"], run.source.rows]
     if run.config.data:
-        shares += [given["training"]["share"], given["SftBatches"]["share"]]
+        shares += [run.source.batches.share, given["SftBatches"]["share"]]
     assert all(share is ROWS for share in shares)
     assert given["check_same"]["value"] == run.source.position()
 
@@ -90,7 +88,7 @@ def test_slots_are_planned_for_all_that_training_holds(built):
 
 def test_the_temperature_is_a_part_of_the_policy_and_not_of_what_sft_learns(built):
     run, _ = built
-    assert run.forward.options["temperature"] == (0.7 if run.config.grpo else 1.0)
+    assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
 
 
 def test_rewards_are_told_how_long_a_completion_may_be(built):
