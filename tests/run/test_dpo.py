@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from runs import assert_same_end, changed, killed_after, records, run
+from runs import arguments, assert_same_end, changed, killed_after, outputs, records, run, start_two
 from tiny import config
 
 from mllm.data.preference_source import PreferenceSource
@@ -65,6 +65,18 @@ def test_every_mesh_computes_the_updates_of_one_device(tmp_path):
         for line, same in zip(lines, found[1, 1, 1], strict=True):
             for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen"):
                 np.testing.assert_allclose(line[name], same[name], rtol=2e-4, atol=2e-5, err_msg=f"{shape} {name}")
+
+
+def test_two_processes_compute_the_reference_and_the_updates_of_one(tmp_path):
+    one = settings(tmp_path, "kto", mesh={"fsdp": 8}, micro_batch_size=8, steps=2)
+    assert run(one) == 0
+    for path in (cache_folder() / "references").glob("*.reference"):
+        path.unlink()
+    two = changed(one, run_dir=str(tmp_path / "two"))
+    outputs(start_two(["train.py", *arguments(two)]))
+    for line, same in zip(records(two), records(one), strict=True):
+        for name, value in same.items():
+            np.testing.assert_allclose(line[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp_path):
