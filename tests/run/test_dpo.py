@@ -11,7 +11,10 @@ from tiny import config
 
 from mllm.data.preference_source import PreferenceSource
 from mllm.errors import UserError
+from mllm.plan.programs import Programs
 from mllm.run import folder as run_dir
+from mllm.run.build import Run
+from mllm.stopwatch import Stopwatch
 from mllm.store.bucket import cache_folder
 from mllm.store.run_store import RunStore
 from tools import replay
@@ -102,6 +105,15 @@ def test_a_skipped_batch_is_kept_whole_and_replayed(tmp_path, capsys):
         assert np.count_nonzero(batch["reference_logprobs"]) == batch["segments"].max(1).sum()
     assert replay.main([str(kept)]) == 1
     assert "rows aren't finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", "orpo"])
+def test_the_plan_counts_the_arrays_that_an_update_has(tmp_path, loss_type):
+    one = settings(tmp_path, loss_type)
+    with Run.build(one) as begun:
+        batch = begun.source.next(begun.trained, 0, Stopwatch()).batch
+        planned = Programs(one, begun.mesh).batch(one.rows.total)
+    assert [field is None for field in batch] == [field is None for field in planned]
 
 
 def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
