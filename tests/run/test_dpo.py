@@ -6,12 +6,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from runs import assert_same_end, changed, killed_after, records, run
+from runs import arguments, assert_same_end, changed, killed_after, outputs, records, run, start_two
 from tiny import config
 
 from mllm.data.preference_source import PreferenceSource
 from mllm.errors import UserError
+from mllm.plan.programs import Programs
 from mllm.run import folder as run_dir
+from mllm.run.build import Run
+from mllm.stopwatch import Stopwatch
 from mllm.store.bucket import cache_folder
 from mllm.store.run_store import RunStore
 from tools import replay
@@ -67,6 +70,18 @@ def test_every_mesh_computes_the_updates_of_one_device(tmp_path):
                 np.testing.assert_allclose(line[name], same[name], rtol=2e-4, atol=2e-5, err_msg=f"{shape} {name}")
 
 
+def test_two_processes_compute_the_reference_and_the_updates_of_one(tmp_path):
+    one = settings(tmp_path, "kto", mesh={"fsdp": 8}, micro_batch_size=8, steps=2)
+    assert run(one) == 0
+    for path in (cache_folder() / "references").glob("*.reference"):
+        path.unlink()
+    two = changed(one, run_dir=str(tmp_path / "two"))
+    outputs(start_two(["train.py", *arguments(two)]))
+    for line, same in zip(records(two), records(one), strict=True):
+        for name, value in same.items():
+            np.testing.assert_allclose(line[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
 def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp_path):
     pairs = [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 1)} for n in range(40)]
     path = tmp_path / "pairs.jsonl"
@@ -90,6 +105,15 @@ def test_a_skipped_batch_is_kept_whole_and_replayed(tmp_path, capsys):
         assert np.count_nonzero(batch["reference_logprobs"]) == batch["segments"].max(1).sum()
     assert replay.main([str(kept)]) == 1
     assert "rows aren't finite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", "orpo"])
+def test_the_plan_counts_the_arrays_that_an_update_has(tmp_path, loss_type):
+    one = settings(tmp_path, loss_type)
+    with Run.build(one) as begun:
+        batch = begun.source.next(begun.trained, 0, Stopwatch()).batch
+        planned = Programs(one, begun.mesh).batch(one.rows.total)
+    assert [field is None for field in batch] == [field is None for field in planned]
 
 
 def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
