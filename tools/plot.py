@@ -23,7 +23,7 @@ TOPICS = {
     "Loss (nats)": ("loss", "validation/loss"),
     "Validation: token accuracy": ("validation/token_accuracy",),
     "Entropy (nats)": ("entropy",),
-    "KL to the reference (nats)": ("kl",),
+    "KL to reference or teacher (nats)": ("kl",),
     "Completion length (tokens)": ("completions/mean_length",),
     "Share of completions cut off": ("completions/clipped_ratio",),
     "Tokens per second": ("tokens_per_second",),
