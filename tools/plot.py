@@ -24,7 +24,7 @@ TOPICS = {
     "Validation: token accuracy": ("validation/token_accuracy",),
     "Share of pairs that are preferred": ("rewards/accuracies", "validation/rewards/accuracies"),
     "Entropy (nats)": ("entropy",),
-    "KL to the reference (nats)": ("kl",),
+    "KL to reference or teacher (nats)": ("kl",),
     "Completion length (tokens)": ("completions/mean_length",),
     "Share of completions cut off": ("completions/clipped_ratio",),
     "Tokens per second": ("tokens_per_second",),

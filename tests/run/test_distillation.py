@@ -16,6 +16,7 @@ from mllm.rl.mixed_source import is_given
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import check_tokens, load_teacher
 from mllm.store.run_store import RunStore
+from tools import replay
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 TEACHER = {"source": str(FIXTURES / "tiny_grpo"), "dtype": "float32"}
@@ -169,3 +170,13 @@ def test_the_demos_grpo_model_teaches_the_half_trained_one(tmp_path):
     assert np.mean(kl[-10:]) < 0.8 * np.mean(kl[:10])
     policy = load_policy(settings, make_mesh(settings.mesh))
     assert policy.architecture.hidden_size == 64
+
+
+def test_a_skipped_update_is_replayed_with_the_teacher(tmp_path, capsys):
+    data = {"source": "task", "max_length": 32}
+    settings = distilled(run_dir=str(tmp_path / "run"), data=data, grpo=None, rollout=None)
+    settings = changed(settings, steps=8, optimizer={"learning_rate": 9e18, "max_skipped": 1})
+    assert run(settings) == 2
+    assert "the last 2 updates were not finite and skipped" in capsys.readouterr().err
+    assert replay.main([f"{settings.run_dir}/skipped/step_2.npz"]) == 1
+    assert "8 of 8 rows aren't finite" in capsys.readouterr().out

@@ -299,7 +299,7 @@ def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
         "Reward": ["grpo, training", "grpo, held-out", "grpo, test"],
         "Accuracy": ["sft, held-out", "sft, held-out, avg@4", "sft, held-out, pass@4"],
         "Loss (nats)": ["sft, training", "sft, validation"],  # a policy's own loss says nothing
-        "KL to the reference (nats)": ["grpo, training"],
+        "KL to reference or teacher (nats)": ["grpo, training"],
         "Completion length (tokens)": ["grpo, training"],
     }
 
@@ -312,7 +312,17 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-TOOLS = ("device.py", "export.py", "generate.py", "plot.py", "replay.py", "rewards.py", "samples.py", "tune.py")
+TOOLS = (
+    "device.py",
+    "export.py",
+    "generate.py",
+    "plot.py",
+    "replay.py",
+    "rewards.py",
+    "samples.py",
+    "teacher.py",
+    "tune.py",
+)
 BENCHES = ("bench", "bench head", "bench rollout", "bench twice")
 
 
