@@ -17,7 +17,6 @@ TABLE = (
     ("gradient_accumulation_steps", "micro_batch_size; as many passes follow each other as make up batch_size"),
     ("train_batch_size ppo_mini_batch_size", "batch_size, sequences in an update, completions under GRPO"),
     ("generation_batch_size", "grpo.updates_per_generation; a rollout has so many times batch_size completions"),
-    ("updates_per_generation", "grpo.updates_per_generation, of updates; TRL's steps are micro-batches of an update"),
     ("steps_per_generation", "grpo.updates_per_generation, of updates; TRL's steps are micro-batches of an update"),
     ("gradient_checkpointing enable_gradient_checkpointing", "model.remat"),
     ("bf16 fp16 torch_dtype", "model.dtype, bfloat16 or float32"),
