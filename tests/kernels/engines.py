@@ -107,7 +107,9 @@ def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
     """The engine, and other arguments, as one case of a test."""
     marks = [needs_interpreter] * (engine.impl == "mosaic_gpu") + [pytest.mark.slow] * slow
     name = f"{engine.impl} {jnp.dtype(engine.dtype).name}"
-    return pytest.param(engine, *others, id=", ".join([name, *map(str, others)]), marks=marks)
+    return pytest.param(
+        engine, *others, id=", ".join([name, *(getattr(one, "__name__", str(one)) for one in others)]), marks=marks
+    )
 
 
 def engines(*chosen: Engine) -> Any:

@@ -106,7 +106,9 @@ def test_equal_models_differ_by_exactly_nothing_on_a_mesh_too():
         assert not any(np.any(x) for x in jax.tree.leaves(got))
 
 
-@pytest.mark.parametrize(("weight", "function"), [(P("data"), by_loss), (P("model", "data"), by_divergences)], ids=str)
+@pytest.mark.parametrize(
+    ("weight", "function"), [(P("data"), by_loss), (P("model", "data"), by_divergences)], ids=["loss", "divergences"]
+)
 def test_on_explicit_axes_results_are_laid_out_like_the_arguments(weight, function):
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     tokens, words = P("data"), (128, 96)

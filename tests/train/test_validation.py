@@ -29,7 +29,7 @@ def expected():
     one = settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
-    params, hidden_of = policy.initial_params(), jax.jit(forward_of(policy.graphdef, mesh, one).hidden)
+    params, hidden_of = policy.initial_params(), jax.jit(forward_of(policy.graphdef, mesh, one).states)
     tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
     places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
     for place in range(1, 21):  # the last logits are those of the documents as they are
