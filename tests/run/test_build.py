@@ -90,7 +90,7 @@ def test_slots_are_planned_for_all_that_training_holds(built):
 
 def test_the_temperature_is_a_part_of_the_policy_and_not_of_what_sft_learns(built):
     run, _ = built
-    assert run.forward.options["temperature"] == (0.7 if run.config.grpo else 1.0)
+    assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
 
 
 def test_rewards_are_told_how_long_a_completion_may_be(built):
