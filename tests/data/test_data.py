@@ -76,7 +76,7 @@ def test_a_row_is_laid_out_as_the_contract_says(tmp_path):
     np.testing.assert_array_equal(batch.labels, [[0, 0, 0, 0, c, END, 0, 0]])
     np.testing.assert_array_equal(batch.weights, [[0, 0, 0, 0, 0.5, 0.5, 0, 0]])
     assert [field.dtype for field in batch[:5]] == [np.int32] * 4 + [np.float32]
-    assert batch[5:] == (None,) * 4
+    assert set(batch[5:]) == {None}
 
 
 @pytest.mark.parametrize("packing", [False, True])

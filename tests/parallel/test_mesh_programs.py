@@ -41,7 +41,7 @@ def programs(policy):
     shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
     layout, layer = shapes.layout, shapes.cache()[0]
     scalar, per_row = (layout.abstract(shape, jnp.int32, ("batch",)[: len(shape)]) for shape in ((), (ROWS,)))
-    gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout)
+    gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout, int8=False)
     called = {
         "gather": gathered,
         "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, ring=False, layout=layout),
