@@ -9,6 +9,7 @@ opens the next batch. Mixtures are left out.
 import hashlib
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
@@ -50,7 +51,7 @@ BatchPlan = list[tuple[int, int]]
 T = TypeVar("T")
 
 
-class RowBatches(Generic[T]):
+class RowBatches(ABC, Generic[T]):
     """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share."""
 
     def __init__(
@@ -142,9 +143,9 @@ class RowBatches(Generic[T]):
         lengths = (sizes[index][0] if config.packing else config.max_length for index in measured)
         return list(zip(chosen, first_fit(lengths, config.max_length, self.batch_size), strict=False))
 
+    @abstractmethod
     def make(self, plan: BatchPlan) -> T:
         """What an update takes of this process's rows, in numpy."""
-        raise NotImplementedError
 
     def empty(self, plan: BatchPlan) -> tuple[Batch, BatchPlan]:
         """This process's rows, as long as all processes' longest will be, and the documents that they will hold."""
