@@ -93,10 +93,8 @@ class Run:
             wandb.check(config.log)
             source_run = SourceRun.open(config.model)
             begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
-            if source_run and not begun:
-                config = source_run.pin(config)
             if not begun:
-                config = pin_teacher(config)
+                config = pin_teacher(source_run.pin(config) if source_run else config)
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
             self.rewards: RewardRunner | None = None

@@ -5,11 +5,9 @@ import json
 import logging
 import math
 import re
-import resource
 import sys
 import threading
-from contextlib import closing, contextmanager
-from functools import cache
+from contextlib import contextmanager
 from itertools import product
 from unittest.mock import patch
 
@@ -17,64 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import checkpoints as steps_of
-from runs import run
-from tiny import config
+from states import OPTIMIZER, POSITION, like, make_state, opened, save
 
 from mllm import progress
-from mllm.config.model import MeshConfig, OptimizerConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.run.checkpoint import Checkpoints, restore_params
+from mllm.run.checkpoint import restore_params
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store import checkpoints as store_checkpoints
 from mllm.store.folder import Folder
 from mllm.store.run_store import RunStore, seal
-from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state, init_state
 
 disk = pytest.mark.parametrize("place", ["disk"], indirect=True)
 google = pytest.mark.parametrize("place", ["gs"], indirect=True)
 both = pytest.mark.parametrize("place", ["disk", "gs"], indirect=True)
 """What a checkpoint's life does not depend on: which bucket it is."""
-POSITION = {"data": {"next_index": 3}, "num_tokens": 12}
-OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
-
-
-@cache
-def first_state(mesh_config=MeshConfig()):  # noqa: B008
-    """Parameters and optimizer of a model of two parameters; all arrays differ."""
-    mesh = make_mesh(mesh_config)
-    layout = {"embed": ("vocab", "embed"), "norm": ("embed",)}
-    params = {
-        name: jax.device_put(jnp.arange(64.0 ** len(axes)).reshape((64,) * len(axes)), sharding(mesh, axes))
-        for name, axes in layout.items()
-    }
-    return jax.tree.map(lambda leaf: leaf + 1 if leaf.ndim else leaf, init_state(params, OPTIMIZER))
-
-
-def make_state(step, mesh_config=MeshConfig(), value=None, **fields):  # noqa: B008
-    """The state of a run after `step` updates; `value` (by default the step) makes its arrays different."""
-    value = step if value is None else value
-    return RunState(step, jax.tree.map(lambda leaf: leaf + value, first_state(mesh_config)), POSITION, **fields)
-
-
-def like(mesh_config=MeshConfig()):  # noqa: B008
-    return abstract_state(first_state(mesh_config).params, OPTIMIZER)
-
-
-def opened(store, **settings):
-    return closing(Checkpoints(store, CheckpointConfig(**settings)))
-
-
-def save(store, *states, accuracies=None, **settings):
-    """Save states, or the states of steps, with the accuracies of steps."""
-    with opened(store, **settings) as checkpoints:
-        for state in states:
-            state = make_state(state) if isinstance(state, int) else state
-            checkpoints.save(state, "seed: 0\n", (accuracies or {}).get(state.step))
-        checkpoints.wait()
 
 
 @contextmanager
@@ -353,37 +310,6 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_in_one_line(store):
         restored(store)
 
 
-# A disk that is full
-
-
-@contextmanager
-def limited_files(size):
-    """Let no file of this process grow past `size` bytes: writing fails with EFBIG, as it would on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    caching = jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", caching)
-
-
-@pytest.mark.parametrize(("method", "size"), [("save", 0), ("timings", 200), ("wait", 0), ("close", 200)])
-def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method, size):
-    store = RunStore(tmp_path)
-    save(store, 1)
-    checkpoints = Checkpoints(store, CheckpointConfig())
-    with limited_files(size):
-        checkpoints.save(make_state(2), "")
-        checkpoints.saving.thread.join()
-    with pytest.raises(UserError, match=r"2: can't be written \(File too large\).* goes on from checkpoint 1$"):
-        getattr(checkpoints, method)(*((make_state(3), "") if method == "save" else ()))
-    checkpoints.close()
-    assert [name.partition("-")[0] for name in store.entries("checkpoints")] == ["1", "1.json"]
-
-
 def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
     save(store := RunStore(tmp_path), 1, 2)
     flip_bits(store, 2)
@@ -393,23 +319,3 @@ def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
         restored(store)
     assert store.steps() == [1, 2]
     assert restored(store).step == 1
-
-
-def test_a_run_whose_checkpoint_does_not_fit_ends_with_one_line_and_resumes(tmp_path, capfd):
-    settings = config("sft", run_dir=str(tmp_path / "run"), steps=4, checkpoint={"every": 2}, eval=None, rollout=None)
-
-    def save_where_nothing_fits(checkpoints, *state, save=Checkpoints.save):
-        with limited_files(20_000):
-            save(checkpoints, *state)
-            checkpoints.saving.thread.join()
-
-    with patch.object(Checkpoints, "save", save_where_nothing_fits):
-        assert run(settings) == 2
-    said = capfd.readouterr().err
-    last_line = said.splitlines()[-1]
-    assert "checkpoints/2: can't be written (File too large)" in last_line
-    assert last_line.endswith("the same command begins again: there is no checkpoint yet")
-    assert said.count("error: ") == 1
-    assert not re.search("Traceback|never retrieved", said)
-    assert run(settings) == 0
-    assert steps_of(settings) == [2, 4]

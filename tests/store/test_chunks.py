@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import tensorstore
 from runs import join_group, outputs, spawn, start_two
-from test_checkpoint import assert_equal, flip_bits, like, make_state, opened, truncate
+from states import like, make_state, opened
+from test_checkpoint import assert_equal, flip_bits, truncate
 
 from mllm.config.model import MeshConfig
 from mllm.parallel import watch

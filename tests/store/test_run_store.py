@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 from runs import ROOT, environment
-from test_checkpoint import limited_files
+from test_full_disk import limited_files
 
 from mllm.errors import UserError
 from mllm.run.metrics import RunLog

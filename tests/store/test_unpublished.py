@@ -4,7 +4,8 @@ The chunks of a checkpoint are in a folder STEP-TOKEN.NUMBER: of the process gro
 """
 
 import pytest
-from test_checkpoint import both, flip_bits, opened, restored, save
+from states import opened, save
+from test_checkpoint import both, flip_bits, restored
 
 pytestmark = both
 HOLDERS = [f"{token}.{number}" for token in ("0123abcd", "89abcdef") for number in (0, 3)]
