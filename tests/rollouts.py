@@ -12,9 +12,10 @@ from tiny import config, forward_of
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import AXES
+from mllm.rl.completion import Completion
 from mllm.rl.grpo_source import GrpoSource
 from mllm.rl.rewards import RewardRunner
-from mllm.rl.rollout import Completion, Sampler
+from mllm.rl.rollout import Sampler
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4

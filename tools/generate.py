@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mllm.config.task import TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
-    from mllm.rl.rollout import Completion
+    from mllm.rl.completion import Completion
 
 Chat = list[dict[str, str]]
 MOST_TOKENS = 512
@@ -161,7 +161,9 @@ def complete(
 
     from mllm.config.grpo import RolloutConfig
     from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
-    from mllm.rl.rollout import RolloutWork, Sampler
+    from mllm.rl.completion import RolloutWork
+    from mllm.rl.rollout import Sampler
+    from mllm.rl.schedule import Room
     from mllm.stopwatch import COMPILING
 
     are_texts = all(len(chat) == 1 for chat in chats)
@@ -187,7 +189,7 @@ def complete(
             (*policy.stop_ids, *stops),
             RolloutConfig(temperature=options.temperature or 1.0, **settings),
             options.seed,
-            max_slots=lambda: options.slots,
+            room=lambda: options.slots and Room(options.slots),
             poll=lambda: bar.update(work.completions - bar.n),
             work=work,
             stop_texts=(*policy.stop_texts, *options.stop),

@@ -37,6 +37,11 @@ class RolloutConfig(Section):
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
 
     @property
+    def most_tokens(self) -> int:
+        """The most tokens of a prompt and what follows it."""
+        return self.max_prompt_length + self.max_completion_length
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens may be excluded by top-k, top-p or min-p."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p is not None

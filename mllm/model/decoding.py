@@ -1,22 +1,25 @@
-"""One token of every row through the decoder, with a cache of keys and values: a decode step.
+"""New tokens of every row through the decoder, with a cache of keys and values: a decode step.
 
 Parameters and cache are one array a layer, because XLA for GPUs copies what a loop slices out of stacked arrays, at
-every token. The rows' tokens end at one place of the cache, so that a step writes one slice; where a row begins, the
-mask says. A layer with a window keeps no more places than that: place p is that of all tokens p, p + P, p + 2 P, ... of
-which it holds the newest. The dims of the cache are in the order in which XLA for TPUs keeps them.
+every token. The cache is a pool of pages, each with consecutive tokens of one row, so that memory follows the rows' own
+lengths (Kwon et al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: each page's queries
+are its row's, and the pages' softmaxes are merged by rows (Dao et al. 2023, Flash-Decoding). So every key is read once,
+in place, by products that all compilers have, and shapes depend on the number of pages alone. A step's own tokens and
+those of the steps just before, which no page has yet, are in the tail, to which all rows write at one place.
 
-Letters: B rows, D hidden size, P places of the cache, H size of a head, N query heads, K key and value heads, G = N/K
-queries that share a key.
+Letters: B rows, Q new tokens of each, P pages, T places of a page, C places of the tail, X shards of rows and pages;
+D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that share a key.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 
 from kernels.lm_head.contract import dot
 from kernels.precision import precision_of
@@ -40,7 +43,7 @@ from mllm.model.lora import Lora, merge_adapters
 
 
 class LayerCache(NamedTuple):
-    """What one layer's attention reads of the tokens so far, in the compute dtype."""
+    """What one layer's attention reads of tokens, in the compute dtype: of each page's, or of each row's tail."""
 
     keys: Float[Any, "B K P H"]
     values: Float[Any, "B K P H"]
@@ -48,6 +51,15 @@ class LayerCache(NamedTuple):
 
 Cache = tuple[LayerCache, ...]
 """The cache of all layers."""
+
+
+class Pages(NamedTuple):
+    """What the pages of one kind of layers hold."""
+
+    rows: Int[Any, " P"]
+    """The row, among those of the page's shard, whose tokens it has; -1 where no query reads it."""
+    starts: Int[Any, " P"]
+    """The position of its first token in the row's sequence."""
 
 
 class DecodingWeights(NamedTuple):
@@ -58,13 +70,13 @@ class DecodingWeights(NamedTuple):
     layers: tuple[Params, ...]
 
 
-def abstract_cache(model: Decoder, rows: int, places: int) -> Cache:
-    """The shapes, dtypes and, with a layout, shardings of a cache."""
+def abstract_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
+    """The shapes, dtypes and, with a layout, shardings of a cache; `counts` are the pages of each kind of layers."""
     config, layout = model.config, model.layout
     sharding = None if layout is None else layout.sharding(CACHED_KEYS)
     cache = []
-    for kind in config.kinds:
-        shape = (rows, config.num_key_value_heads, min(places, kind.window or places), config.head_dim)
+    for count in counts:
+        shape = (count, config.num_key_value_heads, places, config.head_dim)
         keys = jax.ShapeDtypeStruct(shape, model.dtype, sharding=sharding)
         cache.append(LayerCache(keys, keys))
     return tuple(cache[kind] for kind in config.kind_of_layer)
@@ -149,40 +161,43 @@ def merge_and_gather(
     return map_parameters(lambda x, name: read(rounding, layout, name, x, layer), merged, prefix)
 
 
-def decode_token(
+def apply_tokens(
     graphdef: nnx.GraphDef,
     weights: DecodingWeights,
     cache: Cache,
-    tokens: Int[jax.Array, "B"],
+    pages: Sequence[Pages],
+    tail: Cache,
+    tokens: Int[jax.Array, "B Q"],
     lengths: Int[jax.Array, "B"],
-    end: Int[jax.Array, ""],
-) -> tuple[Float[jax.Array, "B D"], Cache]:
-    """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the cache with `tokens`.
+    done: Int[jax.Array, ""] | int,
+) -> tuple[Float[jax.Array, "B Q D"], Cache]:
+    """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the tail with `tokens`.
 
-    `lengths` says how many tokens of each row are in the cache already, at the places before `end`. The new one
-    goes to place `end`, which must exist in layers without a window; that isn't checked.
+    `lengths` says how many tokens of each row the pages, of each kind of layers, have; `done` how many the tail has.
     """
     model = merge(graphdef, weights, 0)
     layout, config = model.layout, model.config
-    rotations = [rotary(lengths[:, None], kind, config.head_dim) for kind in config.kinds]
-
-    def visible(places: int) -> Bool[jax.Array, "B P"]:
-        tokens = end - (end - jnp.arange(places)) % places  # the newest of each place, by where the row's tokens end
-        return tokens >= (end - lengths)[:, None]
-
-    hidden = constrain(layout, model.look_up(tokens[:, None]), HIDDEN_STATES)
+    new = done + jnp.arange(tokens.shape[1])
+    positions = lengths[:, None] + new
+    rotations = [rotary(positions, kind, config.head_dim) for kind in config.kinds]
+    shards = 1 if layout is None else layout.row_shards
+    views = [
+        View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[config.kind_of_layer.index(i)], shards)
+        for i, (kind, one) in enumerate(zip(config.kinds, pages, strict=True))
+    ]
+    hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     filled = []
-    for index, layer_cache in enumerate(cache):
-        layer, places = merge(graphdef, weights, index).layers, layer_cache.keys.shape[2]
-        projected = layer.project(hidden, rotations[config.kind_of_layer[index]])
+    for index, (pool, own) in enumerate(zip(cache, tail, strict=True)):
+        layer, kind = merge(graphdef, weights, index).layers, config.kind_of_layer[index]
+        projected = layer.project(hidden, rotations[kind])
         queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
-        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=end % places, axis=2)
-        both = (write(old, new.swapaxes(1, 2)) for old, new in zip(layer_cache, (keys, values), strict=True))
+        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
+        both = (write(old, new.swapaxes(1, 2)) for old, new in zip(own, (keys, values), strict=True))
         written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
-        hidden = layer.add_attention(hidden, attend(queries, written, visible(places)))
+        hidden = layer.add_attention(hidden, views[kind].attend(queries, pool, written))
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)
-    return model.last_norm(hidden)[:, 0], tuple(filled)
+    return model.last_norm(hidden), tuple(filled)
 
 
 def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Array, "B V"]:
@@ -196,14 +211,78 @@ def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Decod
     return nnx.merge(graphdef, nnx.State({**weights.outer, "layers": weights.layers[index]}))
 
 
-def attend(
-    queries: Float[jax.Array, "B 1 N H"], cache: LayerCache, visible: Bool[jax.Array, "B P"]
-) -> Float[jax.Array, "B 1 N H"]:
-    """softmax(q k^T / sqrt(H)) v over the visible places; scores and softmax are float32."""
-    rows, kv_heads, _, head_dim = cache.keys.shape
-    grouped = queries.reshape(rows, kv_heads, -1, head_dim)
-    einsum = partial(jnp.einsum, precision=precision_of(queries.dtype))
-    scores = einsum("bkgh,bkph->bkgp", grouped, cache.keys, preferred_element_type=jnp.float32)
-    scores = jnp.where(visible[:, None, None], scores * head_dim**-0.5, -jnp.inf)
-    shares = jax.nn.softmax(scores, axis=-1).astype(cache.values.dtype)
-    return einsum("bkgp,bkph->bkgh", shares, cache.values).reshape(queries.shape)
+class View(NamedTuple):
+    """What each row's new tokens see of the pages and of the tail."""
+
+    rows: Int[jax.Array, "X P"]
+    """The page's row among the shard's; as many as there are rows where no query reads it."""
+    pages: Bool[jax.Array, "X P #Q T"]
+    tail: Bool[jax.Array, "Q C"]
+
+    @classmethod
+    def of(
+        cls,
+        window: int | None,
+        pages: Pages,
+        lengths: Int[jax.Array, "B"],
+        new: Int[jax.Array, " Q"],
+        places: int,
+        cache: LayerCache,
+        shards: int,
+    ) -> "View":
+        """The view of tokens that follow `lengths` and `new` others, of which the tail has `places`."""
+        rows, starts = (x.reshape(shards, -1) for x in pages)
+        length = jnp.take_along_axis(lengths.reshape(shards, -1), jnp.maximum(rows, 0), axis=1)
+        token = (starts[..., None] + jnp.arange(cache.keys.shape[2]))[:, :, None]
+        seen = (rows[..., None, None] >= 0) & (token < length[..., None, None])
+        recent = jnp.arange(places) <= new[:, None]
+        if window is not None:
+            seen &= token > (length[..., None] + new)[..., None] - window
+            recent &= jnp.arange(places) > new[:, None] - window
+        return cls(jnp.where(rows < 0, lengths.shape[0] // shards, rows), seen, recent)
+
+    def attend(
+        self, queries: Float[jax.Array, "B Q N H"], cache: LayerCache, tail: LayerCache
+    ) -> Float[jax.Array, "B Q N H"]:
+        """softmax(q k^T / sqrt(H)) v over what is visible; scores, softmax and sums are float32."""
+        shards, kv_heads, count = self.rows.shape[0], tail.keys.shape[1], queries.shape[1]
+        by_shard = lambda x: x.reshape(shards, -1, *x.shape[1:])  # noqa: E731
+        grouped = by_shard(queries.reshape(-1, count, kv_heads, queries.shape[2] // kv_heads, queries.shape[3]))
+        grouped = grouped.transpose(0, 1, 3, 4, 2, 5)  # X B K G Q H
+        (keys, values), (new_keys, new_values) = (map(by_shard, both) for both in (cache, tail))
+        einsum = partial(jnp.einsum, precision=precision_of(queries.dtype), preferred_element_type=jnp.float32)
+        scale = queries.shape[3] ** -0.5
+        of_pages = einsum("xpkgqh,xpkth->xpkgqt", self.take(grouped), keys) * scale
+        of_pages = jnp.where(self.pages[:, :, None, None], of_pages, -jnp.inf)
+        of_tail = jnp.where(self.tail, einsum("xbkgqh,xbkch->xbkgqc", grouped, new_keys) * scale, -jnp.inf)
+        rows = of_tail.shape[1]
+        largest = jnp.maximum(self.merged("max", of_pages.max(-1), rows), of_tail.max(-1))
+        of_pages = jnp.exp(of_pages - self.take(largest)[..., None])
+        of_tail = jnp.exp(of_tail - largest[..., None])
+        mass = self.merged("sum", of_pages.sum(-1), rows) + of_tail.sum(-1)
+        read = self.merged("sum", einsum("xpkgqt,xpkth->xpkgqh", of_pages.astype(values.dtype), values), rows)
+        read += einsum("xbkgqc,xbkch->xbkgqh", of_tail.astype(values.dtype), new_values)
+        attended = (read / mass[..., None]).astype(queries.dtype)
+        return attended.transpose(0, 1, 4, 2, 3, 5).reshape(queries.shape)
+
+    def take(self, of_rows: Shaped[jax.Array, "X B *R"]) -> Shaped[jax.Array, "X P *R"]:
+        """Each page's row of these."""
+        return jax.vmap(lambda x, rows: x.at[rows].get(mode="clip"))(of_rows, self.rows)
+
+    def merged(
+        self, name: Literal["max", "sum"], of_pages: Float[jax.Array, "X P *R"], rows: int
+    ) -> Float[jax.Array, "X B *R"]:
+        """The largest of each row's pages, -inf without one, or their sum.
+
+        A TPU takes pages one by one where they are scattered, a GPU adds them in any order, a CPU would multiply zeros.
+        """
+        mine = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
+
+        def dense(x: jax.Array) -> jax.Array:
+            if name == "max":
+                return jnp.where(mine.reshape(*mine.shape, *[1] * (x.ndim - 2)), x[:, None], -jnp.inf).max(2)
+            return jnp.einsum("xbp,xp...->xb...", mine.astype(x.dtype), x, precision="highest")
+
+        segment = {"max": jax.ops.segment_max, "sum": jax.ops.segment_sum}[name]
+        scattered = jax.vmap(partial(segment, num_segments=rows))
+        return jax.lax.platform_dependent(of_pages, cpu=lambda x: scattered(x, self.rows), default=dense)

@@ -19,10 +19,9 @@ from mllm.model.decoding import abstract_cache
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs
+from mllm.rl.schedule import MEAN_LENGTH
 
 BANDWIDTH, FLOPS = 0.85, 0.4
-MEAN_LENGTH = 0.25
-"""The mean length over the limit."""
 
 
 def size(count: int) -> str:
@@ -106,10 +105,12 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
         return Seconds(0.0, passes * rows.total * row, update * rows.total * row, 0)
     limit, sequences = rollout.max_completion_length, grpo.updates_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (rollout.max_prompt_length, limit))
-    cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, int(prompt + limit / 2)))
+    seen, shards = int(prompt + limit / 2), layout.row_shards
+    counts = [shards * min(seen, kind.window or seen) for kind in shapes.model.config.kinds]
+    cache = bytes_on_device(abstract_cache(shapes.model, counts, 1))
     # The devices' slots, full until the last sequences wait for the longest.
     steps = max(limit, math.ceil(sequences * completion / shapes.slots))
-    decoded = steps * weights + sequences / layout.row_shards * completion * cache
+    decoded = steps * weights + sequences / shards * completion * cache
     prefilled = forward * prompt * sequences / grpo.num_generations
     computed = min(rows.total, config.batch_size * (prompt + completion) / rows.length + micro / 2) * row
     passes = (0 if config.teacher_in_update else grpo.passes) + grpo.updates_per_generation * scoring

@@ -24,7 +24,7 @@ from mllm.plan import targets
 from mllm.plan.estimate import better_meshes, estimates, other_heads, size, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.rl.schedule import PREFILLED_BATCHES, slots_that_fit
+from mllm.rl.schedule import PREFILLED_BATCHES, room_that_fits
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
@@ -75,10 +75,13 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        slots = slots_that_fit(
+        room = room_that_fits(
             shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory, shapes.teacher
         )
-        shapes.config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_slots": slots})})
+        shapes.config = config.model_copy(
+            update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
+        )
+        shapes.tokens = room.tokens
     found = phases(shapes, devices, tell)
     tell(table(found, devices.memory))
     largest, update = max(found, key=lambda phase: phase.peak), found[-1]
@@ -107,7 +110,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
 
     def compiled(title: str, name: str) -> Account:
         start = time.perf_counter()
-        settings = {"config": config.model_dump(mode="json"), "name": name}
+        settings = {"config": config.model_dump(mode="json"), "name": name, "tokens": shapes.tokens}
         account = account_of("mllm.plan.programs:program", devices, **settings)
         tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
         return account

@@ -16,11 +16,19 @@ from jax.sharding import Mesh
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
-from mllm.model.decoding import Cache, DecodingWeights, abstract_cache, abstract_decoding_weights, decoding_graphdef
+from mllm.model.decoding import (
+    Cache,
+    DecodingWeights,
+    Pages,
+    abstract_cache,
+    abstract_decoding_weights,
+    decoding_graphdef,
+)
 from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
 from mllm.rl import slots
-from mllm.rl.schedule import most_places, prompts_a_batch
+from mllm.rl.pages import page_size
+from mllm.rl.schedule import most_tokens, pool_pages, prompts_a_batch
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import load_teacher
 from mllm.train.head import States
@@ -31,9 +39,11 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
 
 
-def program(mesh: Mesh, *, config: dict[str, Any], name: str) -> Program:
-    """The program of `Programs` with this name; `config` as `Config.model_dump` gives it."""
-    return getattr(Programs(Config.model_validate(config), mesh), name)()
+def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
+    """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
+    shapes = Programs(Config.model_validate(config), mesh)
+    shapes.tokens = tokens
+    return getattr(shapes, name)()
 
 
 class Programs:
@@ -48,6 +58,8 @@ class Programs:
             # The sizes are known by name: no file is needed.
             config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
         self.config = config
+        self.tokens: int | None = None
+        """How many tokens the cache holds over all devices; None: those of all slots at their limit."""
         self.mesh = mesh
         self.policy = load_policy(config, mesh)
         self.teacher = self.load_teacher()
@@ -78,15 +90,18 @@ class Programs:
         return jax.jit(partial(slots.prefill, self.policy.graphdef)), (self.policy.params, prompts, lengths)
 
     def decode(self) -> Program:
-        """A chunk of decode steps in the most slots, with the largest cache, which it reuses."""
-        rows = self.slots
+        """A chunk of decode steps in the most slots, with the largest cache."""
+        rows, counts = self.slots, self.pages()
         ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
         scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
         stream = slots.Stream(stop, scalar, scalar)
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout, greedy=False)
-        arguments = (slots.Slots(ints, ints, ints, ints, live), stream, scalar, scalar, scalar)
-        return jax.jit(function, donate_argnums=1), (self.decoding_weights()[0], self.cache(), *arguments)
+        each = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
+        pages, tail = tuple(Pages(x, x) for x in each), abstract_cache(self.model, [rows] * len(each), slots.CHUNK)
+        state = slots.Slots(ints, ints, ints, ints, ints, live)
+        arguments = (self.decoding_weights()[0], tail, self.cache(), pages, state, stream, scalar, scalar, scalar)
+        return jax.jit(function, donate_argnums=1), arguments
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout, or over preferences."""
@@ -154,9 +169,16 @@ class Programs:
         arrays = (self.array((*shape, 64), dtype, axes) for dtype in (jnp.int32, jnp.float32))
         return [None, None, None, None, *arrays]
 
+    def pages(self) -> list[int]:
+        """The pages of each kind of layers, over all devices."""
+        shards, rollout = self.layout.row_shards, self.config.rollout
+        assert rollout is not None
+        tokens = None if self.tokens is None else self.tokens // shards
+        return [shards * count for count in pool_pages(self.model, rollout, self.slots // shards, tokens)]
+
     def cache(self) -> Cache:
         assert self.config.rollout is not None
-        return abstract_cache(self.model, self.slots, most_places(self.config.rollout))
+        return abstract_cache(self.model, self.pages(), page_size(most_tokens(self.config.rollout)))
 
     def decoding_weights(self) -> tuple[DecodingWeights, Params]:
         """As `abstract_decoding_weights`."""
@@ -166,7 +188,7 @@ class Programs:
     def prefilled(self) -> Cache:
         """The keys and values of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
-        return abstract_cache(self.model, rows, width)
+        return abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
 
     def head_states(self, policy: Policy | None = None) -> States:
         """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""

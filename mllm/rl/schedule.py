@@ -4,6 +4,7 @@ and, by arithmetic on shapes, how many sequences fit beside training; `--plan` h
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,10 +12,12 @@ from flax import nnx
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import OptimizerConfig
 from mllm.data.batch import SIZES, bucket
+from mllm.model.decoder import Decoder
 from mllm.model.decoding import abstract_cache, abstract_decoding_weights
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device, device_memory
 from mllm.parallel.processes import gather_objects
+from mllm.rl.pages import page_size
 from mllm.rl.slots import CHUNK
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
@@ -23,14 +26,23 @@ PREFILL_TOKENS = 4096
 """The most tokens, padding included, that a device prefills at a time."""
 PREFILLED_BATCHES = 2
 """The most batches of prompts whose keys and values wait for slots."""
-SPARE_PLACES = 4 * CHUNK
-"""Places that repacking leaves behind the longest row, so that it is not repacked again soon."""
+MEAN_LENGTH = 0.25
+"""The mean length of sequences over their limit, as it is assumed until the pages are full."""
 WIDTHS = [8, *SIZES]
 """Widths of batches of prompts."""
 SHARE = 0.92
 """The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
 LOGITS = 3
 """Arrays of a decode step's logits, in float32, that are held at a time: logits, noise, and what top-p sorts."""
+
+
+class Room(NamedTuple):
+    """How much is decoded at a time over all devices, which share it evenly."""
+
+    slots: int
+    """Sequences, at least one on each device."""
+    tokens: int | None = None
+    """Their tokens, those in the pages that they have begun to fill included; None: as many as they may have."""
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
@@ -53,14 +65,27 @@ def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[
     return queues
 
 
-def most_places(options: RolloutConfig) -> int:
-    """The places of the largest cache: a chunk begins before the limit and may go beyond it."""
-    return options.max_prompt_length + options.max_completion_length + CHUNK
+def most_tokens(options: RolloutConfig) -> int:
+    """The places that a sequence needs at most: a chunk begins before the limit and may go beyond it."""
+    return options.most_tokens + CHUNK
+
+
+def window_pages(window: int, size: int) -> int:
+    """The most pages of a window's tokens: they, and those of three chunks, begin and end within pages."""
+    return -(-(window + 3 * CHUNK) // size) + 1
+
+
+def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int | None = None) -> list[int]:
+    """The pages of each kind of layers for so many slots, which have so many tokens together; None: the most."""
+    longest, size = most_tokens(options), page_size(most_tokens(options))
+    whole = slots * -(-longest // size) if tokens is None else min(slots * -(-longest // size), tokens // size)
+    windows = (kind.window for kind in model.config.kinds)
+    return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
 
 
 def slot_buckets(most: int) -> list[int]:
-    """The numbers of slots that a shard may have: the most, and its half, down to a sixteenth."""
-    return sorted({-(-most // 2**power) for power in range(5)})
+    """The numbers of slots that a shard may have: the most, its half and its quarter."""
+    return sorted({-(-most // 2**power) for power in range(3)})
 
 
 def prompts_a_batch(needed: int, width: int) -> int:
@@ -77,38 +102,37 @@ def round_size(missing: int, whole: int, shards: int) -> int:
     return bucket(missing, [*(size for size in sizes if size % shards == 0), whole])
 
 
-def places_for(end: int, options: RolloutConfig) -> int:
-    """The number of places of a cache whose rows end at `end`."""
-    return min(bucket(end + SPARE_PLACES), most_places(options))
-
-
-def slots_that_fit(
+def room_that_fits(
     policy: Policy,
     rollout: RolloutConfig,
     optimizer: OptimizerConfig,
     grpo: GrpoConfig | None,
     memory: int | None = None,
     teacher: Policy | None = None,
-) -> int:
-    """The most slots, over all devices, that the memory in bytes a device (None: that of the devices at hand) holds.
+) -> Room:
+    """What the memory in bytes a device (None: that of the devices at hand) holds beside training.
 
-    It is at least one for each of the devices that rows are spread over. Training keeps parameters, the optimizer's
-    moments, a teacher, and a reference where the objective compares with one.
+    There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
+    optimizer's moments, a teacher, and a reference where the objective compares with one.
     """
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout
     if memory is None:
         memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
     weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params, rollout.weights == "int8"))
-    place = bytes_on_device(abstract_cache(model, layout.row_shards, 1))
-    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * place
-    logits = layout.abstract((layout.row_shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-    longest = bytes_on_device(abstract_cache(model, layout.row_shards, most_places(rollout)))
-    slot = longest + LOGITS * bytes_on_device(logits)
+    shards, longest, size = layout.row_shards, most_tokens(rollout), page_size(most_tokens(rollout))
+    most = pool_pages(model, rollout, shards)
+    whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * whole
+    logits = layout.abstract((shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+    windows = [0 if kind.window is None else count for kind, count in zip(model.config.kinds, most, strict=True)]
+    fixed = LOGITS * bytes_on_device(logits) + CHUNK * whole + bytes_on_device(abstract_cache(model, windows, size))
+    token = bytes_on_device(abstract_cache(model, [shards * (kind.window is None) for kind in model.config.kinds], 1))
     trained, frozen = policy.split(policy.params)
     state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))
     kept += bytes_on_device(trained) if grpo and grpo.beta > 0 else 0
     kept += bytes_on_device(teacher.params) if teacher else 0
     free = SHARE * memory - kept - (weights - shared) - waiting
-    return max(1, int(free // slot)) * layout.row_shards
+    slots = max(1, int(free // (fixed + MEAN_LENGTH * longest * token)))
+    return Room(slots * shards, max(longest + size, int((free - slots * fixed) // max(token, 1))) * shards)

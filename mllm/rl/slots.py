@@ -1,10 +1,11 @@
 """The compiled programs of the rollout engine: rows of a batch are slots, which sequences enter and leave.
 
-Each device has its own slots and its own prompts, and no program moves keys or values between devices. All shapes are
-static; the host (`rollout.py`) chooses among few of them and says by numbers what happens to each slot.
+Each device has its own slots, its own prompts and its own pages, and no program moves keys or values between devices.
+All shapes are static; the host (`rollout.py`, `pages.py`) chooses among few of them and says by numbers what happens to
+each slot and page.
 
-Letters: B slots (before repacking N), C steps of a chunk, D hidden size, M prompts of a batch, W its width, K key and
-value heads, P places of the cache (after repacking Q), H size of a head.
+Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of a chunk, or in each row that enters), K
+key and value heads, P pages of the pool, T places of a page, H size of a head, W width of a batch of prompts.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,16 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.grpo import RolloutConfig
-from mllm.model.decoding import Cache, DecodingWeights, LayerCache, abstract_cache, decode_token, logits_of, merge
+from mllm.model.decoding import (
+    Cache,
+    DecodingWeights,
+    LayerCache,
+    Pages,
+    abstract_cache,
+    apply_tokens,
+    logits_of,
+    merge,
+)
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.rl import sampling
 
@@ -34,6 +44,8 @@ class Slots(NamedTuple):
     """How many tokens are in the cache."""
     counts: Int[Any, "B"]
     """How many tokens the completion has."""
+    limits: Int[Any, "B"]
+    """How many it may have."""
     sequences: Int[Any, "B"]
     """The sequence's number among those of the step."""
     live: Bool[Any, "B"]
@@ -54,100 +66,82 @@ class Stream(NamedTuple):
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
 ) -> Cache:
-    """The keys and values of prompts, each of which begins its row; in the result each one ends its row."""
+    """The keys and values of prompts, each of which begins its row."""
     model = nnx.merge(graphdef, params)
-    width = prompts.shape[1]
-    places = jnp.broadcast_to(jnp.arange(width), prompts.shape)
-    stacked = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
-    # A row begins with its prompt for cuDNN's sake; slots want it at the end.
-    align = on_each_device(model.layout, jax.vmap(partial(jnp.roll, axis=1)), (CACHED_KEYS, ("batch",)))
-    kept = [layer.keys.shape[2] for layer in abstract_cache(model, len(prompts), width)]
-    return tuple(
-        LayerCache(*(align(x[i], width - lengths)[:, :, width - places :] for x in stacked))
-        for i, places in enumerate(kept)
-    )
+    places = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    keys, values = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
+    return tuple(LayerCache(*one) for one in zip(keys, values, strict=True))
 
 
-@partial(jax.jit, static_argnames=("ring", "layout"), donate_argnums=0)
+@partial(jax.jit, static_argnames="layout", donate_argnums=0)
 def insert(
     cache: LayerCache,
     prompts: LayerCache,
-    sources: Int[jax.Array, "B"],
-    end: Int[jax.Array, ""],
+    sources: Int[jax.Array, "M"],
+    places: Int[jax.Array, "M S"],
     *,
-    ring: bool,
     layout: Layout | None,
 ) -> LayerCache:
-    """The cache with prompt `sources[b]` of this device at the places of slot b before `end`; -1 leaves a slot alone.
+    """The pool with each of these prompts of its device, from the first token on, at its pages `places`.
 
-    `ring` says that the layer has a window, and place 0 follows the last. Without it `end` must be at least the
-    prompts' width, which isn't checked.
+    Pages beyond the last are left out: those of rows that are none, and of tokens that no window reaches.
     """
 
-    def write(
-        old: Float[jax.Array, "B K P H"], new: Float[jax.Array, "M K W H"], sources: Int[jax.Array, "B"], end: jax.Array
-    ) -> Float[jax.Array, "B K P H"]:
-        if ring:  # a prompt takes all places of its slot
-            new, end = jnp.roll(lengthen(new, old.shape[2]), end, axis=2), jnp.asarray(old.shape[2])
-        window = jax.lax.dynamic_slice_in_dim(old, end - new.shape[2], new.shape[2], axis=2)
-        window = jnp.where((sources >= 0)[:, None, None, None], new[jnp.maximum(sources, 0)], window)
-        return jax.lax.dynamic_update_slice_in_dim(old, window, end - new.shape[2], axis=2)
+    def enter(
+        old: Float[jax.Array, "P K T H"], new: Float[jax.Array, "N K W H"], sources: jax.Array, places: jax.Array
+    ) -> Float[jax.Array, "P K T H"]:
+        return written(old, new[sources], places, jnp.zeros_like(sources))
 
-    local = on_each_device(layout, write, (CACHED_KEYS, CACHED_KEYS, ("batch",), ()))
-    return LayerCache(*(local(old, new, sources, end) for old, new in zip(cache, prompts, strict=True)))
+    local = on_each_device(layout, enter, (CACHED_KEYS, CACHED_KEYS, ("batch",), ("batch",)))
+    return LayerCache(*(local(old, new, sources, places) for old, new in zip(cache, prompts, strict=True)))
 
 
-@partial(jax.jit, static_argnames=("places", "layout"))
-def repack(
-    cache: LayerCache,
-    sources: Int[jax.Array, "B"],
-    ended: Int[jax.Array, ""],
-    end: Int[jax.Array, ""],
-    *,
-    places: int,
-    layout: Layout | None,
-) -> LayerCache:
-    """A cache of `places` with the row of slot `sources[b]` of this device, which ended at `ended`, in slot b.
+@partial(jax.jit, static_argnames="layout")
+def resize(cache: LayerCache, sources: Int[jax.Array, " P"], *, layout: Layout | None) -> LayerCache:
+    """The pool of these pages of each device."""
+    local = on_each_device(layout, lambda old, sources: old[sources], (CACHED_KEYS, ("batch",)))
+    return LayerCache(*(local(old, sources) for old in cache))
 
-    There it ends at `end`. Only the newest tokens are kept where not all have a place.
+
+def written(
+    pool: Float[jax.Array, "P K T H"],
+    new: Float[jax.Array, "M K C H"],
+    places: Int[jax.Array, "M S"],
+    offsets: Int[jax.Array, "M"],
+) -> Float[jax.Array, "P K T H"]:
+    """The pool with each row's tokens in its pages `places`, from `offsets` on; pages beyond the last are left out.
+
+    Whole pages are written: a scatter of single tokens is a loop on TPUs.
     """
-
-    def move(
-        old: Float[jax.Array, "N K P H"], sources: Int[jax.Array, "B"], ended: jax.Array, end: jax.Array
-    ) -> Float[jax.Array, "B K Q H"]:
-        # A gather, not two rolls: XLA's program for CPUs never ends where one of several rows is gathered and rolled.
-        held = old.shape[2]
-        age = (end - 1 - jnp.arange(places)) % places  # 0: the newest token's
-        moved = old[sources][:, :, (ended - 1 - age) % held]
-        return jnp.where((age < held)[:, None], moved, 0)
-
-    local = on_each_device(layout, move, (CACHED_KEYS, ("batch",), (), ()))
-    return LayerCache(*(local(old, sources, ended, end) for old in cache))
+    size, (rows, count) = pool.shape[2], places.shape
+    index = jnp.arange(count * size) - offsets[:, None]
+    moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
+    moved = moved.reshape(rows, -1, count, size, new.shape[3]).swapaxes(1, 2)
+    fresh = ((index >= 0) & (index < new.shape[2])).reshape(rows, count, 1, size, 1)
+    return pool.at[places].set(jnp.where(fresh, moved, pool.at[places].get(mode="clip")), mode="drop")
 
 
-def lengthen(keys: Float[jax.Array, "B K P H"], places: int) -> Float[jax.Array, "B K Q H"]:
-    """The keys or values with zeros in front, so that there are at least so many places."""
-    return jnp.pad(keys, [(0, 0), (0, 0), (max(places - keys.shape[2], 0), 0), (0, 0)])
-
-
-@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="cache")
+@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="tail")
 def decode(
     graphdef: nnx.GraphDef,
     weights: DecodingWeights,
+    tail: Cache,
     cache: Cache,
+    pages: tuple[Pages, ...],
     slots: Slots,
     stream: Stream,
-    end: Int[jax.Array, ""],
+    begun: Int[jax.Array, ""],
     steps: Int[jax.Array, ""],
     stop_after: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
     greedy: bool,
 ) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache]:
-    """At most `steps` tokens of each slot, how many, and the cache with their predecessors from place `end` on.
+    """Each slot's tokens of a chunk from `begun` on, at most `steps`; the place behind them, and their tail.
 
-    It stops early after `stop_after` sequences have ended, or all. What is drawn, [B, C], means nothing behind a stop
-    token, or the last step. It reuses the memory of `cache`.
+    `pages` says for each kind of layers what the cache holds of the tokens before the chunk, which `slots` counts. It
+    stops early after `stop_after` sequences have ended, or all. What is drawn, [B, C], means nothing before `begun`,
+    behind a stop token, or behind the last step. It reuses the memory of `tail`.
     """
     model = merge(graphdef, weights, 0)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
@@ -156,29 +150,72 @@ def decode(
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         _, done, _, _, live, _ = carry
         left = live.sum()
-        return (done < steps) & (left > 0) & (alive - left < stop_after)
+        return (done < begun + steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
-        chunk, done, cache, tokens, live, seen = carry
-        hidden, cache = decode_token(graphdef, weights, cache, tokens, slots.lengths + done, end + done)
+        chunk, done, tail, tokens, live, seen = carry
+        hidden, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens[:, None], slots.lengths, done)
         positions = slots.counts + done
-        logits = logits_of(model, hidden)
+        logits = logits_of(model, hidden[:, 0])
         if seen is not None:
             logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
         drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, keys, positions, options)
-        stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= options.max_completion_length)
+        stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
         seen = None if seen is None else seen | (drawn.tokens[:, None] == jnp.arange(seen.shape[1]))
-        return chunk, done + 1, cache, drawn.tokens, live & ~stopped, seen
+        return chunk, done + 1, tail, drawn.tokens, live & ~stopped, seen
 
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
-    none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.zeros((), jnp.int32)
+    none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.asarray(begun)
     nothing = jnp.zeros(model.config.vocab_size, bool)
     seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
-    chunk, done, cache, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, cache, slots.tokens, slots.live, seen))
+    chunk, done, tail, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, tail, slots.tokens, slots.live, seen))
     # Every process reads the tokens of all rows.
-    return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), cache
+    return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), tail
+
+
+@partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+def extend(
+    graphdef: nnx.GraphDef,
+    weights: DecodingWeights,
+    cache: Cache,
+    pages: tuple[Pages, ...],
+    places: tuple[Int[jax.Array, "M S"], ...],
+    tokens: Int[jax.Array, "M W"],
+    lengths: Int[jax.Array, "M"],
+) -> Cache:
+    """The cache with these tokens behind each row's first `lengths`, which `pages` have; `places` as for `add_tail`."""
+    model = merge(graphdef, weights, 0)
+    tail = empty_tail(graphdef, weights, *tokens.shape)
+    _, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0)
+    return add_tail(cache, tail, places, lengths, kinds=model.config.kind_of_layer, layout=model.layout)
+
+
+@partial(jax.jit, static_argnames=("graphdef", "rows", "places"))
+def empty_tail(graphdef: nnx.GraphDef, weights: DecodingWeights, rows: int, places: int) -> Cache:
+    model = merge(graphdef, weights, 0)
+    shapes = abstract_cache(model, [rows] * len(model.config.kinds), places)
+    return jax.tree.map(lambda x: constrain(model.layout, jnp.zeros(x.shape, x.dtype), CACHED_KEYS), shapes)
+
+
+@partial(jax.jit, static_argnames=("kinds", "layout"), donate_argnames="cache")
+def add_tail(
+    cache: Cache,
+    tail: Cache,
+    places: tuple[Int[jax.Array, "B S"], ...],
+    lengths: Int[jax.Array, "B"],
+    *,
+    kinds: tuple[int, ...],
+    layout: Layout | None,
+) -> Cache:
+    """The cache with the rows' tails behind their first `lengths` tokens, at the pages `places` of each kind."""
+    write = on_each_device(layout, written, (CACHED_KEYS, CACHED_KEYS, ("batch",), ("batch",)))
+    size = cache[0].keys.shape[2]
+    return tuple(
+        LayerCache(*(write(old, new, places[kind], lengths % size) for old, new in zip(pool, own, strict=True)))
+        for kind, pool, own in zip(kinds, cache, tail, strict=True)
+    )
 
 
 def on_each_device(

@@ -13,9 +13,10 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
+from mllm.rl.completion import Completion
 from mllm.rl.reward_process import FAILURES, Sample
 from mllm.rl.rewards import RewardRunner, number, reward_metrics, weighted_sum
-from mllm.rl.rollout import Completion, Sampler
+from mllm.rl.rollout import Sampler
 from mllm.stopwatch import Stopwatch
 
 MOST_FAILED_GROUPS = 0.5

@@ -41,7 +41,7 @@ from mllm.rl.grpo_source import GrpoSource, TeacherPass
 from mllm.rl.mixed_source import MixedSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
-from mllm.rl.schedule import slots_that_fit
+from mllm.rl.schedule import room_that_fits
 from mllm.run import folder, heartbeat, report, wandb
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
@@ -166,7 +166,7 @@ class Run:
                 config.seed,
                 # Not before it is needed, because other mistakes in the configuration come first.
                 cache(
-                    partial(slots_that_fit, policy, config.rollout, config.optimizer, config.grpo, teacher=self.teacher)
+                    partial(room_that_fits, policy, config.rollout, config.optimizer, config.grpo, teacher=self.teacher)
                 ),
                 self.interrupt.poll,
                 stop_texts=policy.stop_texts,

@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 from tiny import config
 
-from mllm.model.decoding import abstract_cache, abstract_decoding_weights, decode_token, decoding_weights
+from mllm.model.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 from mllm.model.int8 import Int8Matrix, quantize
 from mllm.model.layout import QUANTIZED
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.slots import Slots, Stream, decode
+from mllm.rl.slots import CHUNK, Slots, Stream, decode
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q", "down")}
 
@@ -61,16 +61,21 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
     matrices = [x for x in jax.tree.leaves(weights, is_leaf=is_int8) if is_int8(x)]
     assert len(matrices) == 7 * 2 + len(QUANTIZED & set(weights.outer))
     tokens, none = jnp.asarray([5, 77, 258, 0]), jnp.zeros(4, jnp.int32)
-    shapes = abstract_cache(nnx.merge(policy.graphdef, policy.params), 4, 8)
+    shapes = abstract_cache(nnx.merge(policy.graphdef, policy.params), [4], 32)
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    found, expected = (decode_token(policy.graphdef, x, cache, tokens, none, jnp.int32(0))[0] for x in (weights, plain))
+    pages = (Pages(jnp.arange(4), none),)
+    found, expected = (
+        apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0] for x in (weights, plain)
+    )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     drawn = [
         decode(
             policy.graphdef,
             given,
-            jax.tree.map(jnp.copy, cache),
-            Slots(tokens, none, none, none, none == 0),
+            jax.tree.map(lambda x: jnp.zeros_like(x[:, :, :CHUNK]), cache),
+            cache,
+            pages,
+            Slots(tokens, none, none, none + 9, none, none == 0),
             Stream(jnp.asarray([-1]), jnp.int32(0), jnp.int32(0)),
             jnp.int32(0),
             jnp.int32(2),

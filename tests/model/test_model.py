@@ -20,7 +20,7 @@ from tiny import load_weights, logits
 from mllm.model import weights
 from mllm.model.architecture import SMALLEST, Architecture
 from mllm.model.decoder import Decoder, linear, rms_norm
-from mllm.model.decoding import abstract_cache, abstract_decoding_weights, decode_token, decoding_weights
+from mllm.model.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
@@ -182,16 +182,21 @@ def test_a_loop_of_decode_steps_does_not_copy_the_cache():
     config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params = nnx.split(model)
-    cache, weights = abstract_cache(model, 2, 4096), decoding_weights(graphdef, params)
+    cache, tail, weights = (
+        abstract_cache(model, [64], 128),
+        abstract_cache(model, [2], 16),
+        decoding_weights(graphdef, params),
+    )
     rows = jnp.zeros(2, jnp.int32)
+    pages = (Pages(jnp.arange(64) % 2, jnp.arange(64) // 2 * 128),)
 
-    def decode(cache):
-        def step(end, cache):
-            return decode_token(graphdef, weights, cache, rows, rows + end, end)[1]
+    def decode(cache, tail):
+        def step(done, tail):
+            return apply_tokens(graphdef, weights, cache, pages, tail, rows[:, None], rows + 4096, done)[1]
 
-        return jax.lax.fori_loop(0, 4096, step, cache)
+        return cache, jax.lax.fori_loop(0, 16, step, tail)
 
-    memory = jax.jit(decode, donate_argnums=0).lower(cache).compile().memory_analysis()
+    memory = jax.jit(decode, donate_argnums=(0, 1)).lower(cache, tail).compile().memory_analysis()
     # Attention may copy the layer that it reads, an eighth of the cache's keys and values, and no more.
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 2
 

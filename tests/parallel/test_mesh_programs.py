@@ -16,8 +16,9 @@ from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
 from mllm.rl import schedule
-from mllm.rl.schedule import slots_that_fit
-from mllm.rl.slots import CHUNK, insert, repack
+from mllm.rl.pages import page_size
+from mllm.rl.schedule import LOGITS, MEAN_LENGTH, most_tokens, room_that_fits
+from mllm.rl.slots import CHUNK, insert, resize
 from mllm.train.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
@@ -27,6 +28,8 @@ SETTINGS = config(
     grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"},
     rollout={"max_prompt_length": PROMPT, "max_completion_length": LIMIT},
 )
+MOST = most_tokens(SETTINGS.rollout)
+PAGE = page_size(MOST)
 KV_HEADS, HEAD_DIM = ARCHITECTURE["num_key_value_heads"], HIDDEN // ARCHITECTURE["num_attention_heads"]
 
 
@@ -40,12 +43,13 @@ def programs(policy):
     """The compiled programs of a rollout."""
     shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
     layout, layer = shapes.layout, shapes.cache()[0]
-    scalar, per_row = (layout.abstract(shape, jnp.int32, ("batch",)[: len(shape)]) for shape in ((), (ROWS,)))
+    per_row, places = (layout.abstract(shape, jnp.int32, ("batch",)) for shape in ((ROWS,), (ROWS, 2)))
+    per_page = layout.abstract(shapes.cache()[0].keys.shape[:1], jnp.int32, ("batch",))
     gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout, int8=False)
     called = {
         "gather": gathered,
-        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, scalar, ring=False, layout=layout),
-        "repack": repack.lower(layer, per_row, scalar, scalar, places=48, layout=layout),
+        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, places, layout=layout),
+        "resize": resize.lower(layer, per_page, layout=layout),
         **{name: getattr(shapes, name)()[0].lower(*getattr(shapes, name)()[1]) for name in ("prefill", "decode")},
     }
     return SimpleNamespace(**{name: lowered.compile() for name, lowered in called.items()})
@@ -65,41 +69,47 @@ def test_a_decode_step_gathers_no_parameters_and_sums_its_own_rows_over_tp(progr
     assert {array.shape for array in moved if array.shape[-1] == HIDDEN} == {(ROWS // 4, 1, HIDDEN)}
 
 
-@pytest.mark.parametrize("name", ["prefill", "decode", "insert", "repack"])
+@pytest.mark.parametrize("name", ["prefill", "decode", "insert", "resize"])
 def test_devices_exchange_no_keys_or_values(programs, name):
     shapes = {array.shape for array in exchanged(getattr(programs, name)) if len(array.shape) == 4}
     assert not [shape for shape in shapes if shape[1] <= KV_HEADS and shape[3] == HEAD_DIM]
 
 
-def test_a_chunk_s_cache_takes_the_place_of_the_one_before(programs):
-    """So the program is compiled once, and there is no second cache. Each device holds its own slots and heads."""
+def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
+    """So the program is compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
+    for info, one in zip(
+        *map(jax.tree.leaves, (programs.decode.in_avals[0][2], programs.decode.input_shardings[0][2])), strict=True
+    ):
+        assert one.shard_shape(info.shape) == (ROWS // 4 * -(-MOST // PAGE), KV_HEADS // 2, PAGE, HEAD_DIM)
     before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[2]
     carried = 0
     for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info[2], before, after)), strict=True):
         assert one.is_equivalent_to(other, len(info.shape))
-        assert other.shard_shape(info.shape) == (ROWS // 4, KV_HEADS // 2, PROMPT + LIMIT + CHUNK, HEAD_DIM)
+        assert other.shard_shape(info.shape) == (ROWS // 4, KV_HEADS // 2, CHUNK, HEAD_DIM)
         carried += math.prod(other.shard_shape(info.shape)) * info.dtype.itemsize
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def fitting_slots(policy, memory=None):
-    return slots_that_fit(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
+def fitting_room(policy, memory=None):
+    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
 
 
-def test_the_slots_that_fit_take_what_training_leaves_of_the_memory(policy):
+def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    least, most = (fitting_slots(policy, memory) for memory in (2**20, 2**30))
-    assert least == 4  # one for each device that has rows of its own
-    evaluated = changed(SETTINGS, rollout={"max_slots": most}, eval={}, task={"heldout": 16})
+    least, most = (fitting_room(policy, memory) for memory in (2**20, 2**30))
+    assert least.slots == 4  # one for each device that has rows of its own, with its tokens
+    assert least.tokens >= 4 * MOST
+    evaluated = changed(SETTINGS, rollout={"max_slots": most.slots}, eval={}, task={"heldout": 16})
     shapes = Programs(evaluated, make_mesh(SETTINGS.mesh))
     assert shapes.slots == 16
-    token = bytes_on_device(shapes.cache()) / (16 / 4) / (PROMPT + LIMIT + CHUNK)
-    assert 0.7 * 2**30 < most / 4 * ((PROMPT + LIMIT + CHUNK) * token + 3 * 4 * 260 / 2) < 2**30
+    token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
+    assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30
+    assert most.tokens / most.slots == pytest.approx(MEAN_LENGTH * MOST, rel=0.01)
 
 
 def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
     monkeypatch.setattr(schedule, "gather_objects", lambda own: [own, 2**28, 2**30])
-    assert fitting_slots(policy) == fitting_slots(policy, 2**28)
+    assert fitting_room(policy) == fitting_room(policy, 2**28)
 
 
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):

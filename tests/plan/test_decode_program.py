@@ -8,7 +8,6 @@ import jax
 import pytest
 
 from mllm.config import load as configs
-from mllm.model.decoding import abstract_cache
 from mllm.parallel.mesh import AXES, bytes_on_device
 from mllm.plan import targets
 from mllm.plan.programs import Programs
@@ -37,7 +36,7 @@ def copied(program, elements):
 
 
 def decode_program(target, source, slots, shape, weights=None):
-    """A model's compiled decode step with a cache half as long as the longest, what copies cache or weights, and the
+    """A model's compiled decode step with half of the longest sequences' tokens, what copies cache or weights, and the
     bytes of both on a device, which a step reads.
     """
     axes = dict(zip(AXES, shape, strict=True))
@@ -48,7 +47,7 @@ def decode_program(target, source, slots, shape, weights=None):
     ]
     mesh = targets.mesh(target, shape, AXES)
     shapes = Programs(configs.load("qwen25_3b_grpo.yaml", [f"model.source={source}", *settings]), mesh)
-    shapes.cache = lambda: abstract_cache(shapes.model, slots, 768)
+    shapes.tokens = 768 * slots
     arrays = jax.tree.leaves((shapes.decoding_weights()[0], shapes.cache()))
     parts = [(math.prod(x.sharding.shard_shape(x.shape)), x.dtype.itemsize) for x in arrays]
     program = targets.compiled(*shapes.decode(), mesh)
@@ -72,7 +71,8 @@ def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_n
     assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
     mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
     usual = Programs(configs.load("qwen25_3b_grpo.yaml", ["rollout.max_slots=320"]), mesh)
-    cache, weights = map(bytes_on_device, (abstract_cache(usual.model, 320, 768), usual.decoding_weights()[0]))
+    usual.tokens = 768 * 320
+    cache, weights = map(bytes_on_device, (usual.cache(), usual.decoding_weights()[0]))
     assert nbytes - cache < 0.505 * weights
     assert nbytes < 0.58 * (weights + cache)  # the cache, here half full in all rows, stays bfloat16
 

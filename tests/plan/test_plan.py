@@ -18,8 +18,7 @@ from mllm.plan import memory, targets
 from mllm.plan.estimate import BANDWIDTH, FLOPS, better_meshes, estimate, estimates, other_heads, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.rl import rollout
-from mllm.rl.schedule import slots_that_fit
+from mllm.rl.schedule import room_that_fits
 
 MIB = 2**20
 
@@ -87,7 +86,7 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
 
 @pytest.mark.slow
 def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_that_wait_for_slots(planned, shapes):
-    slots, places, prompts = 8 // 2, 16 + 4 + rollout.CHUNK, 2 * 4 * 16
+    slots, places, prompts = 8 // 2, 2 * 32, 2 * 4 * 16  # two pages hold 16 + 4 tokens and a chunk
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
     phases = planned[0]
     assert bytes_on_device(shapes.cache()) == token * slots * places
@@ -345,7 +344,7 @@ def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(e
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
     arguments = config.rollout, config.optimizer, config.grpo, 2**23
-    assert slots_that_fit(shapes.policy, *arguments, shapes.teacher) < slots_that_fit(shapes.policy, *arguments)
+    assert room_that_fits(shapes.policy, *arguments, shapes.teacher) < room_that_fits(shapes.policy, *arguments)
     with_teacher, shapes.teacher = estimate(shapes, 1e9, 1e12), None
     without = estimate(shapes, 1e9, 1e12)
     name = "update" if estimator == "full" else "logprob"

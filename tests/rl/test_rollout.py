@@ -1,5 +1,6 @@
 """Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
+import json
 from array import array
 from collections import Counter
 from functools import partial
@@ -20,14 +21,15 @@ from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
-from mllm.model.decoding import LayerCache, abstract_cache
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
-from mllm.rl import rollout, sampling
-from mllm.rl.rollout import Completion, RolloutWork, Sampler
-from mllm.rl.schedule import assign_prompts
-from mllm.rl.slots import CHUNK, insert, repack
+from mllm.rl import engine, sampling
+from mllm.rl.completion import Completion, RolloutWork
+from mllm.rl.pages import PageTable, page_size
+from mllm.rl.rollout import Sampler
+from mllm.rl.schedule import Room, assign_prompts, most_tokens, pool_pages
+from mllm.rl.slots import CHUNK, written
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
@@ -48,11 +50,22 @@ def prompts():
 
 
 def complete(
-    model, prompts, options=OPTIONS, *, seed=0, step=0, first_sequence=0, slots=5, stops=STOPS, ended=len, **given
+    model,
+    prompts,
+    options=OPTIONS,
+    *,
+    seed=0,
+    step=0,
+    first_sequence=0,
+    slots=5,
+    room=None,
+    stops=STOPS,
+    ended=len,
+    **given,
 ):
     """The completions of a sampler with this file's stop tokens."""
     graphdef, params = nnx.split(model)
-    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, max_slots=lambda: slots, **given)
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, lambda: room or Room(slots), **given)
     return sampler.complete(params, prompts, step=step, first_sequence=first_sequence, ended=ended)
 
 
@@ -138,7 +151,7 @@ def test_seed_and_step_choose_the_completions_and_need_no_further_program(model,
 
 def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_but_no_bit(model, prompts, completions, monkeypatch):
     polls = []
-    monkeypatch.setattr(rollout, "CALL_SECONDS", 0.0)  # a step in each call
+    monkeypatch.setattr(engine, "CALL_SECONDS", 0.0)  # a step in each call
     work = RolloutWork()
     assert complete(model, prompts, poll=lambda: polls.append(1), work=work) == completions
     assert len(polls) == work.steps
@@ -160,7 +173,7 @@ def sample_groups(mesh, slots):
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
     options = options.model_copy(update={"repetition_penalty": 1.1})
     renderer, stops = Renderer(bytes_tokenizer()), range(0, 260, 20)
-    sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: slots if mesh else 99)
+    sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: Room(slots if mesh else 99))
     result = sampler.complete(policy.initial_params(), GROUPS, step=2)
     assert sampler.work.slot_steps <= slots * sampler.work.steps  # over all devices
     return result
@@ -185,8 +198,8 @@ def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
     work, found = RolloutWork(), []
-    for seconds in (rollout.CALL_SECONDS, 0.0):  # 0: a step in each call
-        monkeypatch.setattr(rollout, "CALL_SECONDS", seconds)
+    for seconds in (engine.CALL_SECONDS, 0.0):  # 0: a step in each call
+        monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
         found.append(complete(model, prompts[:8] * 8, options, stops=stops, slots=16, stop_texts=texts, work=work))
     assert found[0] == found[1]
     ends = []
@@ -226,43 +239,90 @@ def test_greedy_completions_are_those_of_transformers(name):
     graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))
     prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
-    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), (5, 71), options, 0, lambda: 4)
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), (5, 71), options, 0, lambda: Room(4))
     result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
     assert [one.tokens.tolist() for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
     assert not any(any(one.logprobs) for one in result)  # each token was certain
 
 
-def test_a_sliding_layer_s_cache_has_no_more_places_than_its_window():
-    sizes = weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3")
-    cache = abstract_cache(Decoder.abstract(sizes), rows=2, places=24)
-    assert [layer.keys.shape[2] for layer in cache] == [5, 24, 5]
+def gemma(**changes):
+    """A model with random parameters whose layers have a window of 5 tokens, or none."""
+    sizes = json.loads((Path(__file__).parent.parent / "fixtures" / "gemma3" / "config.json").read_text())
+    sizes |= {"vocab_size": VOCABULARY, "initializer_range": 0.3, **changes}
+    return Decoder(Architecture.from_hf(sizes, "test"), rngs=nnx.Rngs(1), dtype=jnp.float32)
 
 
-def ring(lengths, end, places):
-    """Rows of tokens 1, 2, ... up to `lengths`, which end at `end`: the newest of each place, elsewhere 0."""
-    tokens = end - 1 - (end - 1 - np.arange(places)) % places - (end - np.array(lengths)[:, None]) + 1
-    keys = np.maximum(tokens, 0)[:, None, :, None].astype(np.float32)
-    return LayerCache(keys, -keys)
+@pytest.mark.parametrize("windows", [False, True])
+def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, prompts, windows):
+    """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
+    chosen, work = gemma() if windows else model, [RolloutWork(), RolloutWork()]
+    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=100), (-1,)
+    rooms = [Room(12), Room(12, 10 * 32)]
+    few, many = (
+        complete(chosen, prompts, options, stops=stops, room=r, work=w) for r, w in zip(rooms, work, strict=True)
+    )
+    for one, other in zip(few, many, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert work[1].prefilled > work[0].prefilled  # some were prefilled once more
+    assert max(pages for _, *each in work[1].programs for pages in each) == 10
+    for prompt, one in list(zip(prompts, few, strict=True))[:4]:
+        whole = jnp.array([[*prompt, *one.tokens, *[0] * 112][:112]])
+        logits = np.float64(hidden_states(*nnx.split(chosen), whole)) @ np.float64(chosen.head_weight).T
+        expected = jax.nn.log_softmax(logits[len(prompt) - 1 :][: len(one.tokens)], axis=-1)
+        np.testing.assert_allclose(
+            one.logprobs, np.take_along_axis(expected, np.array(one.tokens)[:, None], 1)[:, 0], atol=2e-4
+        )
 
 
-@pytest.mark.parametrize(
-    ("places", "end", "later_places", "later_end"),
-    [
-        (6, 6, 8, 9),  # it grows into a ring of the window's 8 places,
-        (8, 9, 8, 23),
-        (8, 23, 8, 12),
-        (8, 12, 6, 5),  # and shrinks again
-    ],
-)
-def test_rings_keep_the_newest_tokens_of_rows_that_enter_and_move(places, end, later_places, later_end):
-    at, later = np.int32(end), np.int32(later_end)
-    prompts, lengths = ring([3, 5], 5, 5), [end, 3, 2]
-    entered = insert(ring(lengths, end, places), prompts, np.array([-1, 1, 0]), at, ring=True, layout=None)
-    jax.tree.map(np.testing.assert_array_equal, entered, ring([end, 5, 3], end, places))
-    moved = repack(entered, np.array([2, 0]), at, later, places=later_places, layout=None)
-    jax.tree.map(np.testing.assert_array_equal, moved, ring([3, end], later_end, later_places))
-    one = repack(entered, np.array([2]), at, later, places=later_places, layout=None)  # two rolls of it did not end
-    jax.tree.map(np.testing.assert_array_equal, one, ring([3], later_end, later_places))
+def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
+    sizes = Decoder.abstract(weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3"))
+    options = RolloutConfig(max_prompt_length=100, max_completion_length=900)
+    assert page_size(most_tokens(options)) == 64
+    assert pool_pages(sizes, options, slots=3) == [3 * 16, 3 * 2]
+
+
+@given(st.data())
+def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
+    """They grow, and others enter and leave, in pools that grow and shrink around what they have."""
+    window = data.draw(st.sampled_from([None, 5, 70]))
+    table, lengths = PageTable(2, 8, window, slack=4), dict[int, int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        grown = data.draw(st.dictionaries(st.integers(0, 5), st.integers(1, 30)))
+        lengths = {one: lengths.get(one, 0) + more for one, more in grown.items()}
+        wanted = {one: table.numbers(length, 3) for one, length in lengths.items()}
+        for one in range(6):
+            table.release(one % 2, one, wanted.get(one, range(0)))
+        needed = [sum(len(numbers) for one, numbers in wanted.items() if one % 2 == shard) for shard in (0, 1)]
+        before = table.owners, table.starts
+        sources, kept = table.resize(max(needed) + 1), table.owners >= 0
+        for old, new in zip(before, (table.owners, table.starts), strict=True):
+            assert not kept.any() or (np.take_along_axis(old, sources, 1)[kept] == new[kept]).all()
+        for one, numbers in wanted.items():
+            table.reserve(one % 2, one, numbers)
+        rows = table.of_rows(np.array([[0, 2, 4], [5, 3, 1]]))
+        for one, length in lengths.items():
+            row = {0: 0, 2: 1, 4: 2, 5: 0, 3: 1, 1: 2}[one]
+            mine = np.flatnonzero(rows.rows[one % 2] == row)
+            tokens = {int(start) + i for start in rows.starts[one % 2, mine] for i in range(8)}
+            first = 0 if window is None else max(0, length - window + 1)
+            assert {*range(first, length + 3)} <= tokens
+            assert len(mine) == len(wanted[one])
+            place = table.places(np.array([[one]] * 2), np.array([[length]] * 2), 2)[one % 2, 0]
+            assert rows.starts[one % 2, place[0]] == length // 8 * 8
+
+
+def test_tokens_are_written_into_their_pages_from_an_offset_on_and_nothing_else_changes():
+    rng = np.random.default_rng(0)
+    pool, new = rng.normal(size=(6, 2, 4, 3)), rng.normal(size=(2, 2, 5, 3))
+    places, offsets = np.array([[4, 0, 6], [6, 1, 2]]), np.array([2, 3])  # 6 is no page
+    expected = pool.copy()
+    for row, pages in enumerate(places):
+        for token in range(5):
+            page, place = divmod(offsets[row] + token, 4)
+            if pages[page] < 6:
+                expected[pages[page], :, place] = new[row, :, token]
+    np.testing.assert_array_equal(written(*map(jnp.array, (pool, new, places, offsets))), np.float32(expected))
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))

@@ -18,7 +18,7 @@ from mllm.store.checksum import checksums
 SEED = 7
 RANDOM = {"load_task", "Sampler", "GrpoSource", "SftSource", "make_train_step"}
 TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-OTHERS = {"slots_that_fit", "RewardRunner", "make_evaluation", "SftBatches", "check_same"}
+OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation", "SftBatches", "check_same"}
 ROWS = RowShare(0, 1)
 """What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
 
@@ -81,8 +81,8 @@ def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
 
 def test_slots_are_planned_for_all_that_training_holds(built):
     run, given = built
-    assert run.sampler.max_slots() > 0
-    planned = [given["slots_that_fit"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
+    assert run.sampler.room().slots > 0
+    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
     assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
 
 

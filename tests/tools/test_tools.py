@@ -22,7 +22,8 @@ from mllm.model import peft
 from mllm.model.load import load_model, load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.rollout import Completion, Sampler
+from mllm.rl.completion import Completion
+from mllm.rl.rollout import Sampler
 from mllm.run.checkpoint import by_name
 from mllm.run.report import summary
 from mllm.store.run_store import RunStore, seal
@@ -221,7 +222,7 @@ def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
     ((sampler, params, _, given),) = calls
     chosen = sampler.options
     found = [chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p]
-    assert [*found, chosen.repetition_penalty, sampler.seed, sampler.max_slots()] == [*numbers.values()]
+    assert [*found, chosen.repetition_penalty, sampler.seed, sampler.room().slots] == [*numbers.values()]
     assert nnx.merge(sampler.graphdef, params).rounding.dtype == dtype
     of_run = () if model else ("~",)  # of an export its id alone
     assert (*sampler.stop_texts,) == (*of_run, "two tokens", "<|im_start|>")

@@ -62,7 +62,9 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     from mllm.model.architecture import Architecture
     from mllm.model.decoder import Decoder
     from mllm.model.tokenizer import Renderer, bytes_tokenizer
-    from mllm.rl import rollout
+    from mllm.rl.completion import RolloutWork
+    from mllm.rl.rollout import Sampler
+    from mllm.rl.schedule import Room
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
     graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
@@ -70,8 +72,8 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
 
     def roll_out(seed: int) -> Figures:
-        slots, work, tokens = options["slots"], rollout.RolloutWork(), Renderer(bytes_tokenizer())
-        sampler = rollout.Sampler(graphdef, tokens, STOPS, config, seed, max_slots=lambda: slots, work=work)
+        slots, work, tokens = options["slots"], RolloutWork(), Renderer(bytes_tokenizer())
+        sampler = Sampler(graphdef, tokens, STOPS, config, seed, room=lambda: Room(slots), work=work)
         sampler.complete(params, rows, step=0)
         return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
 

@@ -1,0 +1,127 @@
+"""A rollout's cache: pools of pages on the devices, which grow and shrink, and the tables of what they hold."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from mllm.config.grpo import RolloutConfig
+from mllm.data.batch import bucket
+from mllm.model.decoder import Decoder
+from mllm.model.decoding import Cache, DecodingWeights, LayerCache, Pages, abstract_cache
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import sharding
+from mllm.rl.pages import PageTable, page_size
+from mllm.rl.schedule import most_tokens, pool_pages
+from mllm.rl.slots import CHUNK, insert, resize
+
+POOLS = sorted(size * 2**power for power in range(20) for size in (16, 20, 25))
+"""The pages of pools, so few that few programs are compiled, and so many that at most a fifth is empty."""
+SHRINK = 2
+"""A pool stays as it is until it is so many times as large as it need be: it may grow again."""
+Span = tuple[int, int]
+"""How many tokens a sequence has in pages, and how many further ones it needs places for."""
+
+
+class PagedCache:
+    """The cache of all layers. Numbers of pages are those of a shard; arrays [X, ...] have all shards."""
+
+    def __init__(
+        self, model: Decoder, options: RolloutConfig, weights: DecodingWeights, slots: int, tokens: int | None
+    ) -> None:
+        """A cache without pages, for at most so many tokens a shard; None: those of all slots at their limit."""
+        self.model, self.options, self.layout = model, options, model.layout
+        self.shards = 1 if self.layout is None else self.layout.row_shards
+        self.page = page_size(most_tokens(options))
+        self.most = max(pool_pages(model, options, slots, tokens))
+        slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
+        self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
+        self.layers: list[LayerCache] = []
+        # A pool of less than a quarter of the weights' bytes saves little, and is a program more.
+        whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
+        page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
+        self.least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)) // 4 // max(page, 1)
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages of each kind of layers."""
+        return [table.pages for table in self.tables]
+
+    @property
+    def places(self) -> int:
+        """The tokens that there are places for, in layers that see all."""
+        return self.page * max(self.pages)
+
+    def lacks(self, spans: Iterable[Span], spare: int = 0) -> bool:
+        """Whether a shard's sequences with these spans need more pages than it may have, and so many to spare."""
+        spans = list(spans)
+        return max(table.needed(spans) for table in self.tables) + spare > self.most
+
+    def hold(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
+        """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
+        for table in self.tables:
+            for shard, held in enumerate(spans):
+                for sequence, span in held.items():
+                    table.release(shard, sequence, table.numbers(*span))
+        needed = [max(table.needed(held.values()) for held in spans) for table in self.tables]
+        self.resize(self.pages_for(needed, rows))
+        for table in self.tables:
+            for shard, held in enumerate(spans):
+                for sequence, span in held.items():
+                    table.reserve(shard, sequence, table.numbers(*span))
+
+    def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
+        """The pages of each kind's pool, where so many are needed; few numbers occur."""
+        most = pool_pages(self.model, self.options, rows)
+        limit, now = min(self.most, max(*most, *needed)), max(self.pages)
+        wanted = min(limit, bucket(max(rows, self.least, *needed), POOLS))
+        if wanted <= now < SHRINK * wanted:
+            wanted = now
+        windows = zip(self.tables, most, needed, strict=True)
+        return [wanted if table.window is None else min(wanted, max(of_rows, own)) for table, of_rows, own in windows]
+
+    def resize(self, pages: Sequence[int]) -> None:
+        """Have so many pages of each kind, at least those in use."""
+        if self.pages == list(pages):
+            return
+        sources = [on_devices(self.layout, table.resize(n)) for table, n in zip(self.tables, pages, strict=True)]
+        if not self.layers:
+            shapes = abstract_cache(self.model, [self.shards * n for n in pages], self.page)
+            self.layers = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), x) for x in shapes]
+            return
+        for index, kind in enumerate(self.model.config.kind_of_layer):  # one at a time: no second cache is held
+            self.layers[index] = resize(self.layers[index], sources[kind], layout=self.layout)
+
+    def release(self, shard: int, sequence: int) -> None:
+        """Take the sequence's pages back."""
+        for table in self.tables:
+            table.release(shard, sequence)
+
+    def insert(self, batch: Cache, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
+        """Copy prompts, those in the rows `sources` of the batch, into the pages of these sequences; -1 is none."""
+        count = -(-batch[0].keys.shape[2] // self.page)
+        none = np.zeros_like(sequences)
+        placed = [on_devices(self.layout, (sources, x.places(sequences, none, count))) for x in self.tables]
+        for index, (prompts, kind) in enumerate(zip(batch, self.model.config.kind_of_layer, strict=True)):
+            self.layers[index] = insert(self.layers[index], prompts, *placed[kind], layout=self.layout)
+
+    def views(
+        self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], tokens: int
+    ) -> tuple[tuple[Pages, ...], tuple[Int[np.ndarray, "X M S"], ...]]:
+        """What the pages hold of these rows' sequences, and the pages to which so many further tokens of them go."""
+        count = (tokens - 2) // self.page + 2
+        rows = tuple(table.of_rows(sequences) for table in self.tables)
+        return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)
+
+
+def on_devices(layout: Layout | None, tree: Any) -> Any:
+    """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
+    if layout is None:
+        return flat
+    place = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
+    return jax.tree.map(lambda x: place(x, x.shape), flat)  # the shape says that each process passes all rows
