@@ -282,8 +282,9 @@ def apply_template(renderer: Renderer, messages: Sequence[Message], **options: A
             if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
+            control = control_tokens(renderer.tokenizer)
             for text in strings_in([*messages, {**renderer.args}]):
-                if found := control_tokens(renderer.tokenizer).search(text):
+                if found := control.search(text):
                     what = f"{found.group()} is a control token, which only the chat template may write"
                     raise MessagesError(f"messages: {what}")
             # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
