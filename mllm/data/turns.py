@@ -7,6 +7,7 @@ those of Qwen, Llama 3 and Hermes lack.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -14,6 +15,8 @@ from typing import Any
 
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Message, Renderer, Tokenizer, control_tokens, encode, encode_prompt, render
+
+log = logging.getLogger(__name__)
 
 Tools = list[dict[str, Any]]
 """JSON schemas of functions, as `tool_schemas` makes them."""
@@ -81,8 +84,12 @@ def check_turns(renderer: Renderer, tools: Tools | None, keep_thoughts: bool) ->
     """
     if renderer.rule == "never":
         raise UserError("chat_template: never renders no turns, which an environment needs: remove it")
-    renderer = with_tools(renderer, tools)
+    template = f"the chat template of {renderer.tokenizer.name_or_path or 'the tokenizer'}"
     chat = [{"role": "user", "content": "What is 6 times 7?"}]
+    told = render(renderer, chat)
+    renderer = with_tools(renderer, tools)
+    if tools and render(renderer, chat) == told:
+        log.warning("%s leaves tools out: a model that does not know them must read of them in its prompt", template)
     kept = render(renderer, chat, add_generation_prompt=True)
     begins = kept.removeprefix(render(renderer, chat))
     thought = "" if "</think>" in begins else THOUGHT
@@ -92,7 +99,6 @@ def check_turns(renderer: Renderer, tools: Tools | None, keep_thoughts: bool) ->
         chat += [{"role": "assistant", "content": thought + ANSWER}, new]
         kept += sampled + after_answer(renderer, [new])[0]
     found = render(renderer, chat, add_generation_prompt=True)
-    template = f"the chat template of {renderer.tokenizer.name_or_path or 'the tokenizer'}"
     if found == kept and keep_thoughts:
         raise UserError(f"task.keep_thoughts: {template} keeps them itself: remove it")
     if THOUGHTS.sub("", found) != THOUGHTS.sub("", kept):

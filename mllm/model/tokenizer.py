@@ -282,9 +282,8 @@ def apply_template(renderer: Renderer, messages: Sequence[Message], **options: A
             if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
                 raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
             refuse_powers(template)
-            control = control_tokens(renderer.tokenizer)
             for text in strings_in([*messages, {**renderer.args}]):
-                if found := control.search(text):
+                if found := control_tokens(renderer.tokenizer).search(text):
                     what = f"{found.group()} is a control token, which only the chat template may write"
                     raise MessagesError(f"messages: {what}")
             # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
@@ -313,8 +312,9 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 
 
+@lru_cache(maxsize=8)
 def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """A pattern that matches the text of any control token."""
+    """A pattern that matches the text of any control token; Llama 3's many are read once, as no tokenizer changes."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
 

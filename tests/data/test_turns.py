@@ -99,10 +99,11 @@ def test_control_tokens_and_halves_of_characters_in_an_observation_are_text():
     assert given.tokenizer.decode(ids) == f"\n{START}user\n{said}{END}\n{START}assistant\n"
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them():
+def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them(caplog):
     for template in (BYTES_TEMPLATE, QWEN, LLAMA):
         check_turns(renderer(template), None, False)
         check_turns(renderer(template), TOOLS, False)
+    assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True] * 2  # bytes and Llama
     check_turns(renderer(QWEN3), TOOLS, False)  # thoughts before answers of tools stay
     check_turns(renderer(QWEN3), None, True)
     begins = GENERATION.replace("assistant\n", "assistant\n<think>\n")
