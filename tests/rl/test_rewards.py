@@ -183,11 +183,12 @@ def trainer(does):
     """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
     script = f"""
         from array import array
+        from functools import partial
         from mllm.data.tasks.task import Example
         from mllm.orphans import children
-        from mllm.rl.reward_process import Sample
+        from mllm.rl.reward_process import Sample, bind_all
         from mllm.rl.reward_worker import Worker
-        worker = Worker([({HOSTILE!r}, {{}})], None, ["answer"], 4, lambda: None)
+        worker = Worker(partial(bind_all, [({HOSTILE!r}, {{}})], None, ["answer"], 4), lambda: None)
         worker.start()
         print(*children(worker.process.pid), flush=True)
         print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
