@@ -296,12 +296,16 @@ class Config(Section):
         """Raise if a setting of conversations can't work, or has no effect."""
         if self.rollout is None:
             if self.task:
-                self.reject_unused("without a rollout section", "task.environment", "task.tools")
+                self.reject_unused("without a rollout section", "task.environment", "task.tools", "task.keep_thoughts")
         elif not (self.task and self.task.converses):
-            unused = ("rollout.max_turns", "rollout.max_total_length")
+            unused = (
+                "rollout.max_turns",
+                "rollout.max_total_length",
+                *["task.keep_thoughts"] * (self.task is not None),
+            )
             self.reject_unused("without task.environment or task.tools", *unused)
         elif self.rollout.turns == 1:
-            self.reject_unused("with rollout.max_turns: 1, since no turn follows a call", "task.tools")
+            self.reject_unused("with rollout.max_turns: 1, since no turn follows", "task.tools", "task.keep_thoughts")
 
     def check_evaluation(self) -> None:
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""

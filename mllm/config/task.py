@@ -124,6 +124,9 @@ class TaskConfig(Section):
     details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
+    keep_thoughts: bool | None = None
+    """Let earlier turns keep their thoughts in a conversation where the chat template, which drops them, would render
+    it anew."""
     reward_timeout: PositiveFloat = 2.0
     """Seconds that a reward function may take for a completion, and an environment for a turn; a batched function has
     the sum for all of its call."""

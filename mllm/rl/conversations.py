@@ -19,10 +19,10 @@ from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example
 from mllm.data.turns import observation_tokens, prompt_tokens
 from mllm.errors import CommonError, UserError
-from mllm.model.tokenizer import Message, MessagesError, Renderer, stop_ids
+from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
 from mllm.rl.environments import Move, Turn
-from mllm.rl.reward_process import NOT_APPLICABLE, Answer, Played, Sample
+from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Played, Sample
 from mllm.rl.reward_worker import TICK, Worker
 from mllm.rl.rewards import RewardRunner
 
@@ -55,18 +55,16 @@ class Conversation:
         self.tokens += tokens
         self.sampled += [sampled] * len(tokens)
 
-    def took(self, answer: Answer) -> Turn | None:
+    def took(self, answer: Any) -> Turn | None:
         """What came of a move, None where that failed; its reward is added to the last turn's."""
-        kind, given, *logged = answer
-        if kind not in ("value", NOT_APPLICABLE):
-            self.failure = kind, given
-            return None
-        if len(logged) != 1 or logged[0][0] != "turn":
-            self.failure = "raised", "wrote to its process's connection with the trainer"
-            return None
-        if kind == "value" and self.assistant:
-            self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + float(given)
-        return Turn(*logged[0][1:])
+        match answer:
+            case (("value" | "not_applicable") as kind, given, ("turn", *found)):
+                if kind == "value" and self.assistant:
+                    self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + given
+                return Turn(*found)
+        wrote = "raised", "wrote to its process's connection with the trainer"
+        self.failure = (answer[0], answer[1]) if answer[0] in FAILURES else wrote
+        return None
 
     @property
     def assistant(self) -> list[Message]:
@@ -155,26 +153,27 @@ class Conversations:
         self.found = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
         self.mine = range(len(prompts))[self.rows.part_of(len(prompts), self.group)]
         for number, prompt in enumerate(prompts):
-            self.move(Move(number, prompt.example, self.seed_of(number // self.group)))
+            name = f"{self.seeds} {number // self.group}".encode()
+            seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
+            self.move(Move(number, prompt.example, seed))
         for number, answer in self.collect(range(len(prompts))).items():
             conversation, limit = self.found[number], self.options.max_prompt_length
             if (turn := conversation.took(answer)) is not None:
                 try:
                     tokens = prompt_tokens(self.renderer, turn.messages, self.tools)
                     if len(tokens) > limit:
-                        raise MessagesError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
+                        raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
                     conversation.prompt, conversation.tokens = turn.messages, tokens
-                except MessagesError as error:
+                except UserError as error:
                     self.fail(number, error)
             conversation.sampled = [False] * len(conversation.tokens)
         return [[*conversation.tokens] for conversation in self.found]
 
-    def seed_of(self, group: int) -> int:
-        return int.from_bytes(hashlib.blake2b(f"{self.seeds} {group}".encode(), digest_size=4).digest()) >> 1
-
     def send(self, found: Mapping[int, Any]) -> None:
-        """Send turns that have ended to the environments, by their conversations: each with a completion's `tokens`,
-        `text` and `finished`."""
+        """Send turns that have ended, by their conversations' numbers, to the environments.
+
+        Each has the `tokens`, `text` and `finished` of a completion.
+        """
         for number, turn in found.items():
             conversation = self.found[number]
             conversation.add(turn.tokens, sampled=True)
@@ -188,9 +187,8 @@ class Conversations:
         answers = self.collect([number for number in sequences if self.found[number].failure is None])
         return {number: self.follow(number, answers[number]) if number in answers else None for number in sequences}
 
-    def follow(self, number: int, answer: Answer) -> list[int] | None:
-        conversation = self.found[number]
-        assistant = conversation.messages[-1]
+    def follow(self, number: int, answer: Any) -> list[int] | None:
+        conversation, assistant = self.found[number], self.found[number].messages[-1]
         if (turn := conversation.took(answer)) is None:
             return None
         if turn.calls:
@@ -204,7 +202,7 @@ class Conversations:
         ended = conversation.tokens[-1] in self.closing
         try:
             tokens = observation_tokens(self.renderer, turn.messages, ended, self.tools)
-        except MessagesError as error:
+        except UserError as error:
             self.fail(number, error)
             return None
         whole = len(conversation.tokens) + len(tokens) + self.options.max_completion_length
@@ -239,7 +237,7 @@ class Conversations:
             worker = move.conversation // self.group % len(self.queues)
             self.queues[worker].put((move, self.asked[move.conversation]))
 
-    def collect(self, numbers: Sequence[int]) -> dict[int, Answer]:
+    def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The answers to the moves of these conversations, of all processes."""
         own = {number: self.asked.pop(number) for number in numbers if number in self.asked}
         found: Any
@@ -255,4 +253,4 @@ class Conversations:
                 raise CommonError(part)
         # Processes with the same share have held the same conversations: the first one's answers count.
         answers = {number: answer for _, part in reversed(shares) for number, answer in part}
-        return {number: (*answers[number][:2], *map(tuple, answers[number][2:])) for number in numbers}
+        return {number: answers[number] for number in numbers}

@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -196,7 +197,8 @@ def is_logged(one: Any) -> bool:
 
 
 def is_message(one: Any) -> bool:
-    return isinstance(one, dict) and all(isinstance(one.get(name), str) for name in ("role", "content"))
+    whole = isinstance(one, dict) and {"role", "content"} <= one.keys() <= {"role", "content", "name"}
+    return whole and all(isinstance(text, str) and not re.search("[\ud800-\udfff]", text) for text in one.values())
 
 
 def is_call(one: Any) -> bool:

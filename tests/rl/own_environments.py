@@ -68,29 +68,25 @@ class Multiply:
         """No tool, since `step` gets whole turns."""
 
 
-class Counter:
-    """In the form of TRL's examples."""
+class Echo:
+    """In the form of TRL's examples; what a tool returns may be no text."""
 
     def __init__(self):
         self.client = SimpleNamespace()
 
     def reset(self, **row) -> str | None:
-        self.reward, self.row = 0.0, sorted(row)
+        self.row = sorted(row)
 
-    def step(self, amount: int) -> str:
+    def step(self, number: int) -> str:
         """
-        Add to the counter.
+        Echo a number.
 
         Args:
-            amount: How much is added.
-
-        Returns:
-            The counter.
+            number: The number.
         """
-        if amount < 1:
-            raise ValueError("amount must be positive")
-        self.reward += amount
-        return str(self.reward)
+        if number < 1:
+            raise ValueError("number must be positive")
+        return number
 
 
 class Hostile:

@@ -132,7 +132,7 @@ HARMLESS = {
     "print('o' * 100_000); os.write(1, b'w' * 100_000)": None,
     "if os.fork() == 0: time.sleep(600)": None,
     "if os.fork() == 0: raise ValueError": None,
-    "result = 'on', True, False": None,
+    "result = 'on', 'jax' not in sys.modules, False": None,
     "time.sleep(600)": "timed_out took longer than 0.4 s",
     "re.match(r'(a+)+$', 'a' * 64 + 'b')": "timed_out took longer than 0.4 s",
     "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
@@ -160,7 +160,7 @@ def counted(found):
 
 
 def test_a_hostile_environment_is_counted_and_nothing_else_is_lost():
-    """Of two processes one is ended twice; the even groups' environments live in it."""
+    """The first of two processes is ended twice; the even groups' environments live in it."""
     with opened("Hostile", reward_timeout=0.4, reward_workers=2) as made:
         prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(HARMLESS)
         found = play(made(), prompts, [["pass"], *([does, "pass"] for does in HARMLESS)])

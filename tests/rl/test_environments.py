@@ -73,21 +73,21 @@ def test_a_class_in_skyrl_s_form_takes_the_record_and_gives_messages():
 
 
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
-    move = held("Counter", "double")
+    move = held("Echo", "double")
     ((_, _, (_, _, schemas)),) = move(Move())
     assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
     move(begun(answer="7", level=1))
-    text = f"I add. {call('step', amount=2)}{call('step', amount=0)}{call('double', number=4)}{call('triple')}"
+    text = f"Well. {call('step', number=2)}{call('step', number=0)}{call('double', number=4)}{call('triple')}"
     (turn,) = move(Move(0, completion=text))
     texts, kind, _, done, calls, errors, _ = said(turn)
-    assert (texts[0], texts[2], kind, done, errors) == ("2.0", "8", "not_applicable", False, 2)
-    assert "amount must be positive" in texts[1]
+    assert (texts[0], texts[2], kind, done, errors) == ("2", "8", "not_applicable", False, 2)
+    assert "number must be positive" in texts[1]
     assert "there is no tool triple; there are double, step" in texts[3]
-    assert calls[1] == {"name": "step", "arguments": {"amount": 0}}
+    assert calls[1] == {"name": "step", "arguments": {"number": 0}}
     (unread,) = move(Move(0, completion="<tool_call>{"))
     assert said(unread)[3:6] == (False, [], 1)
     (over,) = move(Move(0, completion="Done."))
-    assert said(over) == ([], "not_applicable", "", True, [], 0, {"reward": 2.0, "row": ["answer", "level", "prompt"]})
+    assert said(over) == ([], "not_applicable", "", True, [], 0, {"row": ["answer", "level", "prompt"]})
 
 
 def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last():

@@ -324,6 +324,20 @@ def test_a_rollout_that_ends_early_stops_its_functions():
             '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
             ("value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]),
         ),
+        (
+            '[0, "value", 0.5, ["turn", [{"role": "a", "content": "b"}], true, [], 0, {}]]',
+            ("value", 0.5, ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]),
+        ),
+        *(
+            (f'[0, "value", 0.5, ["turn", {turn}]]', None)
+            for turn in (
+                "[], true, [], 0",
+                '[{"role": "a"}], true, [], 0, {}',
+                r'[{"role": "a", "content": "\ud800"}], true, [], 0, {}',
+                '[{"role": "a", "content": "b", "reward": 1}], true, [], 0, {}',
+                '[], true, [{"name": "a"}], 0, {}',
+            )
+        ),
         *(
             (f'[0, "value", 0.5, {logged}]', None)
             for logged in ("1", '["extra", "a"]', '["metric", "a", NaN]', '["metric", "a", "1"]', '["extra", "a", []]')
