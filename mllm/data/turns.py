@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 Tools = list[dict[str, Any]]
 """JSON schemas of functions, as `tool_schemas` makes them."""
+Call = tuple[str, dict[str, Any]]
+"""The name of a function, and its arguments."""
 
 ANSWER = "The-answer-is-42."
 """The known answer: nothing in it is trimmed, and no new message stands before it."""
@@ -123,7 +125,7 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
     return schemas
 
 
-def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+def tool_calls(text: str) -> list[Call]:
     """The names and arguments of the calls in an answer, behind its thoughts; none where it calls no tool.
 
     Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of Qwen and Hermes, any number of them;
@@ -133,7 +135,7 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     """
     said = text.rpartition("</think>")[2].strip()
     if "<tool_call>" in said:
-        calls = []
+        calls = list[Call]()
         for part in said.split("<tool_call>")[1:]:
             body, closed, _ = part.partition("</tool_call>")
             if not closed:
@@ -145,9 +147,9 @@ def tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return []
 
 
-def json_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+def json_calls(text: str) -> list[Call]:
     """The calls that a text consists of, one or more with semicolons between; ValueError where it has anything else."""
-    calls, rest = [], text.strip()
+    calls, rest = list[Call](), text.strip()
     while rest or not calls:
         try:
             value, end = json.JSONDecoder(strict=False).raw_decode(rest)
@@ -163,7 +165,7 @@ def json_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
     return calls
 
 
-def tagged_call(text: str) -> tuple[str, dict[str, Any]]:
+def tagged_call(text: str) -> Call:
     """The call `<function=NAME><parameter=NAME>VALUE</parameter>...</function>`; ValueError where it is none."""
     head, *parts = text.partition("</function>")[0].split("<parameter=")
     arguments: dict[str, Any] = {}
