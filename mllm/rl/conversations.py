@@ -8,10 +8,9 @@ environment that fails ends its conversation, whose reward is then not known.
 import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any
 
 from mllm.config.grpo import RolloutConfig
@@ -26,7 +25,7 @@ from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Played, Sam
 from mllm.rl.reward_worker import TICK, Worker
 from mllm.rl.rewards import RewardRunner
 
-Waiting = SimpleQueue[tuple[Move, Future[Answer]] | None]
+Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 """Moves for a worker, and where its answers are put."""
 
 
@@ -110,40 +109,30 @@ class Conversations:
         self.ends: list[int] = []
         """The conversations that the trainer ends."""
         self.asked: dict[int, Future[Answer]] = {}
-        self.queues: list[Waiting] = [SimpleQueue() for _ in runner.environments]
-        pairs = zip(runner.environments, self.queues, strict=True)
-        self.threads = [Thread(target=self.serve, args=pair) for pair in pairs]
+        self.waiting = [Waiting() for _ in runner.environments]
+        self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
 
     def __enter__(self) -> "Conversations":
         self.runner.stopped.clear()
-        for thread in self.threads:
-            thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.runner.stopped.set()
-        for waiting, thread in zip(self.queues, self.threads, strict=True):
-            waiting.put(None)
-            thread.join()
+        for pool in self.pools:
+            pool.shutdown(cancel_futures=True)
 
     def serve(self, worker: Worker, waiting: Waiting) -> None:
-        """Have a worker make the moves that wait for it, all of them together."""
-        while (first := waiting.get()) is not None:
-            batch = [first]
-            while not waiting.empty():
-                if (other := waiting.get()) is None:
-                    waiting.put(None)
-                    break
-                batch.append(other)
-            try:
-                answers = worker.ask([0], [move for move, _ in batch], self.runner.timeout)
-            except BaseException as error:
-                worker.kill()  # it may be in the middle of a move
-                for _, future in batch:
-                    future.set_exception(error)
-            else:
-                for (_, future), answer in zip(batch, answers, strict=True):
-                    future.set_result(answer)
+        """Have a worker make all the moves that wait for it by now, together."""
+        batch = [waiting.get() for _ in range(waiting.qsize())]
+        try:
+            answers = worker.ask([0], [move for move, _ in batch], self.runner.timeout) if batch else []
+        except BaseException as error:
+            worker.kill()  # it may be in the middle of a move
+            for _, future in batch:
+                future.set_exception(error)
+        else:
+            for (_, future), answer in zip(batch, answers, strict=True):
+                future.set_result(answer)
 
     def start(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Begin all conversations; returns the token ids of their prompts, with what the environments add.
@@ -233,9 +222,10 @@ class Conversations:
     def move(self, move: Move) -> None:
         """Have a worker make a move, if the conversation is this process's; a group is one worker's."""
         if move.conversation in self.mine:
+            one = move.conversation // self.group % len(self.pools)
             self.asked[move.conversation] = Future()
-            worker = move.conversation // self.group % len(self.queues)
-            self.queues[worker].put((move, self.asked[move.conversation]))
+            self.waiting[one].put((move, self.asked[move.conversation]))
+            self.pools[one].submit(self.serve, self.runner.environments[one], self.waiting[one])
 
     def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The answers to the moves of these conversations, of all processes."""
