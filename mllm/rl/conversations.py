@@ -154,7 +154,7 @@ class Conversations:
                         raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
                     conversation.prompt, conversation.tokens = turn.messages, tokens
                 except UserError as error:
-                    self.fail(number, error)
+                    self.end(number, error)
             conversation.sampled = [False] * len(conversation.tokens)
         return [[*conversation.tokens] for conversation in self.found]
 
@@ -192,7 +192,7 @@ class Conversations:
         try:
             tokens = observation_tokens(self.renderer, turn.messages, ended, self.tools)
         except UserError as error:
-            self.fail(number, error)
+            self.end(number, error)
             return None
         whole = len(conversation.tokens) + len(tokens) + self.options.max_completion_length
         if whole > self.options.total_length:
@@ -211,11 +211,9 @@ class Conversations:
                     conversation.values = turn.values
         return self.found
 
-    def fail(self, number: int, error: UserError) -> None:
-        self.found[number].failure = "raised", str(error)
-        self.end(number)
-
-    def end(self, number: int) -> None:
+    def end(self, number: int, error: UserError | None = None) -> None:
+        """End a conversation, which fails if there is an error."""
+        self.found[number].failure = ("raised", str(error)) if error else None
         self.ends.append(number)
         self.move(Move(number))
 

@@ -11,7 +11,6 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,10 +44,9 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What came of a move, beside the reward."""
+    """What came of a move, beside the reward: the new messages, or where a conversation begins those of its prompt."""
 
     messages: Messages
-    """The new ones; where a conversation begins, its prompt's."""
     done: bool = False
     calls: Sequence[Mapping[str, Any]] = ()
     """The assistant's tool calls, each a name and arguments."""
@@ -58,35 +56,30 @@ class Turn(NamedTuple):
     """At the end the environment's public attributes that JSON can hold."""
 
 
-@dataclass(slots=True)  # so that none of its attributes is a value
 class Server:
     """An environment behind a URL: a request as the conversation begins, one after each turn, and one to take leave."""
 
-    url: str
-    token: str
-    seconds: float
-    fields: dict[str, Any] = field(default_factory=dict)
+    __slots__ = ("ask", "fields")  # so that no attribute is a value
 
-    async def request(self, **fields: Any) -> dict[str, Any]:
-        self.fields |= fields
-        answer = json.loads(await asyncio.to_thread(ask, self.url, self.token, self.fields, self.seconds))
-        if not isinstance(answer, dict):
-            raise TypeError(f"expected a JSON object with observation, reward and done, got {answer!r:.100}")
-        return answer
+    def __init__(self, url: str, token: str, seconds: float) -> None:
+        self.ask, self.fields = partial(ask, url, token, seconds=seconds), dict[str, Any](over=True)
 
     async def reset(self, messages: Messages, row: dict[str, Any], seed: int) -> Any:
-        fields = {"id": uuid4().hex, "messages": messages, "seed": seed, "row": row, "over": False}
-        return (await self.request(**fields)).get("observation")
+        self.fields = {"id": uuid4().hex, "messages": messages, "seed": seed, "row": row, "over": False}
+        return (await self.step("")).get("observation")
 
     async def step(self, completion: str) -> dict[str, Any]:
-        answer = {"reward": None, "done": False} | await self.request()
-        self.fields["over"] = bool(answer["done"])
-        return answer
+        answer = json.loads(await asyncio.to_thread(self.ask, self.fields))
+        if not isinstance(answer, dict):
+            raise TypeError(f"expected a JSON object with observation, reward and done, got {answer!r:.100}")
+        self.fields["over"] |= bool(answer.get("done"))
+        return {"reward": None, "done": False} | answer
 
     async def close(self) -> None:
-        if self.fields and not self.fields["over"]:
+        if not self.fields["over"]:
+            self.fields["over"] = True
             with suppress(Exception):  # it may have been the server that failed
-                await self.request(over=True)
+                await self.step("")
 
 
 class Player:

@@ -227,10 +227,15 @@ def test_servers_answer_by_the_adapters_of_the_docs(documented, monkeypatch, ada
     assert [said(turn)[3] for turn in turns] == [False, False, True]
 
 
-def test_a_server_s_other_answers_are_failures(documented):
-    server = importlib.import_module("environment_server")
+def test_a_server_s_other_answers_are_failures_and_it_is_told_that_the_conversation_is_over(documented):
+    server, told = importlib.import_module("environment_server"), []
     replies = iter([{"observation": None}, ["no"], {"observation": None}, {}])
-    with server.server(lambda over, **fields: {} if over else next(replies), 0) as listening:
+
+    def answer(over, **fields):
+        told.append(over)
+        return {} if over else next(replies)
+
+    with server.server(answer, 0) as listening:
         thread = Thread(target=listening.serve_forever, args=(0.01,))
         thread.start()
         move = held(f"url:http://127.0.0.1:{listening.server_address[1]}")
@@ -240,3 +245,4 @@ def test_a_server_s_other_answers_are_failures(documented):
     assert [kind for kind, *_ in found] == ["not_applicable", "raised"] * 2
     assert "expected a JSON object with observation, reward and done, got ['no']" in found[1][1]
     assert "it is not done, and there is no observation" in found[3][1]
+    assert told == [False, False, True] * 2
