@@ -128,13 +128,11 @@ def test_a_prompt_that_grows_too_long_fails_alone():
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
 
 
-HARMLESS = {
+LASTING = {
     "print('o' * 100_000); os.write(1, b'w' * 100_000)": None,
     "if os.fork() == 0: time.sleep(600)": None,
     "if os.fork() == 0: raise ValueError": None,
     "result = 'on', 'jax' not in sys.modules, False": None,
-    "time.sleep(600)": "timed_out took longer than 0.4 s",
-    "re.match(r'(a+)+$', 'a' * 64 + 'b')": "timed_out took longer than 0.4 s",
     "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
     "sys.exit(3)": r"raised SystemExit: 3 \(own_environments.py:\d+\)",
     "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
@@ -146,34 +144,42 @@ HARMLESS = {
     "result = 'on', 'much', False": "not_a_number returned 'much'",
     "result = ' \\ud800<|im_end|>', 1.0, False": None,
 }
-"""What leaves other environments of the process alive, and how it is counted; None: it is not, and the reward is 1."""
+"""What an environment does in its first turn, and how it is counted; None: it is not, and each of its turns gives 1."""
+HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
-    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.2 s",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 3 s",
 }
 """What ends the process, and the other environments in it."""
+GOOD = ["pass"]
 
 
 def counted(found):
-    kind, message = found.failure or ("", "")
-    return f"{kind} {message}" if kind else None
+    return [" ".join(one.failure) if one.failure else None for one in found]
 
 
-def test_a_hostile_environment_is_counted_and_nothing_else_is_lost():
-    """The first of two processes is ended twice; the even groups' environments live in it."""
-    with opened("Hostile", reward_timeout=0.4, reward_workers=2) as made:
-        prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(HARMLESS)
-        found = play(made(), prompts, [["pass"], *([does, "pass"] for does in HARMLESS)])
-        expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *HARMLESS.values()]
-        for one, pattern in zip(found, expected, strict=True):
-            assert (counted(one) is None) if pattern is None else re.fullmatch(pattern, counted(one))
-        assert [one.played.reward for one in found if one.failure is None][:3] == [("value", 3)] * 3
-        for does, pattern in DEADLY.items():
-            victim, other, lost, far = play(made(), [prompt()] * 4, [[does], ["pass"], ["pass"], ["pass"]])
-            assert re.fullmatch(pattern, counted(victim))
-            assert counted(lost) == "raised LookupError: its environment was lost with its process"
-            assert [one.played.reward for one in (other, far)] == [("value", 3)] * 2
-        assert [one.failure for one in play(made(), [prompt()] * 4, [["pass"]] * 4)] == [None] * 4
+def test_a_hostile_environment_is_counted():
+    with opened("Hostile", reward_timeout=60) as made:
+        prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
+        found = play(made(), prompts, [GOOD, *([does, *GOOD] for does in LASTING)])
+    expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
+    for said, pattern in zip(counted(found), expected, strict=True):
+        assert said is pattern is None or re.fullmatch(pattern, said)
+    assert {one.played.reward for one in found if one.failure is None} == {("value", 3)}
+
+
+def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
+    """Even conversations are in one process, odd ones in another."""
+    with opened("Hostile", reward_timeout=1, reward_workers=2) as made:
+        late = "timed_out took longer than 1 s"
+        assert (
+            counted(play(made(), [prompt()] * 4, [*([does] for does in HANGING), GOOD, GOOD]))
+            == [late] * 2 + [None] * 2
+        )
+        for does, said in DEADLY.items():
+            lost = "raised LookupError: its environment was lost with its process"
+            assert counted(play(made(), [prompt()] * 4, [[does], GOOD, GOOD, GOOD])) == [said, None, lost, None]
+        assert counted(play(made(), [prompt()] * 4, [GOOD] * 4)) == [None] * 4
 
 
 def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
