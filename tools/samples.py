@@ -5,8 +5,8 @@ prompt's completions side by side between steps. With --print the newest go to t
 """
 
 import json
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, chain
 from pathlib import Path
 
 from pydantic import BaseModel, FiniteFloat, ValidationError
@@ -17,6 +17,14 @@ from mllm.store.run_store import RunStore, tool_run
 
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
+
+
+class Turn(BaseModel):
+    """A message after the prompt of a conversation; None for a turn without a reward of its own."""
+
+    role: str
+    content: str
+    reward: FiniteFloat | None = None
 
 
 class Sample(BaseModel):
@@ -30,6 +38,7 @@ class Sample(BaseModel):
     advantage: FiniteFloat | None
     length: int | None = None
     truncated: bool = False
+    turns: list[Turn] = []
 
 
 @errors.command
@@ -102,11 +111,19 @@ def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: in
         shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]
         shown += [f"length {sample.length}"] * (sample.length is not None) + ["cut off"] * sample.truncated
         print(errors.printable(f"step {sample.step}  {'  '.join(shown)}"))
-        for name, text in (("prompt", sample.prompt), ("completion", sample.completion)):
+        texts = [*chain(*map(lines_of, sample.turns))] or [("completion", sample.completion)]
+        for name, text in [("prompt", sample.prompt), *texts]:
             for number, line in enumerate(text.split("\n")):
-                print(f"  {'' if number else name:<10}  {errors.printable(line)}")
+                print(errors.printable(f"  {'' if number else name:<10}  {line}"))
         print()
     print(f"{min(limit, len(found)):,} of {len(found):,}")
+
+
+def lines_of(turn: Turn) -> Iterator[tuple[str, str]]:
+    """The text of a turn and its reward, if it has one, with their names."""
+    yield turn.role, turn.content
+    if turn.reward is not None:
+        yield "reward", f"{turn.reward:.3f}"
 
 
 if __name__ == "__main__":

@@ -312,8 +312,9 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 
 
+@lru_cache(maxsize=8)
 def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """A pattern that matches the text of any control token."""
+    """A pattern that matches the text of any control token; Llama 3's many are read once, as no tokenizer changes."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
 

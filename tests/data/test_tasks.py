@@ -10,6 +10,7 @@ import pytest
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
+from mllm.data.tasks import guess
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
@@ -294,3 +295,16 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         user_module(tmp_path, monkeypatch, code)
+
+
+def test_the_number_game_is_won_by_the_middle_of_what_is_left_and_seldom_by_chance() -> None:
+    assert len(load(TaskConfig(name="mllm.data.tasks.guess:problems", heldout=250), seed=0).train) == guess.GAMES - 250
+    game = guess.Guess()
+    game.reset(seed=7, prompt="game 7")
+    said = [game.step(str(number)) for number in (0, 99)] + [game.step(text) for text in ("x", f" {game.number}\n")]
+    assert said == [("higher", 0, False), ("lower", 0, False), ("a number", 0, False), ("right", 1, True)]
+    game.reset(seed=7)
+    assert [game.step("0")[1:] for _ in range(guess.TURNS)] == [(0, False)] * (guess.TURNS - 1) + [(0, True)]
+    won = {skill: sum(guess.played(seed, skill)[1] for seed in range(1000)) / 1000 for skill in (0.0, guess.SKILL, 1.0)}
+    assert won[1] == 1
+    assert 0.12 < won[0] < 0.19 < 0.22 < won[guess.SKILL] < 0.31

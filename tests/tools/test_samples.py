@@ -8,10 +8,14 @@ from tools import samples
 HOSTILE = '</script><script>0</script> <!-- <img src=x onerror=alert(2)> \x1b[31m\x07\x00 \u202eabc\u2028 漢字 "\\'
 
 
-def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5, truncated=False):
+def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5, truncated=False, turns=()):
     rewards, total = {"exact_match": reward}, None if reward is None else reward / 2
     line = {"step": step, "prompt": prompt, "completion": completion, "rewards": rewards, "reward": total}
-    return line | {"advantage": advantage, "length": len(completion), "truncated": truncated}
+    return line | {"advantage": advantage, "length": len(completion), "truncated": truncated, "turns": [*turns]}
+
+
+def turn(role, content, reward=None):
+    return {"role": role, "content": content, "reward": reward}
 
 
 def write(folder, lines, tail=""):
@@ -29,11 +33,12 @@ def test_hostile_text_stays_text(tmp_path, capsys):
     plain, hostile = tmp_path / "plain", tmp_path / "hostile"
     for folder, text in ((plain, "2"), (hostile, HOSTILE)):
         folder.mkdir()
-        write(folder, [sample(1, text, text, reward=None, advantage=None)], tail='{"step": 2, "half')
+        write(folder, [sample(1, text, text, None, None, turns=[turn(text, text)])], tail='{"step": 2, "half')
         assert samples.main([str(folder)]) == 0
     assert capsys.readouterr().out.splitlines()[1] == f"{'samples':<18} {hostile}/samples.html (1 completions)"
     text, data = page(hostile)
-    assert data == {"run": str(hostile), "left_out": 0, "samples": [sample(1, HOSTILE, HOSTILE, None, None)]}
+    hostile_sample = sample(1, HOSTILE, HOSTILE, None, None, turns=[turn(HOSTILE, HOSTILE)])
+    assert data == {"run": str(hostile), "left_out": 0, "samples": [hostile_sample]}
     template, _ = page(plain)
     assert text.count("<") == template.count("<")  # no element more
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:|src=|href=", template)
@@ -55,6 +60,16 @@ def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
     assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
     assert samples.main([str(tmp_path), "--print", "--step", "9"]) == 2
     assert capsys.readouterr().err == "error: no sample of 4 has this --step and --prompt\n"
+
+
+def test_the_turns_of_a_conversation_are_printed_with_what_each_of_them_earned(tmp_path, capsys):
+    said = turn("assistant", "3?\nreward  9", -0.5), {"role": "tool", "content": "up"}, turn("assistant", "", 0.0)
+    write(tmp_path, [sample(1, turns=said)])
+    assert samples.main([str(tmp_path), "--print"]) == 0
+    assert capsys.readouterr().out.split("\n", 1)[1] == (
+        "  prompt      1+1=\n  assistant   3?\n              reward  9\n  reward      -0.500\n  tool        up\n"
+        "  assistant   \n  reward      0.000\n\n1 of 1\n"
+    )
 
 
 def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):

@@ -36,11 +36,15 @@ def make_config(loss_type, mode="token_truncate", **settings):
 
 
 def make_sequences(seed=0):
-    """Sequences of different lengths, one of them empty, and policies far enough apart that both clips apply."""
+    """Sequences of different lengths, one of them empty and half of them with a given token between two sampled spans.
+
+    Policies are far enough apart that both clips apply.
+    """
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, LENGTH + 1, ROWS)
     lengths[2] = 0
     mask = np.arange(LENGTH) < lengths[:, None]
+    mask[::2, 2] = False
     logprob = rng.uniform(-3, -0.1, mask.shape)
     advantage = np.broadcast_to(rng.normal(size=(ROWS, 1)), mask.shape)
     old, sampler, reference = (logprob + rng.normal(scale=0.4, size=mask.shape) for _ in range(3))

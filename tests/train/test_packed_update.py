@@ -7,8 +7,11 @@ a rollout, with the importance weights of whole completions by the current polic
 from functools import cache
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from test_objectives import LONGEST, ROWS, make_config, reference_loss
 from tiny import config, forward_of
 
 from mllm.config.schema import Rows
@@ -116,3 +119,60 @@ def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, pe
     expected = program(loss_type, penalties, ONE_DEVICE, whole=True)(alone)
     assert max(errors(got[1], expected[1])) < 1e-6
     np.testing.assert_allclose(got[0], expected[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "mode"),
+    [
+        ("grpo", "token_truncate"),
+        ("dapo", "token_mask"),
+        ("prompt_mean", "sequence_truncate"),
+        ("dr_grpo", "token_truncate"),
+        ("gspo", "sequence_mask"),
+        ("cispo", "token_mask"),
+        ("sapo", "sequence_truncate"),
+    ],
+)
+def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_paper_has_it(loss_type, mode):
+    """The oracle has each trajectory alone, the model's logits in float64, and a loop over the tokens of the mask."""
+    objective = make_config(loss_type, mode, num_generations=GROUP, row_length=32)
+    settings = config(batch_size=ROWS, rollout={"max_completion_length": LONGEST}, grpo=objective)
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    params, forward = policy.initial_params(), forward_of(policy.graphdef, mesh, settings)
+
+    rng = np.random.default_rng(0)
+    spans = rng.integers(1, 4, (ROWS, 4))  # a prompt, whose own turns are given, two turns, and an answer between them
+    edges = np.cumsum(spans, axis=1)[..., None]
+    at = np.arange(edges.max() + 1)
+    mask = ((at >= edges[:, 0]) & (at < edges[:, 1])) | ((at >= edges[:, 2]) & (at < edges[:, 3]))
+    tokens = rng.integers(1, 260, mask.shape).astype(np.int32)
+    places = np.broadcast_to(at, mask.shape)
+    model = nnx.merge(policy.graphdef, params)
+    hidden = model(*(jnp.asarray(x, jnp.int32) for x in (tokens, places, np.ones_like(tokens))))
+    logits = np.float64(hidden) @ np.float64(model.head_weight).T
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    logprob, entropy = np.zeros((2, *mask.shape))  # of each token, which the one before it predicts
+    logprob[:, 1:] = np.take_along_axis(logits[:, :-1], tokens[:, 1:, None], -1)[..., 0]
+    entropy[:, 1:] = -(np.exp(logits) * logits).sum(-1)[:, :-1]
+    old, reference = (-5 + 0.4 * np.sin(k * tokens + places - 1) for k in (1, 2))  # as `with_policies` has them
+    sampler = old + rng.normal(scale=0.1, size=old.shape)
+    advantages = rng.normal(size=ROWS)
+    operands = np.broadcast_to(advantages[:, None], mask.shape), old, sampler, reference
+
+    trajectories = [
+        Trajectory(ids[:end], learned[:end], np.float32(theirs[learned]))
+        for ids, learned, theirs, end in zip(tokens, mask, sampler, edges[:, 3, 0] + np.arange(ROWS) % 2, strict=True)
+    ]
+    weights = sequence_weights(loss_type, mask.sum(1), GROUP, LONGEST)
+    batch = with_policies(pack(trajectories, weights, advantages, Rows(length=32, micro=1, total=6, shards=1)))
+    batch = jax.tree.map(jnp.asarray, batch)
+    loss, outputs = jax.jit(forward.loss)(params, batch)
+    expected = reference_loss(loss_type, mode, mask, logprob, logprob, entropy, operands)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    metrics = forward.algorithm.metrics(batch, outputs)
+    apart = (reference - logprob)[mask]
+    assert metrics["entropy"] == pytest.approx(entropy[mask].mean(), rel=1e-5)
+    assert metrics["kl"] == pytest.approx(np.mean(np.exp(apart) - apart - 1), rel=1e-4)
+    mismatch = np.abs(old - sampler)[mask].mean()
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(mismatch, rel=1e-4)

@@ -1,0 +1,76 @@
+"""A number game that a tiny model learns: find a number of 1 to 31 with five guesses, each answered higher or lower.
+
+`Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.data.tasks.guess FILE` writes
+played ones, from which SFT learns the moves, and some skill. The middle of what is left wins each game; guesses of 1 to
+31 by chance win 0.15 of them, guesses by chance of what is left 0.55, and those of FILE 0.26.
+"""
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mllm import errors
+
+LARGEST, TURNS = 31, 5
+SKILL = 0.3
+"""The share of played guesses that are the middle of what is left; others are any of the numbers."""
+GAMES, PLAYED = 1000, 20_000
+"""The names of games, and how many games are played for SFT."""
+
+
+class Guess:
+    """A game: the completion is the guess, the reward 1 for the number itself."""
+
+    def reset(self, seed: int, **record: Any) -> None:
+        """Choose the number, by the group's seed: all of a group look for the same one."""
+        self.number = random.Random(seed).randint(1, LARGEST)
+        self.left = TURNS
+
+    def step(self, completion: str) -> tuple[str, float, bool]:
+        """What is said to a guess, its reward, and whether the game is over; a guess that is no number is one, too."""
+        self.left -= 1
+        said = completion.strip()
+        guess = int(said) if re.fullmatch("[0-9]{1,2}", said) else None
+        if guess == self.number:
+            return "right", 1.0, True
+        if guess is None:
+            return "a number", 0.0, not self.left
+        return "higher" if guess < self.number else "lower", 0.0, not self.left
+
+
+def problems() -> list[dict[str, str]]:
+    """Games without their numbers, which the environment chooses; they differ in names for some to be held out."""
+    return [{"prompt": f"game {number}"} for number in range(GAMES)]
+
+
+def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float]:
+    """The messages of a game, of whose guesses the share `skill` is the middle of what is left, and its reward."""
+    draw, game = random.Random(f"guesses {seed}"), Guess()
+    game.reset(seed)
+    chat, low, high, done = [{"role": "user", "content": f"game {seed % GAMES}"}], 1, LARGEST, False
+    while not done:
+        guess = (low + high) // 2 if draw.random() < skill else draw.randint(1, LARGEST)
+        said, reward, done = game.step(str(guess))
+        chat += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": said}]
+        low, high = (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
+    return chat[:-1], reward
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = errors.ArgumentParser(__doc__)
+    parser.add_argument("out", type=Path, metavar="FILE", help=f"where {PLAYED:,} games are written as JSON lines")
+    path = parser.parse_args(arguments).out
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps({"messages": played(seed)[0]}) + "\n" for seed in range(PLAYED)))
+    except OSError as error:
+        raise errors.UserError(f"FILE: {path} can't be written ({error.strerror}); give another name") from None
+    return 0
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
