@@ -16,7 +16,12 @@ class RolloutConfig(Section):
     max_prompt_length: PositiveInt
     """Tokens of the longest prompt; longer ones are left out and counted."""
     max_completion_length: PositiveInt
-    """Tokens after which a completion is cut off."""
+    """Tokens after which a completion is cut off; with an environment or tools a turn of it."""
+    max_turns: PositiveInt | None = None
+    """The most turns of the assistant in a conversation with `task.environment` or `task.tools`; None: 1."""
+    max_total_length: PositiveInt | None = None
+    """Tokens of the longest conversation; it ends before a turn for which there is no room. None: room for the longest
+    prompt and turns, and for answers of `max_completion_length` between them."""
     temperature: PositiveFloat = 1.0
     """The logits are divided by it, for sampling and in the update."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -35,6 +40,26 @@ class RolloutConfig(Section):
     halved, and the sampler differs more from the trainer; None: `model.dtype`."""
     max_slots: PositiveInt | None = None
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.turns == 1:
+            self.reject_unused("with one turn (max_turns)", "max_total_length")
+        if self.total_length < (least := self.max_prompt_length + self.max_completion_length):
+            what = f"{self.total_length} is less than max_prompt_length + max_completion_length ({least})"
+            raise impossible("max_total_length", what)
+        return self
+
+    @property
+    def turns(self) -> int:
+        """The most turns of a completion."""
+        return self.max_turns or 1
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of the longest prompt and completion, answers to its turns included."""
+        longest = self.max_prompt_length + (2 * self.turns - 1) * self.max_completion_length
+        return self.max_total_length or longest
 
     @property
     def truncates(self) -> bool:
@@ -94,7 +119,8 @@ class GrpoConfig(Section):
     """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
     """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
-    At least `rollout.max_prompt_length` + `rollout.max_completion_length`. The gradient does not depend on it."""
+    At least `rollout.max_prompt_length` + `rollout.max_completion_length`, or with several turns
+    `rollout.max_total_length`. The gradient does not depend on it."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -45,6 +45,8 @@ TABLE = (
     ("vllm_importance_sampling_mode", "grpo.importance_sampling"),
     ("sapo_temperature_pos sapo_temperature_neg", "grpo.loss_type: sapo has the two of its paper"),
     ("filter_groups", "grpo.dynamic_sampling, and grpo.filter_by for its metric"),
+    ("environment_factory", "task.environment"),
+    ("max_tool_calling_iterations max_assistant_turns", "rollout.max_turns"),
     ("reward_funcs reward_weights", "task.rewards, a list of name and weight"),
     ("output_dir default_local_dir", "run_dir"),
     ("save_steps save_freq", "checkpoint.every"),

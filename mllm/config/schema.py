@@ -16,7 +16,7 @@ from mllm.config.dpo import DpoConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
-from mllm.config.task import ChatTemplate, EvalConfig, Form, TaskConfig
+from mllm.config.task import ENVIRONMENT, ChatTemplate, EvalConfig, Form, TaskConfig
 
 
 class CheckpointConfig(Section):
@@ -142,6 +142,7 @@ class Config(Section):
         else:
             self.check_data()
         self.check_evaluation()
+        self.check_turns()
         shards = self.mesh.dp * self.mesh.fsdp
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
             if rows % shards:
@@ -162,7 +163,7 @@ class Config(Section):
             assert self.data is not None
             return Rows(self.data.max_length, self.micro_batch_size or self.batch_size, self.batch_size, shards)
         assert self.rollout is not None
-        longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
+        longest = self.rollout.total_length
         length = max(self.grpo.row_length or longest, self.data.max_length if self.data else 0)
         # First-fit opens a row only when the others are too full: all but the last hold at least length // longest.
         most = math.ceil(self.batch_size / (length // longest))
@@ -200,15 +201,15 @@ class Config(Section):
         assert self.grpo and self.rollout  # noqa: PT018
         if self.rollout.repetition_penalty is not None:
             raise impossible("rollout.repetition_penalty", "changes the probabilities that grpo learns from: remove it")
-        longest = self.rollout.max_prompt_length + self.rollout.max_completion_length
+        longest = self.rollout.total_length
         if self.grpo.row_length is not None and self.grpo.row_length < longest:
-            both = f"rollout.max_prompt_length + max_completion_length ({longest})"
-            raise impossible("grpo.row_length", f"{self.grpo.row_length} is less than {both}")
+            what = "max_prompt_length + max_completion_length" if self.rollout.turns == 1 else "max_total_length"
+            raise impossible("grpo.row_length", f"{self.grpo.row_length} is less than rollout.{what} ({longest})")
         if self.grpo.takes_sequences and self.head.workspace_mib is not None:
             whole = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
             raise impossible("head.workspace_mib", f"is not used with {whole}: remove it")
         if (name := self.grpo.filter_by) is not None and self.task:
-            known = [reward.name for reward in self.task.rewards]
+            known = [*(reward.name for reward in self.task.rewards), *[ENVIRONMENT] * self.task.converses]
             if name not in known:
                 raise impossible("grpo.filter_by", f"{name} is none of task.rewards ({', '.join(known)})")
         group, updates = self.grpo.num_generations, self.grpo.updates_per_rollout
@@ -290,6 +291,21 @@ class Config(Section):
                 micro = f"micro_batch_size ({self.micro_batch_size})"
                 raise impossible("batch_size", f"{self.batch_size} is not divisible by {micro}")
         self.check_rollouts()
+
+    def check_turns(self) -> None:
+        """Raise if a setting of conversations can't work, or has no effect."""
+        if self.rollout is None:
+            if self.task:
+                self.reject_unused("without a rollout section", "task.environment", "task.tools", "task.keep_thoughts")
+        elif not (self.task and self.task.converses):
+            unused = (
+                "rollout.max_turns",
+                "rollout.max_total_length",
+                *["task.keep_thoughts"] * (self.task is not None),
+            )
+            self.reject_unused("without task.environment or task.tools", *unused)
+        elif self.rollout.turns == 1:
+            self.reject_unused("with rollout.max_turns: 1, since no turn follows", "task.tools", "task.keep_thoughts")
 
     def check_evaluation(self) -> None:
         """Raise if evaluation, or the choice of the best checkpoint by it, can't work."""

@@ -14,10 +14,14 @@ Form = Literal["texts", "chats"]
 """What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
 
 
-REWARD_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)
+SERVER_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)
 """A server's URL, whose path has any characters but ? and #."""
 REWARD_TOKEN = "MLLM_REWARD_TOKEN"
-"""The environment variable with the secret of servers that give rewards."""
+"""The environment variable with the secret of servers that give rewards or are environments."""
+CODE_NAME = re.compile(r"\w+(\.\w+)*:\w+")
+"""`package.module:function`."""
+ENVIRONMENT = "environment"
+"""The name of the reward that an environment gives, and its weight is 1."""
 
 
 class RewardConfig(Section):
@@ -33,11 +37,16 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def check_url(self) -> Self:
-        if self.name.startswith("url:") and not REWARD_URL.fullmatch(self.name):
-            hidden = "without a user, a query or a fragment, which metrics, logs and config.yaml would show"
-            ways = f"a secret belongs into the environment variable {REWARD_TOKEN}, all else into args"
-            raise impossible("name", f"expected url:http(s)://HOST/PATH {hidden}: {ways}")
+        check_server(self.name, "name", ", all else into args")
         return self
+
+
+def check_server(name: str, key: str, otherwise: str = "") -> None:
+    """Raise for a server's URL that would show a secret, or is none."""
+    if name.startswith("url:") and not SERVER_URL.fullmatch(name):
+        hidden = "without a user, a query or a fragment, which metrics, logs and config.yaml would show"
+        ways = f"a secret belongs into the environment variable {REWARD_TOKEN}{otherwise}"
+        raise impossible(key, f"expected url:http(s)://HOST/PATH {hidden}: {ways}")
 
 
 class ArithmeticConfig(Section):
@@ -108,11 +117,29 @@ class TaskConfig(Section):
     template_args: dict[str, Any] | None = None
     """Further variables of the chat template, by name, e.g. Qwen3's `enable_thinking: false`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
-    """What a completion is paid for; each name stands once."""
+    """What a completion is paid for; each name stands once. With an environment, whose own reward is added, none by
+    default."""
+    environment: str | None = None
+    """What answers the assistant, `package.module:Class` or `url:http(s)://...`; docs/environments.md has the
+    details."""
+    tools: tuple[str, ...] | None = None
+    """Functions that the assistant may call, each `package.module:function`."""
+    keep_thoughts: bool | None = None
+    """Let earlier turns keep their thoughts in a conversation where the chat template, which drops them, would render
+    it anew."""
     reward_timeout: PositiveFloat = 2.0
-    """Seconds that a reward function may take for a completion; a batched one has the sum for all of its call."""
+    """Seconds that a reward function may take for a completion, and an environment for a turn; a batched function has
+    the sum for all of its call."""
     reward_workers: PositiveInt = 1
-    """Processes that compute rewards, so that slow ones overlap. What they give does not depend on it."""
+    """Processes that compute rewards, and as many that environments live in, so that slow ones overlap. What they give
+    does not depend on it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def pay_by_environment(cls, given: Any) -> Any:
+        """Leave the default reward out where an environment gives one."""
+        own = isinstance(given, dict) and given.get("environment") is not None and "rewards" not in given
+        return {**given, "rewards": ()} if own else given
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -122,8 +149,15 @@ class TaskConfig(Section):
             raise impossible("train", "task jsonl needs a file of problems")
         if self.name == "hub" and self.id is None:
             raise impossible("id", "task hub needs the id of a data set")
-        if not self.rewards:
-            raise impossible("rewards", "give at least one")
+        if not (self.rewards or self.environment):
+            raise impossible("rewards", "give at least one, or an environment")
+        if (name := self.environment) is not None:
+            check_server(name, "environment")
+            if not name.startswith("url:") and not CODE_NAME.fullmatch(name):
+                raise impossible("environment", f"{name}: expected package.module:Class, or url:http(s)://HOST/PATH")
+        for name in self.tools or ():
+            if not CODE_NAME.fullmatch(name):
+                raise impossible("tools", f"{name}: expected package.module:function")
         names = [reward.name for reward in self.rewards]
         if len(set(names)) < len(names):
             raise impossible("rewards", "each name may stand once")
@@ -136,10 +170,15 @@ class TaskConfig(Section):
             return self.name
         if re.fullmatch("reasoning_gym:[a-z0-9_]+", self.name):
             return "reasoning_gym"
-        if re.fullmatch(r"\w+(\.\w+)*:\w+", self.name):
+        if CODE_NAME.fullmatch(self.name):
             return "function"
         tasks = "arithmetic, gsm8k, reasoning_gym:NAME, jsonl, hub or package.module:function"
         raise impossible("name", f"there is no task {self.name}: give {tasks}")
+
+    @property
+    def converses(self) -> bool:
+        """Whether a completion is a conversation: something answers the assistant."""
+        return bool(self.environment or self.tools)
 
     def heldout_of(self, problems: int = 10 * HELDOUT) -> int:
         """How many of so many problems are held out; by default the most that may be."""

@@ -32,9 +32,12 @@ class Trajectory(NamedTuple):
     prompt: str = ""
     """The text of the prompt's last message."""
     text: str = ""
-    """The text of the completion."""
+    """The text of the completion; the last turn's where there are several."""
     rewards: Sequence[tuple[Any, ...]] = ()
     """What each reward function gave, as in `mllm.rl.reward_process.Answer`."""
+    turns: Sequence[dict[str, Any]] = ()
+    """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
+    and `tool_errors`; none with a single turn."""
 
 
 class Batch(NamedTuple):

@@ -39,7 +39,8 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
             raise UserError(f"task.template_args: no chat template that is used has a variable {name}: remove it")
     lists = [part for part in (task.train, task.heldout, task.test) if isinstance(part, list)]
     given_messages = any(example.conversational for part in lists for example in part)
-    return replace(renderer, args=args).for_prompts(learned, config.system_prompt is None and not given_messages)
+    are_texts = config.system_prompt is None and not (given_messages or config.converses)
+    return replace(renderer, args=args).for_prompts(learned, are_texts)
 
 
 def training_prompts(

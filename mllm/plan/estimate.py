@@ -41,7 +41,7 @@ def subject(shapes: Programs) -> Iterator[str]:
         yield f"teacher: {config.teacher.source}, {count:,} parameters in {config.teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
     if config.grpo and rollout:
-        limits = f"{rollout.max_prompt_length} + {rollout.max_completion_length}"
+        limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
         batch += f", {config.grpo.num_generations} completions a prompt, {limits} tokens at most"
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
     yield f"{batch}; micro_batch_size {rows.micro}, rows of {rows.length} tokens; {steps}"
@@ -104,7 +104,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
         # Under KTO the mismatched completions go through the log-prob pass, in as many rows.
         passes = 1 if config.dpo and config.dpo.form == "labelled" else 0
         return Seconds(0.0, passes * rows.total * row, update * rows.total * row, 0)
-    limit, sequences = rollout.max_completion_length, grpo.updates_per_generation * config.batch_size
+    limit, sequences = rollout.total_length - rollout.max_prompt_length, grpo.updates_per_generation * config.batch_size
     prompt, completion = (MEAN_LENGTH * length for length in (rollout.max_prompt_length, limit))
     cache = bytes_on_device(abstract_cache(shapes.model, layout.row_shards, int(prompt + limit / 2)))
     # The devices' slots, full until the last sequences wait for the longest.

@@ -141,7 +141,7 @@ class GrpoSource:
         mine = self.rows.part_of(self.update_rows.total)
         for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
             learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none
-            longest = self.sampler.options.max_completion_length
+            longest = self.sampler.options.turns * self.sampler.options.max_completion_length
             weights = objectives.sequence_weights(
                 self.config.loss_type, learnable, self.config.num_generations, longest
             )

@@ -1,22 +1,27 @@
-"""The built-in reward functions, and rewards over HTTP. A function takes its arguments by name: see reward_process.
+"""The built-in reward functions, how others are found by name, and what is asked over HTTP.
 
-No JAX is imported here.
+A function takes its arguments by name: see reward_process. No JAX is imported here.
 """
 
 import contextlib
 import http.client
+import importlib
 import json
+import os
 import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from mllm.config.task import REWARD_TOKEN
 from mllm.data.tasks.answers import final_answer, last_element
-from mllm.data.tasks.task import Example
-from mllm.errors import need
+from mllm.data.tasks.task import Example, Scorer
+from mllm.errors import UserError, need
 
 NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
@@ -31,8 +36,8 @@ PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
 """Seconds before each further request to a server that failed."""
 LONGEST_ANSWER = 2**26
 QUOTED = 200
-NOT_SENT = ("examples", "answer", "log_extra", "log_metric")
-"""Arguments that a server does not get: two of them it has by other names."""
+NOT_SENT = ("examples", "answer", "environments", "log_extra", "log_metric")
+"""Arguments that a server does not get: three of them it has by other names."""
 
 
 def exact_match(completion: str, answer: str | None, example: Example) -> float:
@@ -110,6 +115,42 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 }
 
 
+def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
+    """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if name == "task":
+        if scorer is None:
+            raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
+        return scorer
+    if name.startswith("url:"):
+        return partial(post, *server(name))
+    if ":" not in name:
+        known = f"{', '.join(BUILT_IN)}, task, package.module:function, or url:..."
+        raise UserError(f"task.rewards: there is no reward {name}: {known}")
+    return imported("task.rewards", name)
+
+
+def server(name: str) -> tuple[str, str]:
+    """The address in `url:...`, and the secret for it; UserError where no header can hold that."""
+    token = os.environ.get(REWARD_TOKEN, "")
+    if not token.isascii() or not token.isprintable():
+        raise UserError(f"{REWARD_TOKEN}: no header can hold its line ends or special characters: remove them")
+    return name.removeprefix("url:"), token
+
+
+def imported(key: str, name: str) -> Callable[..., Any]:
+    """The function or class `package.module:function` that a setting names; UserError where there is none."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except BaseException as error:  # a module may do anything when it's imported, exit too
+        raise UserError(f"{key}: {name} can't be imported: {type(error).__name__}: {error}") from None
+    if not callable(found):
+        raise UserError(f"{key}: {name} is not a function")
+    return found
+
+
 class NoRedirects(urllib.request.HTTPRedirectHandler):
     """A redirect would send completions and the token to a place that the configuration does not name."""
 
@@ -121,16 +162,28 @@ def post(url: str, token: str, /, **arguments: Any) -> list[Any]:
     """The rewards that the server gives for a batch, where null says that it does not apply to a completion.
 
     The request's body is a JSON object with a batched function's arguments, except for `examples`; the answer is
-    a list, or an object with the list `rewards`. Connections that fail, and the statuses 429 and 5xx, are tried again;
-    any other status, and an answer of another form, raise. The time limit is the caller's, who ends the process.
+    a list, or an object with the list `rewards`.
     """
-    body = {name: value for name, value in arguments.items() if name not in NOT_SENT}
+    return listed_rewards(ask(url, token, {name: arguments[name] for name in arguments if name not in NOT_SENT}))
+
+
+def ask(url: str, token: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
+    """What the server answers to a JSON object.
+
+    Connections that fail, and the statuses 429 and 5xx, are tried again; any other status raises. `seconds` limit the
+    wait for each byte; the limit for all of it is the caller's, who ends the process.
+    """
+
+    def plain(value: Any) -> Any:
+        return vars(value) if isinstance(value, SimpleNamespace) else str(value)
+
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    request = urllib.request.Request(url, json.dumps(body, default=str).encode(), headers)
+    request = urllib.request.Request(url, json.dumps(body, default=plain).encode(), headers)
     for pause in (*PAUSES, None):
         try:
-            with urllib.request.build_opener(NoRedirects).open(request) as response:
-                return listed_rewards(response.read(LONGEST_ANSWER))
+            with urllib.request.build_opener(NoRedirects).open(request, timeout=seconds) as response:
+                answer: bytes = response.read(LONGEST_ANSWER)
+                return answer
         except urllib.error.HTTPError as error:
             said = error.read(QUOTED).decode(errors="replace")
             followed = ", and no redirect is followed" * (error.code in range(300, 400))

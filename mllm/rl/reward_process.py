@@ -1,4 +1,4 @@
-"""The processes in which reward functions run: they find functions, call them, and judge what they return.
+"""The processes in which reward functions and environments run: they are found, called, and what they return judged.
 
 A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
 batched: each argument is a list, and so is what it returns (TRL's contract). Coroutine functions run together. What a
@@ -6,7 +6,6 @@ signature needs and there isn't is a UserError. No JAX is imported here.
 """
 
 import asyncio
-import importlib
 import inspect
 import json
 import os
@@ -20,19 +19,19 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any, NamedTuple
+from types import FrameType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
-from mllm.config.task import REWARD_TOKEN
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
-from mllm.rl.reward_functions import BUILT_IN, post
+from mllm.rl.reward_functions import BUILT_IN, find
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
 """The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
-Logged = tuple[str, str, float | str]
-"""What a function logged: `metric` or `extra`, a name and a value."""
+Logged = tuple[Any, ...]
+"""What a function logged: `metric` or `extra`, a name and a value; and `turn` with what an environment said, see
+mllm/rl/environments.py."""
 Answer = tuple[str, float | str, *tuple[Logged, ...]]
 """What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
 it logged with it follows."""
@@ -44,6 +43,17 @@ LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
 """The most characters of an error, and of a text that a function logs."""
 
 
+class Played(NamedTuple):
+    """What became of a conversation with an environment or tools."""
+
+    messages: list[dict[str, Any]]
+    """Those after the prompt."""
+    values: Mapping[str, Any]
+    """The environment's public attributes at the end."""
+    tool_errors: int
+    reward: Answer
+
+
 class Sample(NamedTuple):
     """A completion, and what a reward function may know about it."""
 
@@ -53,6 +63,7 @@ class Sample(NamedTuple):
     """The completion's, the stop token included: an array, since it is sent to another process."""
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
+    played: Played | None = None
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
@@ -67,6 +78,8 @@ def fields_of(task: Task) -> tuple[str, ...]:
 
 
 def batched_completion(sample: Sample) -> Any:
+    if sample.played and sample.example.conversational:
+        return sample.played.messages
     return [{"role": "assistant", "content": sample.completion}] if sample.example.conversational else sample.completion
 
 
@@ -95,6 +108,13 @@ BATCHED: dict[str, Reader] = {
     "answers": lambda sample: sample.example.answer,
 }
 """The arguments of any function, of one that is called for each completion, and of a batched one, by their names."""
+PLAYED: dict[str, Reader] = {
+    "messages": lambda sample: sample.played.messages if sample.played else [],
+    "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
+    "environment": lambda sample: SimpleNamespace(**sample.played.values) if sample.played else None,
+}
+PLAYED["environments"] = PLAYED["environment"]  # TRL's name, in a batched function
+"""Further fields of a conversation's sample."""
 LOGS = ("log_extra", "log_metric")
 """The functions that any function may be given."""
 
@@ -129,6 +149,7 @@ class Reward:
     constants: Mapping[str, Any]
     file: str
     """The file that a user's function is in; empty for any other function."""
+    run: ClassVar[Callable[..., Any]] = staticmethod(asyncio.run)
 
     @property
     def kind(self) -> str:
@@ -162,12 +183,12 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
         raise UserError(f"{start}: Python can't tell the arguments of this function") from None
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
-    batched = bool(declared & BATCHED.keys()) or (takes_all and not declared & SINGLE.keys())
+    batched = bool(declared & {*BATCHED, "environments"}) or (takes_all and not declared & SINGLE.keys())
     fixed = (BATCHED if batched else SINGLE) | EITHER
     if "answer" not in fields:
         fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
     constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)
-    readers = {field: partial(data_field, name=field) for field in fields} | fixed
+    readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields} | fixed
     names = {*readers, *constants}
     for key in args:
         if key in fixed or key in constants:
@@ -196,8 +217,13 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
     return reward
 
 
+def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *given: Any) -> list[Reward]:
+    """The reward functions of these names and `args`; the others are as for `bind`."""
+    return [bind(name, args, *given) for name, args in named]
+
+
 def file_of(function: Callable[..., Any]) -> str:
-    """The file that a function is in; empty where Python knows none."""
+    """The file that a function or class is in; empty where Python knows none."""
     try:
         return inspect.getfile(inspect.unwrap(function))
     except TypeError:
@@ -213,32 +239,6 @@ def try_out(start: str, reward: Reward) -> None:
         raise
     except Exception as error:
         raise UserError(f"{start}: {error}") from None
-
-
-def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
-    """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    if name == "task":
-        if scorer is None:
-            raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
-        return scorer
-    if name.startswith("url:"):
-        token = os.environ.get(REWARD_TOKEN, "")
-        if not token.isascii() or not token.isprintable():
-            raise UserError(f"{REWARD_TOKEN}: no header can hold its line ends or special characters: remove them")
-        return partial(post, name.removeprefix("url:"), token)
-    module, colon, function = name.partition(":")
-    if not colon:
-        known = f"{', '.join(BUILT_IN)}, task, package.module:function, or url:..."
-        raise UserError(f"task.rewards: there is no reward {name}: {known}")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # a module may do anything when it's imported, exit too
-        raise UserError(f"task.rewards: {name} can't be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
-        raise UserError(f"task.rewards: {name} is not a function")
-    return found
 
 
 def work(handle: int) -> None:
@@ -265,8 +265,7 @@ def work(handle: int) -> None:
             os._exit(1)
 
     try:
-        named, *given = pickle.load(incoming)
-        rewards = [bind(name, args, *given) for name, args in named]
+        rewards = pickle.load(incoming)()
     except UserError as error:
         reply(HANDSHAKE, "failed", str(error))
         return
@@ -280,8 +279,10 @@ def work(handle: int) -> None:
             reply(number, *answer)
 
 
-def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float = 0.0) -> Iterator[Answer]:
+def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
     """What each function gives for each sample; functions that are called together are coroutine functions.
+
+    An environment is a function, too, and its samples are moves.
 
     Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
     out; the trainer watches over other calls.
@@ -291,15 +292,17 @@ def answers(rewards: Sequence[Reward], samples: Sequence[Sample], seconds: float
         for reward in rewards
         for part in ([samples] if reward.batched else [[sample] for sample in samples])
     ]
-    is_async = rewards[0].kind == "async"
-    results = asyncio.run(run_together(calls, seconds)) if is_async else (call(*one) for one in calls)
+    results: Iterable[Any] = (call(*one) for one in calls)
+    if rewards[0].kind == "async":
+        limit = seconds * max(len(part) for _, part, _ in calls)
+        results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
     for (reward, part, notes), returned in zip(calls, results, strict=True):
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
         for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
             yield kind, given, *logged
 
 
-def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
+def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
     """What the function returns, or the exception that it raises."""
     try:
         return reward(samples, notes)
@@ -307,8 +310,8 @@ def call(reward: Reward, samples: Sequence[Sample], notes: Notes) -> Any:
         return error
 
 
-async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], seconds: float) -> list[Any]:
-    """What calls of coroutine functions return, or the exceptions that they raise."""
+async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
+    """What coroutines return, or the exceptions that they raise."""
 
     async def finish(coroutine: Awaitable[Any]) -> Any:
         try:
@@ -316,8 +319,7 @@ async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], 
         except BaseException as error:
             return error
 
-    tasks = [asyncio.create_task(finish(reward(samples, notes))) for reward, samples, notes in calls]
-    limit = seconds * max(len(samples) for _, samples, _ in calls)
+    tasks = [asyncio.create_task(finish(coroutine)) for coroutine in coroutines]
     left = {*tasks}
     while left:
         ended, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
@@ -326,7 +328,7 @@ async def run_together(calls: Sequence[tuple[Reward, Sequence[Sample], Notes]], 
     return await asyncio.gather(*tasks)
 
 
-def judge_all(reward: Reward, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
+def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
     """The answer for each of so many samples, which is the same for all where the call failed."""
     try:
         if isinstance(returned, asyncio.CancelledError):

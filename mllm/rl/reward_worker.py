@@ -1,4 +1,4 @@
-"""The trainer's side of a process in which reward functions run; its own side is reward_process.
+"""The trainer's side of a process in which reward functions or environments run; its own side is reward_process.
 
 A user's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to or
 close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
@@ -12,20 +12,20 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from mllm.child_process import kill_session
 from mllm.config.places import MODULES
-from mllm.data.tasks.task import Scorer
 from mllm.errors import UserError
-from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer, Sample
+from mllm.rl.reward_process import FAILURES, HANDSHAKE, LARGEST, NOT_APPLICABLE, Answer
 
 START_TIMEOUT = 120.0
 LONGEST_LINE = 2**20
@@ -45,17 +45,9 @@ class Worker:
     process: subprocess.Popen[bytes]
     """The guard, which ends as the process does."""
 
-    def __init__(
-        self,
-        rewards: Sequence[tuple[str, Mapping[str, Any]]],
-        scorer: Scorer | None,
-        fields: Sequence[str],
-        limit: int,
-        poll: Callable[[], None],
-    ) -> None:
-        """The process will have the functions of these names and `args`; the others are as for `bind`."""
-        self.bound = rewards, scorer, fields, limit
-        self.poll = poll
+    def __init__(self, make: Callable[[], Sequence[Any]], poll: Callable[[], None], key: str = "task.rewards") -> None:
+        """The process will have the functions that `make` returns there; `key` is the setting that names them."""
+        self.make, self.poll, self.key = make, poll, key
         self.alive = False
 
     def start(self) -> None:
@@ -78,17 +70,17 @@ class Worker:
         theirs.close()
         self.alive = True
         try:
-            self.send(self.bound, START_TIMEOUT)
+            self.send(self.make, START_TIMEOUT)
             kind, message = self.answer(HANDSHAKE, START_TIMEOUT)
             if kind != "ready":
-                raise UserError(message if kind == "failed" else f"task.rewards: importing them {message}")
+                raise UserError(message if kind == "failed" else f"{self.key}: importing it {message}")
         except BaseException:
             self.kill()
             raise
         functions = [word.split(":") for word in message.split()]
         self.kinds, self.codes = [kind for kind, _ in functions], [code for _, code in functions]
 
-    def ask(self, functions: Sequence[int], samples: Sequence[Sample], seconds: float) -> list[Answer]:
+    def ask(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[Answer]:
         """Each function's answers for the samples, one function after the other; several are called together.
 
         A call with all samples may take `seconds` for each of them.
@@ -99,12 +91,12 @@ class Worker:
                 self.kill()
                 self.start()
             kind = self.kinds[functions[0]]
-            # The process itself watches over coroutines, and is waited for longer.
-            limit = seconds * {"single": 1, "batched": wanted, "async": wanted + 1}[kind]
+            # The process itself watches over coroutines and environments, and is waited for longer.
+            limit = seconds * {"single": 1, "played": 3, "batched": wanted, "async": wanted + 1}[kind]
             self.send((functions, len(answers), samples[len(answers) :], seconds), limit)
             while self.alive and len(answers) < wanted:
                 answers.append(self.answer(len(answers), limit))
-            if kind != "single":
+            if kind in ("batched", "async"):
                 answers += answers[-1:] * (wanted - len(answers))  # the call has failed for the rest
         return answers
 
@@ -199,4 +191,15 @@ def is_logged(one: Any) -> bool:
             return True
         case ["extra" | "metric", str(), float(value)]:
             return abs(value) <= LARGEST
+        case ["turn", list(messages), bool(), list(calls), int(), dict()]:
+            return all(map(is_message, messages)) and all(map(is_call, calls))
     return False
+
+
+def is_message(one: Any) -> bool:
+    whole = isinstance(one, dict) and {"role", "content"} <= one.keys() <= {"role", "content", "name"}
+    return whole and all(isinstance(text, str) and not re.search("[\ud800-\udfff]", text) for text in one.values())
+
+
+def is_call(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)

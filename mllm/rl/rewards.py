@@ -4,21 +4,25 @@ A reward that raises, runs over its time or is not a number is counted and left 
 """
 
 import itertools
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from queue import PriorityQueue
 from threading import Event
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
-from mllm.config.task import TaskConfig
+from mllm.config.task import ENVIRONMENT, TaskConfig
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError, printable
-from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Sample, fields_of
+from mllm.rl.environments import Move, players
+from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, PLAYED, Answer, Sample, bind_all, fields_of
 from mllm.rl.reward_worker import TICK, Worker
 
 log = logging.getLogger(__name__)
@@ -37,30 +41,51 @@ class Stopped(Exception):
 class RewardRunner:
     """Calls a task's reward functions; replaces a process that hangs or dies. UserError as for `Worker`.
 
-    `poll` is called at least every 0.25 s while completions are scored.
+    `poll` is called at least every 0.25 s while completions are scored. The last reward is that of the environment, if
+    there is one, or tools: its processes are apart, so that no function that hangs ends them.
     """
+
+    environments: Sequence[Worker] = ()
+    """The processes that `Conversations` are held in."""
+    tools: Sequence[dict[str, Any]] = ()
+    """The JSON schemas of what the assistant may call."""
 
     def __init__(
         self, config: TaskConfig, task: Task, max_completion_length: int, poll: Callable[[], None] = lambda: None
     ) -> None:
-        self.names = [reward.name for reward in config.rewards]
-        self.weights = np.array([reward.weight for reward in config.rewards])
+        converses = [ENVIRONMENT] * config.converses
+        self.names = [*(reward.name for reward in config.rewards), *converses]
+        self.weights = np.array([*(reward.weight for reward in config.rewards), *(1.0 for _ in converses)])
         self.timeout = config.reward_timeout
         self.poll = poll
         rewards = [(reward.name, reward.args) for reward in config.rewards]
         self.stopped = Event()
-        given = rewards, task.scorer, fields_of(task), max_completion_length, self.stop_thread
-        self.workers = [Worker(*given) for _ in range(config.reward_workers)]
-        first = self.workers[0]
-        first.start()  # the others start when they are needed
-        self.kinds = first.kinds
-        self.codes = {name: code for name, code in zip(self.names, first.codes, strict=True) if code}
+        fields = (*fields_of(task), *(PLAYED if converses else ()))
+        make = partial(bind_all, rewards, task.scorer, fields, max_completion_length)
+        self.workers = [Worker(make, self.stop_thread) for _ in range(config.reward_workers)]
+        self.kinds: list[str] = []
         self.warned: set[tuple[str, str]] = set()
-        if "single" not in self.kinds and len(self.workers) > (calls := len(self.whole_calls(1))):
-            first.kill()
-            many = f"{len(self.workers)} processes for {calls} calls with all completions"
-            each = "one for each batched function and one for all async functions"
-            raise UserError(f"task.reward_workers: {many}, {each}, are more than can work")
+        codes: list[str] = []
+        try:  # the first processes; the others start when they are needed
+            if rewards:
+                self.workers[0].start()
+                self.kinds, codes = self.workers[0].kinds, self.workers[0].codes
+            if converses:
+                held = partial(players, config.environment, config.tools or (), self.timeout)
+                key = "task.environment" if config.environment else "task.tools"
+                self.environments = [Worker(held, self.stop_thread, key) for _ in self.workers]
+                _, said, *logged = self.environments[0].ask([0], [Move()], self.timeout)[0]
+                if not logged:
+                    raise UserError(f"{key}: {said}")
+                self.tools, codes = json.loads(logged[0][2]), codes + self.environments[0].codes
+            elif "single" not in self.kinds and len(self.workers) > (calls := len(self.whole_calls([0]))):
+                many = f"{len(self.workers)} processes for {calls} calls with all completions"
+                each = "one for each batched function and one for all async functions"
+                raise UserError(f"task.reward_workers: {many}, {each}, are more than can work")
+        except BaseException:
+            self.__exit__()
+            raise
+        self.codes = {name: code for name, code in zip(self.names, codes, strict=True) if code}
 
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
         """Every function's answer for every sample; they don't depend on the number of processes.
@@ -87,7 +112,7 @@ class RewardRunner:
         """Log the first failure of each function and kind in the run."""
         for function, name in enumerate(self.names):
             column = [row[function] for row in found]
-            if {kind for kind, *_ in column} == {NOT_APPLICABLE}:
+            if name != ENVIRONMENT and {kind for kind, *_ in column} == {NOT_APPLICABLE}:
                 column = [("returned None", f"for all of {len(column)} completions; is a return missing?")]
             for kind, message, *_ in column:
                 if kind in (*FAILURES, "returned None") and (name, kind) not in self.warned:
@@ -99,11 +124,11 @@ class RewardRunner:
         if self.stopped.is_set():
             raise Stopped
 
-    def whole_calls(self, count: int) -> list[Call]:
-        """The calls with all of so many samples."""
+    def whole_calls(self, samples: Sequence[int]) -> list[Call]:
+        """The calls with all of these samples."""
         together = [function for function, kind in enumerate(self.kinds) if kind == "async"]
         whole = [together, *([function] for function, kind in enumerate(self.kinds) if kind == "batched")]
-        return [(functions, range(count)) for functions in whole if functions]
+        return [(functions, samples) for functions in whole if functions]
 
     def single_calls(self, samples: Sequence[int]) -> list[Call]:
         """The calls of functions that are called for each sample alone, with a chunk of these samples each."""
@@ -116,7 +141,7 @@ class RewardRunner:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for worker in self.workers:
+        for worker in (*self.workers, *self.environments):
             worker.kill()
 
 
@@ -160,15 +185,22 @@ class Scoring:
         self.put(2, [None] * len(self.runner.workers))
 
     def finish(self, samples: Sequence[Sample]) -> list[list[Answer]]:
-        """The answers for all samples, of which those that were not added are."""
-        self.add({number: sample for number, sample in enumerate(samples) if number not in self.samples})
-        self.put(0, self.runner.whole_calls(len(samples)))  # which take longest
+        """The answers for all samples, of which those that were not added are.
+
+        No function is called for a conversation that failed: it has no environment any more.
+        """
+        scored = [i for i, one in enumerate(samples) if not (one.played and one.played.reward[0] in FAILURES)]
+        self.add({number: samples[number] for number in scored if number not in self.samples})
+        self.put(0, self.runner.whole_calls(scored))  # which take longest
         self.close()
         while self.serving:
             self.runner.poll()
             done, self.serving = wait(self.serving, TICK, FIRST_EXCEPTION)
             for future in done:
                 future.result()
+        for row, sample in zip(self.found, samples, strict=True):
+            if sample.played:
+                row[-1] = sample.played.reward
         self.runner.warn(self.found)
         return self.found
 

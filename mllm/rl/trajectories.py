@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
+from mllm.rl.conversations import Conversation, Conversations
 from mllm.rl.reward_process import FAILURES, Sample
 from mllm.rl.rewards import RewardRunner, number, reward_metrics, weighted_sum
 from mllm.rl.rollout import Completion, Sampler
@@ -37,42 +39,59 @@ def sample_trajectories(
 ) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
-    What has ended is scored while others are decoded.
+    What has ended is scored while others are decoded, but conversations with an environment once all have ended.
 
     No `group` of prompts is scored in parts: a batched function may compare its completions.
 
     Prompt i draws from the stream (seed, step, first_sequence + i).
     """
     mine = range(len(prompts))[rows.part_of(len(prompts), group)]
+    tokens, held = [prompt.tokens for prompt in prompts], list[Conversation]()
 
     def sample_of(number: int, one: Completion) -> Sample:
-        return Sample(prompts[number].example, one.text, one.tokens, not one.finished)
+        example = prompts[number].example
+        return held[number].sample(example) if held else Sample(example, one.text, one.tokens, not one.finished)
 
-    with rewards.scoring(len(mine)) as scoring:
+    with rewards.scoring(len(mine)) as scoring, ExitStack() as stack:
 
         def ended(found: Mapping[int, Completion]) -> None:
             scoring.add({i - mine.start: sample_of(i, one) for i, one in found.items() if i in mine})
 
         with watch.phase("rollout"):
-            how: dict[str, Any] = {"step": step, "first_sequence": first_sequence, "greedy": greedy, "ended": ended}
-            completions = sampler.complete(params, [prompt.tokens for prompt in prompts], **how)
+            where: dict[str, Any] = {"step": step, "first_sequence": first_sequence}
+            how: dict[str, Any] = {**where, "greedy": greedy, "ended": ended}
+            if rewards.environments:
+                talk = Conversations(rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where)
+                how["conversations"] = stack.enter_context(talk)
+                tokens, how["ended"] = talk.start(prompts), lambda found: None
+            completions = sampler.complete(params, tokens, **how)
+            held = talk.finish() if rewards.environments else []
         with watch.phase("reward"):
             with raise_everywhere():
                 scored = scoring.finish([sample_of(i, completions[i]) for i in mine])
             answers = chain(*rows.gather(scored))
     return [
-        Trajectory(
-            np.array([*prompt.tokens, *one.tokens], np.int32),
-            np.arange(len(prompt.tokens) + len(one.tokens)) >= len(prompt.tokens),
-            np.array(one.logprobs, np.float32),
-            None if one.kept is None else np.array(one.kept, np.float32),
-            one.finished,
-            prompt.example.question,
-            one.text,
-            [tuple(given) for given in answer],  # lists, where another process sent them
-        )
-        for prompt, one, answer in zip(prompts, completions, answers, strict=True)
+        trajectory(prompt, one, answer, held[number] if held else None)
+        for number, (prompt, one, answer) in enumerate(zip(prompts, completions, answers, strict=True))
     ]
+
+
+def trajectory(
+    prompt: Prompt, one: Completion, answers: Sequence[Sequence[Any]], held: Conversation | None
+) -> Trajectory:
+    """A completion and its rewards; what it consists of, in a conversation, is known to that alone."""
+    tokens, sampled = [*prompt.tokens, *one.tokens], [False] * len(prompt.tokens) + [True] * len(one.tokens)
+    return Trajectory(
+        np.array(held.tokens if held else tokens, np.int32),
+        np.array(held.sampled if held else sampled),
+        np.array(one.logprobs, np.float32),
+        None if one.kept is None else np.array(one.kept, np.float32),
+        held.finished if held else one.finished,
+        held.prompt[-1]["content"] if held else prompt.example.question,
+        held.assistant[-1]["content"] if held else one.text,
+        [tuple(given) for given in answers],  # lists, where another process sent them
+        held.messages if held else (),
+    )
 
 
 def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, group: int) -> Float[np.ndarray, "G n"]:
@@ -100,7 +119,7 @@ def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, g
 
 
 def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> dict[str, float]:
-    """For each reward function the mean and deviation of its values, and how often it failed; lengths."""
+    """For each reward function the mean and deviation of its values, and how often it failed; lengths; turns, tools."""
     lengths = np.array([len(trajectory.logprobs) for trajectory in trajectories])
     metrics = {
         **reward_metrics(names, [one.rewards for one in trajectories]),
@@ -109,6 +128,12 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - np.mean([trajectory.finished for trajectory in trajectories])),
     }
+    if talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]:
+        messages = [*chain.from_iterable(talks)]
+        roles, errors = Counter(one["role"] for one in messages), sum(one.get("tool_errors", 0) for one in messages)
+        metrics["environment/mean_turns"] = roles["assistant"] / len(talks)
+        metrics["tools/call_frequency"] = roles["tool"] / len(talks)
+        metrics["tools/failure_frequency"] = errors / max(roles["tool"], 1)
     kept = [trajectory.kept for trajectory in trajectories if trajectory.kept is not None]
     if kept:
         metrics["sampling/kept_probability/mean"] = float(np.concatenate(kept).mean())
@@ -132,6 +157,7 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,
         **({"extra": extra} if extra else {}),
+        **({"turns": [*trajectory.turns]} if trajectory.turns else {}),
     }
 
 

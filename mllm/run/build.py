@@ -29,6 +29,7 @@ from mllm.data.prompts import task_renderer
 from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
+from mllm.data.turns import check_turns, with_tools
 from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
 from mllm.model.layout import Params
@@ -157,6 +158,11 @@ class Run:
             who, learned = "the run", source.learned
         if config.task and task and config.rollout:
             renderer = task_renderer(config.task, task, renderer, learned)
+            if self.rewards and config.task.converses:
+                tools = [*self.rewards.tools]
+                if config.rollout.turns > 1:
+                    check_turns(renderer, tools, bool(config.task.keep_thoughts))
+                renderer = with_tools(renderer, tools)
             warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
             self.sampler = Sampler(
                 policy.graphdef,

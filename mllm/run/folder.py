@@ -41,7 +41,8 @@ CHANGEABLE = {
     *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),
     *("dpo.desirable_weight", "dpo.undesirable_weight"),
     *("grpo.dynamic_sampling", "grpo.filter_by", "grpo.mask_truncated_completions"),
-    *("task.rewards", "task.reward_timeout"),
+    *("task.rewards", "task.reward_timeout", "task.environment", "task.tools"),
+    *("rollout.max_turns", "rollout.max_total_length"),
     *("grpo.teacher_coef", "distill.kind", "distill.beta", "distill.data_share"),
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""

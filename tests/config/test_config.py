@@ -35,6 +35,8 @@ grpo: {num_generations: 4}
 TWO = "4, updates_per_generation: 2}"
 CISPO = "4, loss_type: cispo, num_iterations: 2}"
 GSPO = "4, loss_type: gspo, num_iterations: 2}"
+ACTS = GRPO.replace("arithmetic,", "arithmetic, environment: 'my_env:Guess',")
+TURNS = ACTS.replace("length: 8}", "length: 8, max_turns: 2}")
 VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, ")
 SUMS = SFT + "task: {name: arithmetic}\n"
 
@@ -59,6 +61,16 @@ def test_a_text_with_an_unusual_line_break_is_read_as_it_was_dumped(tmp_path):
     (copy := tmp_path / "copy.yaml").write_text(configs.dump(config), encoding="utf-8")
     assert configs.load(str(copy)) == config
     assert config.run_dir == "one\x85two 三"
+
+
+def test_an_environment_pays_alone_unless_rewards_are_given_too(tmp_path):
+    (tmp_path / "run.yaml").write_text(TURNS)
+    config = configs.load(str(tmp_path / "run.yaml"))
+    assert (config.task.rewards, config.rows.length) == ((), 32)
+    (tmp_path / "copy.yaml").write_text(configs.dump(config))
+    assert configs.load(str(tmp_path / "copy.yaml")) == config
+    both = configs.load(str(tmp_path / "run.yaml"), ["task.rewards=[{name: format}]", "grpo.dynamic_sampling=2"])
+    assert [reward.name for reward in both.task.rewards] == ["format"]
 
 
 def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name():
@@ -119,6 +131,22 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO.replace(": 50", ": 0") + "eval: {test: true}\n", "checkpoint.keep_best=true", "keep_best: needs an eval"),
         (GRPO, "model.source=null", "model.source: give a local folder or a hub id, or set model.init=random"),
         (GRPO, "head={impl: full_logits, workspace_mib: 4}", "head.workspace_mib: is not used with impl: full_logits"),
+        (GRPO, "rollout.max_turns=2", "rollout.max_turns: is not used without task.environment or task.tools"),
+        (GRPO, "task.environment=mine", "task.environment: mine: expected package.module:Class, or url:"),
+        (
+            GRPO,
+            "task.environment=url:ftp://host/",
+            "task.environment: expected url:http(s)://HOST/PATH without a user",
+        ),
+        (GRPO, "task.tools=[mine]", "task.tools: mine: expected package.module:function"),
+        (GRPO, 'task.tools=["mine:tool"]', "task.tools: is not used with rollout.max_turns: 1, since no turn follows"),
+        (ACTS, "rollout.max_total_length=20", "rollout.max_total_length: is not used with one turn"),
+        (
+            TURNS,
+            "rollout.max_total_length=15",
+            "rollout.max_total_length: 15 is less than max_prompt_length + max_comp",
+        ),
+        (TURNS, "grpo.row_length=31", "grpo.row_length: 31 is less than rollout.max_total_length (32)"),
         (SFT, "micro_batch_size=3", "batch_size: 8 is not divisible by micro_batch_size (3)"),
         (SFT, "rollout={max_prompt_length: 8, max_completion_length: 8}", "rollout: is not used without an eval"),
         (SFT, "optimizer.final_fraction=0.5", "optimizer.final_fraction: is not used with schedule: constant"),

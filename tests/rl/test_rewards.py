@@ -183,11 +183,12 @@ def trainer(does):
     """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
     script = f"""
         from array import array
+        from functools import partial
         from mllm.data.tasks.task import Example
         from mllm.orphans import children
-        from mllm.rl.reward_process import Sample
+        from mllm.rl.reward_process import Sample, bind_all
         from mllm.rl.reward_worker import Worker
-        worker = Worker([({HOSTILE!r}, {{}})], None, ["answer"], 4, lambda: None)
+        worker = Worker(partial(bind_all, [({HOSTILE!r}, {{}})], None, ["answer"], 4), lambda: None)
         worker.start()
         print(*children(worker.process.pid), flush=True)
         print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
@@ -322,6 +323,20 @@ def test_a_rollout_that_ends_early_stops_its_functions():
         (
             '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
             ("value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]),
+        ),
+        (
+            '[0, "value", 0.5, ["turn", [{"role": "a", "content": "b"}], true, [], 0, {}]]',
+            ("value", 0.5, ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]),
+        ),
+        *(
+            (f'[0, "value", 0.5, ["turn", {turn}]]', None)
+            for turn in (
+                "[], true, [], 0",
+                '[{"role": "a"}], true, [], 0, {}',
+                r'[{"role": "a", "content": "\ud800"}], true, [], 0, {}',
+                '[{"role": "a", "content": "b", "reward": 1}], true, [], 0, {}',
+                '[], true, [{"name": "a"}], 0, {}',
+            )
         ),
         *(
             (f'[0, "value", 0.5, {logged}]', None)

@@ -1,0 +1,280 @@
+"""Conversations of a rollout: exact tokens, limits, failures that lose nothing else, several processes."""
+
+import json
+import re
+from array import array
+from contextlib import contextmanager
+from itertools import chain
+from threading import Barrier, Thread
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollouts import BYTES
+
+from mllm.config.grpo import RolloutConfig
+from mllm.config.task import TaskConfig
+from mllm.data.prompts import Prompt
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+from mllm.model.tokenizer import Renderer, encode_prompt
+from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.rl import conversations
+from mllm.rl.conversations import Conversations
+from mllm.rl.rewards import RewardRunner
+from mllm.rl.rollout import Completion, Sampler
+from mllm.rl.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
+from mllm.stopwatch import Stopwatch
+
+RENDERER = Renderer(BYTES, "always")
+START, END = 257, 258
+"""The ids with which the bytes' template begins and ends each message."""
+
+
+def prompt(text="Go.", **fields) -> Prompt:
+    example = Example([{"role": "user", "content": text}], "7", fields=fields, conversational=True)
+    return Prompt(example, encode_prompt(RENDERER, example.prompt))
+
+
+def options(**settings) -> RolloutConfig:
+    return RolloutConfig(**{"max_prompt_length": 40, "max_completion_length": 60, "max_turns": 3, **settings})
+
+
+def task(environment, **settings) -> TaskConfig:
+    name = environment and f"own_environments:{environment}"
+    return TaskConfig.model_validate({"name": "arithmetic", "environment": name, **settings})
+
+
+@contextmanager
+def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings):
+    """Makes the conversations of a rollout, one after the other, with the same processes."""
+    with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
+
+        def talk(step=0, **limits):
+            return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, step=step)
+
+        yield talk
+
+
+def turn(text, finished=True):
+    return SimpleNamespace(tokens=[*text.encode(), *[END] * finished], text=text, finished=finished)
+
+
+def play(talk, prompts, says):
+    """What the engine does: conversation i says says[i], one text a turn, and the last of them again and again."""
+    with talk:
+        talk.start(prompts)
+        live, round = [*range(len(prompts))], 0
+        while live:
+            talk.send({i: turn(says[i][min(round, len(says[i]) - 1)]) for i in live})
+            found = talk.receive(live)
+            assert [*found] == live
+            live, round = [i for i in live if found[i] is not None], round + 1
+        return talk.finish()
+
+
+def rendered(*texts):
+    return [token for text in texts for token in (START, *text.encode(), END)]
+
+
+def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between():
+    with opened() as made, made() as talk:
+        (first,) = talk.start([prompt("Guess.")])
+        assert first == [*rendered("Guess. Up to 9."), START]
+        talk.send({0: turn("0")})
+        assert talk.receive([0]) == {0: [*rendered("higher"), START]}
+        talk.send({0: turn("99", finished=False)})  # cut off, so the template's own token ends it
+        assert talk.receive([0]) == {0: [END, *rendered("lower"), START]}
+        talk.send({0: turn("x")})
+        assert talk.receive([0]) == {0: None}  # the third turn is the last
+        (found,) = talk.finish()
+    sampled = [[*b"0", END], [*b"99"], [*b"x", END]]
+    whole = [*first, *sampled[0], *rendered("higher"), START, *sampled[1], END, *rendered("lower"), START, *sampled[2]]
+    assert found.tokens == whole
+    assert [token for token, own in zip(whole, found.sampled, strict=True) if own] == [*chain(*sampled)]
+    assert [message["role"] for message in found.messages] == ["assistant", "user"] * 3
+    assert [message["reward"] for message in found.assistant] == [0, 0, -0.75]
+    assert found.played.reward == ("value", -0.75)
+    assert found.values["tried"] == ["0", "99", "x"]
+    assert found.finished
+
+
+def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
+    with opened() as made:
+        limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
+        for total, turns in ((limit, 2), (limit - 1, 1)):
+            (found,) = play(made(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
+            assert (len(found.assistant), found.finished) == (turns, False)
+            assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+
+
+def test_members_of_a_group_begin_in_the_same_state_and_another_step_in_others():
+    with opened(group=4) as made:
+        first, again, other = (
+            [one.values["number"] for one in play(made(step), [prompt(largest=10**6)] * 8, ["0"] * 8)]
+            for step in (3, 3, 4)
+        )
+    assert first == again
+    assert first == [first[0]] * 4 + [first[4]] * 4
+    assert len({*first, *other}) == 4
+
+
+def test_a_prompt_that_grows_too_long_fails_alone():
+    with opened() as made:
+        prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
+        found = play(made(), prompts, ["0", "0"])
+    assert found[0].failure is None
+    assert found[1].failure == ("raised", "rollout.max_prompt_length: the prompt has 43 tokens")
+    assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
+
+
+HARMLESS = {
+    "print('o' * 100_000); os.write(1, b'w' * 100_000)": None,
+    "if os.fork() == 0: time.sleep(600)": None,
+    "if os.fork() == 0: raise ValueError": None,
+    "result = 'on', 'jax' not in sys.modules, False": None,
+    "time.sleep(600)": "timed_out took longer than 0.4 s",
+    "re.match(r'(a+)+$', 'a' * 64 + 'b')": "timed_out took longer than 0.4 s",
+    "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
+    "sys.exit(3)": r"raised SystemExit: 3 \(own_environments.py:\d+\)",
+    "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
+    "result = None, 0.0, False": "raised TypeError: it is not done, and there is no observation.*",
+    "result = 'on', 0.0": "raised TypeError: expected observation, reward and done.*",
+    "result = 'x' * 10**7, 0.0, False": "raised ValueError: what it said and its values take 10,000,.* bytes.*",
+    "self.board = 'x' * 10**7; result = '', 0, True": "raised ValueError: what it said and its values take 10,000,.*",
+    "result = 'on', float('nan'), False": "not_a_number returned nan",
+    "result = 'on', 'much', False": "not_a_number returned 'much'",
+    "result = ' \\ud800<|im_end|>', 1.0, False": None,
+}
+"""What leaves other environments of the process alive, and how it is counted; None: it is not, and the reward is 1."""
+DEADLY = {
+    "os._exit(3)": "raised ended its process with exit code 3",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.2 s",
+}
+"""What ends the process, and the other environments in it."""
+
+
+def counted(found):
+    kind, message = found.failure or ("", "")
+    return f"{kind} {message}" if kind else None
+
+
+def test_a_hostile_environment_is_counted_and_nothing_else_is_lost():
+    """The first of two processes is ended twice; the even groups' environments live in it."""
+    with opened("Hostile", reward_timeout=0.4, reward_workers=2) as made:
+        prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(HARMLESS)
+        found = play(made(), prompts, [["pass"], *([does, "pass"] for does in HARMLESS)])
+        expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *HARMLESS.values()]
+        for one, pattern in zip(found, expected, strict=True):
+            assert (counted(one) is None) if pattern is None else re.fullmatch(pattern, counted(one))
+        assert [one.played.reward for one in found if one.failure is None][:3] == [("value", 3)] * 3
+        for does, pattern in DEADLY.items():
+            victim, other, lost, far = play(made(), [prompt()] * 4, [[does], ["pass"], ["pass"], ["pass"]])
+            assert re.fullmatch(pattern, counted(victim))
+            assert counted(lost) == "raised LookupError: its environment was lost with its process"
+            assert [one.played.reward for one in (other, far)] == [("value", 3)] * 2
+        assert [one.failure for one in play(made(), [prompt()] * 4, [["pass"]] * 4)] == [None] * 4
+
+
+def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
+    class Stop(Exception):
+        pass
+
+    def poll():
+        raise Stop
+
+    with opened("Hostile") as made:
+        talk = made()
+        talk.runner.poll = poll
+        with pytest.raises(Stop):
+            play(talk, [prompt()], [["time.sleep(600)"]])
+        talk.runner.poll = lambda: None
+        assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
+
+
+def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts():
+    with pytest.raises(UserError, match=r"^task.environment: own_environments:Nothing can't"), opened("Nothing"):
+        pass
+
+
+def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
+    barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
+
+    def gather(value):
+        slots[value[0]] = json.loads(json.dumps(value))
+        exchanges.append(value)
+        barrier.wait()
+        found = [slots[0], slots[1]]
+        barrier.wait()
+        return found
+
+    prompts, says = [prompt("Guess.")] * 6, [[str(i), "0"] for i in range(6)]
+    with opened(group=2) as made:
+        alone = play(made(), prompts, says)
+    monkeypatch.setattr(conversations, "gather_objects", gather)
+
+    def process(index):
+        with opened(rows=RowShare(index, 2), group=2) as made:
+            results[index] = play(made(), prompts, says)
+
+    threads = [Thread(target=process, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == alone
+    assert len(exchanges) == 2 * (1 + 3)  # to start, and to receive each turn
+    assert {number for _, found in exchanges[:2] for number, _ in found} == {*range(6)}
+
+
+def speaker(*says, **limits):
+    """An engine whose assistants say this, as in `play`."""
+
+    class Speaker(Sampler):
+        def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None, conversations=None):
+            completions, live, round = [Completion() for _ in prompts], [*range(len(prompts))], 0
+            while live:
+                turns = {i: turn(says[i][min(round, len(says[i]) - 1)]) for i in live}
+                for i, one in turns.items():
+                    completions[i].tokens += array("i", one.tokens)
+                    completions[i].logprobs += array("f", [-i - round] * len(one.tokens))
+                conversations.send(turns)
+                found = conversations.receive(live)
+                live, round = [i for i in live if found[i] is not None], round + 1
+            return completions
+
+    return Speaker(None, RENDERER, (END,), options(**limits), 0)
+
+
+HOW = {"step": 0, "first_sequence": 0, "rows": ALL_ROWS, "watch": Stopwatch(), "group": 2}
+
+
+def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_turns():
+    sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
+    config = task("Guess", rewards=[{"name": "own_environments:errors", "weight": 2}])
+    with RewardRunner(config, Task("", [prompt().example], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt("Guess.")] * 4, None, **HOW)
+    one, rewards, line = found[2], group_rewards(found, runner, 2), sample_line(found[2], runner, 0.5)
+    assert one.tokens[one.sampled].tolist() == [*b"0", END, *b"x" * 10, END]
+    assert one.logprobs.tolist() == [-2] * 2 + [-3] * 11
+    assert one.prompt == "Guess. Up to 9."
+    assert one.text == line["completion"] == "x" * 10
+    assert [message.get("reward") for message in line["turns"]] == [0, None, -0.5, None]
+    assert line["rewards"] == {"own_environments:errors": pytest.approx(0.4 + 13 / 1000), "environment": -0.5}
+    assert rewards[1, 0] == line["reward"] == pytest.approx(2 * (0.4 + 0.013) - 0.5)
+    metrics = completion_metrics(found, runner.names)
+    assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
+    assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
+    call = '<tool_call>{"name": "double", "arguments": %s}</tool_call>'
+    sampler = speaker(["pass"], ["raise ValueError"], [call % '{"number": 1}'], [call % "{}"])
+    config = task("Hostile", tools=["own_environments:double"], rewards=[{"name": "own_environments:by_environment"}])
+    with RewardRunner(config, Task("", [], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
+    np.testing.assert_array_equal(group_rewards(found, runner, 2), [[np.nan, np.nan], [0, 0]])
+    metrics = completion_metrics(found, runner.names)
+    assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
+    assert metrics["rewards/environment/raised"] == 1
+    assert "reward environment raised: ValueError" in caplog.text
