@@ -3,12 +3,14 @@
     python tools/generate.py MODEL_OR_RUN "What is 7 times 8?" "And 6 times 7?"
     python tools/generate.py MODEL_OR_RUN < question.txt
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
+    python tools/generate.py RUN "game 1" --environment task
 
 MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout or PEFT's, or a hub id. Its chat template is applied,
 unless it has learned texts. A line of prompts has a `question`, a `prompt`, or `messages` of which the assistant's last
 ones are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
-`finished` or was cut off. Without --temperature the likeliest token is taken. On a terminal, what it would obey in a
-completion is escaped.
+`finished` or was cut off. With --environment an environment answers, and a line has the `messages` of its prompt, the
+`turns` and the sum of their rewards, `reward`. Without --temperature the likeliest token is taken. On a terminal, what
+it would obey in a completion is escaped.
 """
 
 import argparse
@@ -31,9 +33,12 @@ if TYPE_CHECKING:
     from mllm.model.layout import Params
     from mllm.model.load import Policy
     from mllm.rl.completion import Completion
+    from mllm.rl.rollout import Sampler
 
 Chat = list[dict[str, str]]
-MOST_TOKENS = 512
+Answer = tuple[str, dict[str, Any]]
+"""What is printed of a completion, and the line of the output."""
+MOST_TOKENS, TURNS = 512, 8
 
 
 @errors.command
@@ -46,19 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if system := options.system or (task and task.system_prompt):
         first = {"role": "system", "content": system}
         chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    completions = complete(options, policy, params, chats, (task and task.template_args) or {}, name)
+    answers = complete(options, policy, params, chats, task, name)
     if options.out is None:
-        for chat, one in zip(chats, completions, strict=True):
+        for chat, (shown, _) in zip(chats, answers, strict=True):
             if len(chats) > 1:
                 print(errors.printable(f"> {chat[-1]['content']}"), file=sys.stderr, flush=True)
-            print(errors.printable(one.text, keep="\n\t") if sys.stdout.isatty() else one.text, flush=True)
+            print(errors.printable(shown, keep="\n\t") if sys.stdout.isatty() else shown, flush=True)
         return 0
-    lines = [
-        {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished}
-        for chat, one in zip(chats, completions, strict=True)
-    ]
+    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for _, line in answers)
     try:
-        options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8")
+        options.out.write_text(lines, encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out: {options.out} can't be written ({error.strerror}); give another name") from None
     return 0
@@ -84,6 +86,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
     parser.add_argument("--repetition-penalty", type=positive(float), help="above 1 tokens are less likely again")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
+    what = "what answers, package.module:Class or url:...; task: what the run's task has"
+    parser.add_argument("--environment", metavar="NAME", help=what)
+    parser.add_argument("--max-turns", type=positive(int), metavar="N", help="with --environment; default: 8")
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
@@ -95,6 +100,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name in ("n", "top_p", "top_k", "min_p"):
         if not options.temperature and getattr(options, name) != parser.get_default(name):
             raise UserError(f"--{name.replace('_', '-')}: the likeliest tokens are always the same: give --temperature")
+    if options.max_turns and not options.environment:
+        raise UserError("--max-turns: without --environment there is one turn: leave it out")
     if "" in options.stop:
         raise UserError("--stop: it is empty: give a text")
     return options
@@ -154,9 +161,14 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
 
 
 def complete(
-    options: argparse.Namespace, policy: "Policy", params: "Params", chats: list[Chat], args: dict[str, Any], name: str
-) -> "list[Completion]":
-    """The chats' completions; `args` are the template's. UserError where one doesn't fit the model's positions."""
+    options: argparse.Namespace,
+    policy: "Policy",
+    params: "Params",
+    chats: list[Chat],
+    task: "TaskConfig | None",
+    name: str,
+) -> list[Answer]:
+    """The chats' completions. UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
     from mllm.config.grpo import RolloutConfig
@@ -167,6 +179,7 @@ def complete(
     from mllm.stopwatch import COMPILING
 
     are_texts = all(len(chat) == 1 for chat in chats)
+    args = (task and task.template_args) or {}
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
     how = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
     print(f"{options.model}: {name}; prompts are {how}", file=sys.stderr)
@@ -178,12 +191,15 @@ def complete(
         fault = f"{limit} after a prompt of {longest} tokens are more than the {most} positions of the model"
         raise UserError(f"--max-tokens: {fault}; at most {max(0, most - longest)} would fit")
     settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
+    if options.environment:  # which may add to the prompt
+        turns = {"max_turns": options.max_turns or TURNS, "max_total_length": most}
+        settings |= {"max_prompt_length": most - limit} | (turns if turns["max_turns"] > 1 else {})
     settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
     alone = len(prompts) == 1
     start, work = time.monotonic() - COMPILING.seconds, RolloutWork()
     with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=alone or None) as bar:
-        result = Sampler(
+        sampler = Sampler(
             policy.graphdef,
             renderer,
             (*policy.stop_ids, *stops),
@@ -193,11 +209,62 @@ def complete(
             poll=lambda: bar.update(work.completions - bar.n),
             work=work,
             stop_texts=(*policy.stop_texts, *options.stop),
-        ).complete(params, prompts, step=0, greedy=not options.temperature)
+        )
+        if options.environment:
+            result = converse(options, sampler, params, chats, prompts, task)
+        else:
+            found = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
+            result = [
+                (
+                    one.text,
+                    {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished},
+                )
+                for chat, one in zip(chats, found, strict=True)
+            ]
     if not alone:
         speed = work.tokens / (time.monotonic() - COMPILING.seconds - start)
         print(f"{len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s", file=sys.stderr)
     return result
+
+
+def converse(
+    options: argparse.Namespace,
+    sampler: "Sampler",
+    params: "Params",
+    chats: list[Chat],
+    prompts: list[list[int]],
+    task: "TaskConfig | None",
+) -> list[Answer]:
+    """The chats, with turns between the model and an environment; UserError where there is none of that name."""
+    from mllm.config.places import add_modules
+    from mllm.config.task import TaskConfig
+    from mllm.data.prompts import Prompt
+    from mllm.data.tasks.task import Example, Task
+    from mllm.rl.conversations import Conversations
+    from mllm.rl.rewards import RewardRunner
+
+    if options.environment != "task":
+        task = TaskConfig(name="arithmetic").model_copy(update={"environment": options.environment})
+    elif task is None or not task.converses:
+        raise UserError("--environment: task: it is no run whose task has an environment or tools: name one")
+    add_modules(Path())
+    examples = [Example(chat, None, conversational=sum(one["role"] != "system" for one in chat) > 1) for chat in chats]
+    games, alone = Task("", examples, []), task.model_copy(update={"rewards": ()})
+    with RewardRunner(alone, games, sampler.options.max_completion_length) as runner:
+        talk = Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0)
+        given: dict[str, Any] = {"step": 0, "greedy": not options.temperature, "conversations": talk}
+        with talk:
+            begun = talk.start([Prompt(one, tokens) for one, tokens in zip(examples, prompts, strict=True)])
+            sampler.complete(params, begun, **given)
+            found = talk.finish()
+    answers = []
+    for one in found:
+        kind, reward, *_ = one.played.reward
+        told = reward if kind == "value" else f"{kind} {reward}"
+        said = [f"{message['role']}: {message['content']}" for message in one.messages] + [f"reward: {told}"]
+        line = {"messages": one.prompt, "turns": one.messages, "reward": reward if kind == "value" else None}
+        answers.append(("\n".join(said), line | {"tokens": sum(one.sampled), "finished": one.finished}))
+    return answers
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ LARGEST = 16 * 2**20
 
 
 class Turn(BaseModel):
-    """A message after the prompt of a conversation; None for a turn without a reward of its own."""
+    """A message after the prompt of a conversation; the reward is None where it has none of its own."""
 
     role: str
     content: str
     reward: FiniteFloat | None = None
+    tool_errors: int = 0
 
 
 class Sample(BaseModel):
@@ -120,10 +121,12 @@ def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: in
 
 
 def lines_of(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The text of a turn and its reward, if it has one, with their names."""
+    """The text of a turn, its reward and the number of its tool errors, where it has them, with their names."""
     yield turn.role, turn.content
     if turn.reward is not None:
         yield "reward", f"{turn.reward:.3f}"
+    if turn.tool_errors:
+        yield "errors", str(turn.tool_errors)
 
 
 if __name__ == "__main__":

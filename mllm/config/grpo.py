@@ -62,11 +62,6 @@ class RolloutConfig(Section):
         return self.max_total_length or longest
 
     @property
-    def most_tokens(self) -> int:
-        """The most tokens of a prompt and what follows it."""
-        return self.max_prompt_length + self.max_completion_length
-
-    @property
     def truncates(self) -> bool:
         """Whether tokens may be excluded by top-k, top-p or min-p."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p is not None

@@ -50,7 +50,7 @@ class Turns(Protocol):
     """What answers the turns of sequences, which it knows by their numbers."""
 
     def send(self, found: Mapping[int, Completion]) -> None:
-        """Begin to answer these, whose last turn has ended."""
+        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
 
     def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
         """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
@@ -260,14 +260,14 @@ class RolloutEngine:
 
         Those of the chunk before are waited for, or all where nothing is left to decode meanwhile.
         """
-        turns.send(found)
+        turns.send({sequence: replace(one, tokens=one.turn, given=[]) for sequence, one in found.items()})
         self.cached |= {sequence: self.length(sequence) for sequence in found}
         due, self.waiting = self.waiting, [*found]
         others = (self.sequences >= 0).any() or any(map(len, (*self.queues, *self.candidates, *self.answered)))
         if not (due or others):
             due, self.waiting = self.waiting, []
         over = {}
-        for sequence, tokens in turns.receive(due).items():
+        for sequence, tokens in turns.receive(due).items() if due else ():
             shard, one = self.shard_of[sequence], self.completions[sequence]
             if tokens is None:
                 self.cached.pop(sequence, None)
@@ -346,7 +346,7 @@ class RolloutEngine:
 
     def slots(self) -> Slots:
         """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
-        live, most = self.sequences >= 0, self.options.most_tokens
+        live, most = self.sequences >= 0, self.options.total_length
         tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
         history = None if self.options.repetition_penalty is None else np.zeros((*live.shape, most), np.int32)
         for place in zip(*np.nonzero(live), strict=True):
@@ -361,9 +361,8 @@ class RolloutEngine:
 
     def limit(self, sequence: int) -> int:
         """How many tokens may follow the sequence's prompt before its turn is cut off."""
-        most, one = self.options.max_completion_length, self.completions[sequence]
-        begun = len(one.tokens) - len(one.turn)
-        return min(begun + most, self.options.most_tokens - len(self.prompts[sequence]))
+        one = self.completions[sequence]
+        return len(one.tokens) - len(one.turn) + self.options.max_completion_length
 
     def run_decode(
         self, pages: tuple[Pages, ...], begun: int, steps: int, stop_after: int

@@ -19,13 +19,13 @@ class Sampler(SamplerSettings):
         first_sequence: int = 0,
         greedy: bool = False,
         ended: Callable[[Mapping[int, Completion]], object] = lambda found: None,
-        turns: Turns | None = None,
+        conversations: Turns | None = None,
     ) -> list[Completion]:
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
         log-probabilities are 0. `ended` is called with the completions that have ended, by their prompts' numbers,
-        while others are decoded. `turns` may have answers to them, from which they go on. ValueError is raised if there
+        while others are decoded. `conversations` may have answers to them, from which they go on. ValueError is raised if there
         are no prompts, or one is empty or longer than `options.max_prompt_length`.
         """
         lengths, limit = sorted({*map(len, prompts)}), self.options.max_prompt_length
@@ -34,5 +34,5 @@ class Sampler(SamplerSettings):
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
             found = engine.decode_chunk()
-            ended({one: engine.release(one) for one in found} if turns is None else engine.answer(turns, found))
+            ended({one: engine.release(one) for one in found} if conversations is None else engine.answer(conversations, found))
         return engine.completions

@@ -67,7 +67,7 @@ def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[
 
 def most_tokens(options: RolloutConfig) -> int:
     """The places that a sequence needs at most: a chunk begins before the limit and may go beyond it."""
-    return options.most_tokens + CHUNK
+    return options.total_length + CHUNK
 
 
 def window_pages(window: int, size: int) -> int:

@@ -14,8 +14,8 @@ def sample(step, prompt="1+1=", completion="2", reward=1.0, advantage=0.5, trunc
     return line | {"advantage": advantage, "length": len(completion), "truncated": truncated, "turns": [*turns]}
 
 
-def turn(role, content, reward=None):
-    return {"role": role, "content": content, "reward": reward}
+def turn(role, content, reward=None, tool_errors=0):
+    return {"role": role, "content": content, "reward": reward, "tool_errors": tool_errors}
 
 
 def write(folder, lines, tail=""):
@@ -63,12 +63,12 @@ def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
 
 
 def test_the_turns_of_a_conversation_are_printed_with_what_each_of_them_earned(tmp_path, capsys):
-    said = turn("assistant", "3?\nreward  9", -0.5), {"role": "tool", "content": "up"}, turn("assistant", "", 0.0)
+    said = turn("assistant", "3?\nreward  9", -0.5), {"role": "tool", "content": "up"}, turn("assistant", "", 0.0, 2)
     write(tmp_path, [sample(1, turns=said)])
     assert samples.main([str(tmp_path), "--print"]) == 0
     assert capsys.readouterr().out.split("\n", 1)[1] == (
         "  prompt      1+1=\n  assistant   3?\n              reward  9\n  reward      -0.500\n  tool        up\n"
-        "  assistant   \n  reward      0.000\n\n1 of 1\n"
+        "  assistant   \n  reward      0.000\n  errors      2\n\n1 of 1\n"
     )
 
 

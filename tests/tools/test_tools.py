@@ -6,8 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from array import array
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -231,11 +231,44 @@ def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
     assert not given["greedy"]
 
 
+def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_path, monkeypatch, capsys):
+    def complete(self, params, prompts, conversations, **given):
+        assert self.options.turns == 3
+        live = [*range(len(prompts))]
+        while live:  # as the engine does
+            conversations.send({i: Completion(array("i", [*b"16", 258]), finished=True, text="16") for i in live})
+            found = conversations.receive(live)
+            live = [i for i in live if found[i] is not None]
+
+    monkeypatch.setattr(Sampler, "complete", complete)
+    game = ["--environment", "mllm.data.tasks.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
+    assert generate.main([str(exported), "game 1", *game]) == 0
+    said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
+    assert said
+    out = tmp_path / "out.jsonl"
+    assert generate.main([str(exported), "game 1", *game, "--out", str(out)]) == 0
+    line = json.loads(out.read_text())
+    assert [one["content"] for one in line["messages"]] == ["Sum.", "game 1"]
+    assert [one["content"] for one in line["turns"]] == ["16", said[1]] * 3
+    assert {name: line[name] for name in ("reward", "tokens", "finished")} == {
+        "reward": 0,
+        "tokens": 9,
+        "finished": True,
+    }
+    for options, message in (
+        (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
+        (["--environment", "nowhere:Game"], "task.environment: nowhere:Game"),
+        (["--max-turns", "2"], "--max-turns: without --environment there is one turn"),
+    ):
+        assert generate.main([str(exported), "hi", *options]) == 2
+        assert f"error: {message}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_it_is(terminal, monkeypatch, capsys):
     text = "a\tb\nc\x1b]0;title\x07\r\x9b2J\u202e 漢字\n"
     monkeypatch.setattr(generate, "load", lambda options: (None, None, None, ""))
-    monkeypatch.setattr(generate, "complete", lambda *given: [SimpleNamespace(text=text)])
+    monkeypatch.setattr(generate, "complete", lambda *given: [(text, {})])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert generate.main(["a model", "a prompt"]) == 0
     shown = "a\tb\nc\\x1b]0;title\\x07\\r\\x9b2J\\u202e 漢字\n"

@@ -2,7 +2,7 @@
 
 `Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.data.tasks.guess FILE` writes
 played ones, from which SFT learns the moves, and some skill. The middle of what is left wins each game; guesses of 1 to
-31 by chance win 0.15 of them, guesses by chance of what is left 0.55, and those of FILE 0.26.
+31 by chance win 0.15 of them, guesses by chance of what is left 0.55, and those of FILE 0.57.
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 from mllm import errors
 
 LARGEST, TURNS = 31, 5
-SKILL = 0.3
-"""The share of played guesses that are the middle of what is left; others are any of the numbers."""
+SKILL = 0.5
+"""The share of played games whose guesses are the middle of what is left; in the others they are any numbers."""
 GAMES, PLAYED = 1000, 20_000
 """The names of games, and how many games are played for SFT."""
 
@@ -47,12 +47,13 @@ def problems() -> list[dict[str, str]]:
 
 
 def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float]:
-    """The messages of a game, of whose guesses the share `skill` is the middle of what is left, and its reward."""
+    """The messages of a game, and its reward; the share `skill` of the games is played as well as can be."""
     draw, game = random.Random(f"guesses {seed}"), Guess()
+    skilled = draw.random() < skill
     game.reset(seed)
     chat, low, high, done = [{"role": "user", "content": f"game {seed % GAMES}"}], 1, LARGEST, False
     while not done:
-        guess = (low + high) // 2 if draw.random() < skill else draw.randint(1, LARGEST)
+        guess = (low + high) // 2 if skilled else draw.randint(1, LARGEST)
         said, reward, done = game.step(str(guess))
         chat += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": said}]
         low, high = (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
