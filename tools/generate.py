@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from mllm.config.task import TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
-    from mllm.rl.completion import Completion
     from mllm.rl.rollout import Sampler
 
 Chat = list[dict[str, str]]

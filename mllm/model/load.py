@@ -115,8 +115,9 @@ def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
     policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *configured), seed=config.seed)
     rows = {} if config.data is None else {"data.max_length": config.data.max_length}
     if config.rollout is not None:
-        both = config.rollout.max_prompt_length + config.rollout.max_completion_length
-        rows["rollout.max_prompt_length + max_completion_length"] = both
+        several = config.rollout.turns > 1
+        name = "rollout.max_total_length" if several else "rollout.max_prompt_length + max_completion_length"
+        rows[name] = config.rollout.total_length
     most = policy.architecture.max_position_embeddings
     for key, length in rows.items():
         if length > most:

@@ -1,9 +1,9 @@
 """What a rollout makes of a sequence, what all of it took, and what determines both besides prompts and parameters."""
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 from mllm.config.grpo import RolloutConfig
 from mllm.model.tokenizer import Renderer
@@ -32,6 +32,17 @@ class Completion:
     def turn(self) -> "array[int]":
         """The tokens of the last turn."""
         return self.tokens[self.given[-1][1] :] if self.given else self.tokens
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """What answers the turns of sequences, which it knows by their numbers."""
+
+    def send(self, found: Mapping[int, Completion]) -> None:
+        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
+
+    def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
+        """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
 
 
 @dataclass

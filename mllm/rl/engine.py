@@ -16,9 +16,9 @@ each of them decides the same.
 import time
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from mllm.data.batch import bucket
 from mllm.model.decoding import Cache, Pages, decoding_graphdef, decoding_weights
 from mllm.model.layout import Params
 from mllm.rl import sampling
-from mllm.rl.completion import Completion, SamplerSettings
+from mllm.rl.completion import Completion, SamplerSettings, Turns
 from mllm.rl.paged_cache import PagedCache, on_devices
 from mllm.rl.schedule import (
     PREFILLED_BATCHES,
@@ -43,17 +43,6 @@ from mllm.rl.slots import CHUNK, Slots, Stream, add_tail, decode, empty_tail, ex
 
 CALL_SECONDS = 0.25
 """About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
-
-
-@runtime_checkable
-class Turns(Protocol):
-    """What answers the turns of sequences, which it knows by their numbers."""
-
-    def send(self, found: Mapping[int, Completion]) -> None:
-        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
-
-    def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
-        """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
 
 
 class Candidate(NamedTuple):
@@ -123,14 +112,9 @@ class RolloutEngine:
         rows = max(len(self.live(shard)) + len(ones) for shard, ones in enumerate(new))
         if rows == 0:
             return False
-        order = np.argsort(self.sequences < 0, axis=1, kind="stable")
         slots = bucket(rows, slot_buckets(self.most_slots))
-        sequences = np.full((self.shards, slots), -1)
-        kept = min(slots, order.shape[1])
-        sequences[:, :kept] = np.take_along_axis(self.sequences, order[:, :kept], axis=1)
-        self.sequences = sequences
-        for shard, ones in enumerate(new):
-            sequences[shard, np.flatnonzero(sequences[shard] < 0)[: len(ones)]] = ones
+        every = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
+        self.sequences = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
         spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
         self.cache.hold(spans, slots)
         self.insert(entering)
@@ -263,29 +247,28 @@ class RolloutEngine:
         turns.send({sequence: replace(one, tokens=one.turn, given=[]) for sequence, one in found.items()})
         self.cached |= {sequence: self.length(sequence) for sequence in found}
         due, self.waiting = self.waiting, [*found]
-        others = (self.sequences >= 0).any() or any(map(len, (*self.queues, *self.candidates, *self.answered)))
-        if not (due or others):
-            due, self.waiting = self.waiting, []
-        over = {}
+        if not ((self.sequences >= 0).any() or any(self.queues) or any(self.candidates) or any(self.answered)):
+            due, self.waiting = [*due, *self.waiting], []
+        over = []
         for sequence, tokens in turns.receive(due).items() if due else ():
-            shard, one = self.shard_of[sequence], self.completions[sequence]
+            one = self.completions[sequence]
             if tokens is None:
                 self.cached.pop(sequence, None)
-                over[sequence] = self.release(sequence)
+                over.append(sequence)
                 continue
             one.given.append((len(one.tokens), len(one.tokens) + len(tokens)))
             one.tokens.extend(tokens)
-            one.finished = False
             if sequence in self.cached:
-                self.answered[shard].append(sequence)
+                self.answered[self.shard_of[sequence]].append(sequence)
             else:
-                self.queues[shard].appendleft([sequence])
-        return over
+                self.queues[self.shard_of[sequence]].appendleft([sequence])
+        return self.release(over)
 
-    def release(self, sequence: int) -> Completion:
-        """Take the pages of a sequence back that has ended; returns its completion."""
-        self.cache.release(self.shard_of[sequence], sequence)
-        return self.completions[sequence]
+    def release(self, sequences: Collection[int]) -> dict[int, Completion]:
+        """Take the pages of sequences back that have ended; returns their completions."""
+        for sequence in sequences:
+            self.cache.release(self.shard_of[sequence], sequence)
+        return {sequence: self.completions[sequence] for sequence in sequences}
 
     # --- decoding -----------------------------------------------------------------------------------------------------
 

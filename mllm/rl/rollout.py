@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from mllm.model.layout import Params
-from mllm.rl.completion import Completion, SamplerSettings
-from mllm.rl.engine import RolloutEngine, Turns
+from mllm.rl.completion import Completion, SamplerSettings, Turns
+from mllm.rl.engine import RolloutEngine
 
 
 class Sampler(SamplerSettings):
@@ -25,8 +25,8 @@ class Sampler(SamplerSettings):
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
         log-probabilities are 0. `ended` is called with the completions that have ended, by their prompts' numbers,
-        while others are decoded. `conversations` may have answers to them, from which they go on. ValueError is raised if there
-        are no prompts, or one is empty or longer than `options.max_prompt_length`.
+        while others are decoded. `conversations` may have answers to them, from which they go on. ValueError is raised
+        if there are no prompts, or one is empty or longer than `options.max_prompt_length`.
         """
         lengths, limit = sorted({*map(len, prompts)}), self.options.max_prompt_length
         if not lengths or lengths[0] == 0 or lengths[-1] > limit:
@@ -34,5 +34,5 @@ class Sampler(SamplerSettings):
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while engine.admit():
             found = engine.decode_chunk()
-            ended({one: engine.release(one) for one in found} if conversations is None else engine.answer(conversations, found))
+            ended(engine.answer(conversations, found) if conversations else engine.release(found))
         return engine.completions

@@ -61,12 +61,15 @@ def complete(
     room=None,
     stops=STOPS,
     ended=len,
+    conversations=None,
     **given,
 ):
     """The completions of a sampler with this file's stop tokens."""
     graphdef, params = nnx.split(model)
     sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, lambda: room or Room(slots), **given)
-    return sampler.complete(params, prompts, step=step, first_sequence=first_sequence, ended=ended)
+    return sampler.complete(
+        params, prompts, step=step, first_sequence=first_sequence, ended=ended, conversations=conversations
+    )
 
 
 @pytest.fixture(scope="module")
@@ -342,3 +345,46 @@ def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, sha
 def test_prompts_that_are_missing_empty_or_too_long_are_refused(model, lengths):
     with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
         complete(model, [[1] * length for length in lengths])
+
+
+class Answers:
+    """Answers each turn but a sequence's last with the next of its texts of tokens."""
+
+    def __init__(self, texts):
+        self.texts, self.turns, self.asked = texts, {}, []
+
+    def send(self, found):
+        for sequence, one in found.items():
+            self.turns.setdefault(sequence, []).append(one.tokens.tolist())
+
+    def receive(self, sequences):
+        self.asked.append(list(sequences))
+        return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
+
+
+@pytest.mark.parametrize("kind", ["full", "windows", "few pages"])
+def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(model, prompts, kind):
+    chosen, work = gemma() if kind == "windows" else model, RolloutWork()
+    rng = np.random.default_rng(1)
+    texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
+    options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
+    room, talk, told = Room(5, 6 * 32 if kind == "few pages" else None), Answers(texts), []
+    given = {"options": options, "stops": (3, 5), "work": work, "room": room, "ended": told.append}
+    found = complete(chosen, prompts, conversations=talk, **given)
+    assert sorted(number for some in told for number in some) == list(range(len(prompts)))
+    for sequence, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+        assert [one.tokens[a:b].tolist() for a, b in one.given] == texts[sequence]
+        ends = zip(
+            [0, *(end for _, end in one.given)], [*(begin for begin, _ in one.given), len(one.tokens)], strict=True
+        )
+        assert [one.tokens[a:b].tolist() for a, b in ends] == talk.turns[sequence]
+        sampled = np.ones(len(one.tokens), bool)
+        for begin, end in one.given:
+            sampled[begin:end] = False
+        whole = jnp.array([[*prompt, *one.tokens, *[0] * 132][:132]])
+        logits = np.float64(hidden_states(*nnx.split(chosen), whole)) @ np.float64(chosen.head_weight).T
+        expected = np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1 :][: len(sampled)], axis=-1))
+        expected = np.take_along_axis(expected, np.array(one.tokens)[:, None], 1)[sampled, 0]
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+    again = complete(chosen, prompts, conversations=Answers(texts), **{**given, "room": Room(3)})
+    assert [one.tokens for one in again] == [one.tokens for one in found]
