@@ -208,7 +208,7 @@ class RolloutEngine:
             most = max(map(len, chosen))
             if not most:
                 continue
-            rows = min(1 << (most - 1).bit_length(), self.most_slots)
+            rows = bucket(most, slot_buckets(self.most_slots))
             sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
             for shard, candidates in enumerate(chosen):
                 sources[shard, : len(candidates)] = [one.source for one in candidates]
@@ -222,7 +222,7 @@ class RolloutEngine:
         most = max(map(len, resumed))
         if not most:
             return
-        rows = min(1 << (most - 1).bit_length(), self.most_slots)
+        rows = bucket(most, slot_buckets(self.most_slots))
         sequences = np.full((self.shards, rows), -1)
         for shard, ones in enumerate(resumed):
             sequences[shard, : len(ones)] = ones

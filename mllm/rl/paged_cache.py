@@ -21,6 +21,8 @@ from mllm.rl.slots import CHUNK, insert, resize
 
 POOLS = sorted(size * 2**power for power in range(20) for size in (16, 20, 25))
 """The pages of pools, so few that few programs are compiled, and so many that at most a fifth is empty."""
+SHORT = 8
+"""The pages of sequences that are short."""
 SHRINK = 2
 """A pool stays as it is until it is so many times as large as it need be: it may grow again."""
 Span = tuple[int, int]
@@ -78,7 +80,9 @@ class PagedCache:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
         most = pool_pages(self.model, self.options, rows)
         limit, now = min(self.most, max(*most, *needed)), max(self.pages)
-        wanted = min(limit, bucket(max(rows, self.least, *needed), POOLS))
+        # Rows of few pages differ little in them, and a program more costs more than pages that are empty.
+        sizes = POOLS if max(most) > SHORT * rows else [rows * 2**power for power in range(20)]
+        wanted = min(limit, bucket(max(rows, self.least, *needed), sizes))
         if wanted <= now < SHRINK * wanted:
             wanted = now
         windows = zip(self.tables, most, needed, strict=True)
