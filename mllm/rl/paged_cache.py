@@ -80,9 +80,9 @@ class PagedCache:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
         most = pool_pages(self.model, self.options, rows)
         limit, now = min(self.most, max(*most, *needed)), max(self.pages)
-        # Rows of few pages differ little in them, and a program more costs more than pages that are empty.
-        sizes = POOLS if max(most) > SHORT * rows else [rows * 2**power for power in range(20)]
-        wanted = min(limit, bucket(max(rows, self.least, *needed), sizes))
+        # Where rows have few pages each, a program more costs more than pages that are empty.
+        short = max(most) <= SHORT * rows
+        wanted = limit if short else min(limit, bucket(max(rows, self.least, *needed), POOLS))
         if wanted <= now < SHRINK * wanted:
             wanted = now
         windows = zip(self.tables, most, needed, strict=True)
