@@ -43,10 +43,10 @@ class PagedCache:
         slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
         self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
         self.layers: list[LayerCache] = []
-        # A pool of less than a quarter of the weights' bytes saves little, and is a program more.
+        # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
         whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
         page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
-        self.least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)) // 4 // max(page, 1)
+        self.least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)) // 16 // max(page, 1)
 
     @property
     def pages(self) -> list[int]:
