@@ -32,7 +32,7 @@ from runs import (
     start_group,
     start_two,
 )
-from tiny import ARCHITECTURE, config
+from tiny import config
 
 import train
 from mllm.config.data import DataConfig
@@ -68,7 +68,6 @@ MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
 GRPO = config(
     steps=6,
-    model={"architecture": {**ARCHITECTURE, "num_hidden_layers": 1}},
     mesh={"fsdp": 2, "tp": 2},
     grpo={
         "dynamic_sampling": 3,
