@@ -23,7 +23,7 @@ GENERAL = "general"
 """`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
 WAYS = {XLA: (GENERAL, "none", "some", "all"), XLA_BF16: ("some",), TPU: ("none",), TPU_F32: (GENERAL,)}
 HOPPER = GPU._replace(waves=420_000)
-"""Its `waves`: both models' logits of 128 rows, and a float32 sum of dW. Each of its cases takes a minute."""
+"""Its `waves`: both models' logits of 128 rows, and a float32 sum of dW. Each of its cases takes ten seconds."""
 
 
 class Models(NamedTuple):

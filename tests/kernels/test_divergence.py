@@ -49,7 +49,7 @@ ON_HOPPER = ((GENERAL, "forward_kl"), ("none", "reverse_kl"), ("some", "jsd"), (
 
 
 def hopper(*cases):
-    """The Hopper engine with each of these arguments. A case takes the interpreter a minute."""
+    """The Hopper engine with each of these arguments. A case takes the interpreter ten seconds."""
     return [parameter(HOPPER, *case, slow=True) for case in cases]
 
 
