@@ -3,6 +3,7 @@
 Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
 """
 
+import gc
 import os
 import signal
 import tempfile
@@ -20,6 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 CACHE = tempfile.TemporaryDirectory(prefix="mllm-tests-")  # where data.cache is; removed when the tests end
 os.environ["XDG_CACHE_HOME"] = CACHE.name
+gc.set_threshold(50_000, 20, 50)  # tracing makes millions of objects, and few circles: a sixteenth of all seconds
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 

@@ -10,6 +10,7 @@ from mllm.config.habits import HABITS
 from mllm.config.schema import Config
 from mllm.config.section import keys_of
 from mllm.errors import UserError
+from tools.settings import FILE, reference
 
 SFT = """
 algorithm: sft
@@ -200,3 +201,7 @@ def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not(
     keys = {*keys_of(Config)}
     assert named - keys == set()
     assert HABITS.keys() & (keys | {key.rpartition(".")[2] for key in keys}) == set()
+
+
+def test_the_reference_of_settings_is_what_the_schema_says_now():
+    assert FILE.read_text() == reference(), "run python tools/settings.py"

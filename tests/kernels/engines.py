@@ -100,6 +100,7 @@ TPU = TPU_F32._replace(dtype=BF16)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
 GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
 """Its `waves`: logits of a tile of columns."""
+ONE_EACH = (FULL, CHUNKED, XLA, TPU, GPU)
 EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
 
 
@@ -114,4 +115,4 @@ def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
 
 def engines(*chosen: Engine) -> Any:
     """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
-    return pytest.mark.parametrize("engine", list(map(parameter, chosen or (FULL, CHUNKED, XLA, TPU, GPU))))
+    return pytest.mark.parametrize("engine", list(map(parameter, chosen or ONE_EACH)))

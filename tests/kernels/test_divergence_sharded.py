@@ -101,9 +101,8 @@ def test_kernels_for_tpus_give_what_one_device_gives():
 
 def test_equal_models_differ_by_exactly_nothing_on_a_mesh_too():
     sharding = HeadSharding(mesh_of((2, 2, 2)), ("dp", "fsdp"), "tp", "fsdp")
-    for options in (REVERSE, JSD):
-        got = differentiated(by_loss, (0, 1), sharding=sharding, **options)(HIDDEN, WEIGHT, HIDDEN, WEIGHT, WEIGHTS)
-        assert not any(np.any(x) for x in jax.tree.leaves(got))
+    got = differentiated(by_loss, (0, 1), sharding=sharding, **JSD)(HIDDEN, WEIGHT, HIDDEN, WEIGHT, WEIGHTS)
+    assert not any(np.any(x) for x in jax.tree.leaves(got))
 
 
 @pytest.mark.parametrize(

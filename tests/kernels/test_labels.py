@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import BF16, F32, FULL, GPU, TPU, TPU_F32, XLA, XLA_BF16, Engine, engines, parameter
-from jax.sharding import AxisType
 from lm_head_cases import Problem, assert_near
 from oracle import exact
 
-from kernels.lm_head import HeadSharding, token_logprobs, token_loss
+from kernels.lm_head import token_logprobs, token_loss
 
 RNG = np.random.default_rng(0)
 
@@ -39,18 +38,6 @@ def test_the_likeliest_label_ties_included_is_that_of_full_logits_in_both_functi
         beside = jax.jit(lambda *x: token_loss(*x, lambda logprob, _: -logprob, **options)[1])(hidden, weight, labels)
     for tokens in (alone, beside):
         np.testing.assert_array_equal(tokens.likeliest, correct)
-
-
-@pytest.mark.parametrize("devices", [(2, 2, 2), (1, 1, 3)])
-def test_the_likeliest_label_is_found_in_a_vocabulary_in_shards(devices):
-    """301 rows of the weight divide evenly over no mesh."""
-    (hidden, weight, labels, where), correct = whole_numbers((80, 301, 16), F32)
-    in_rows = [x.reshape(4, 20, *x.shape[1:]) for x in (hidden, labels, where)]
-    mesh = jax.make_mesh(devices, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3)
-    layout = HeadSharding(mesh, ("dp", "fsdp"), "tp", "fsdp")
-    answer = jax.jit(lambda h, w, y, live: token_logprobs(h, w, y, where=live, sharding=layout).likeliest)
-    with XLA.strictly():
-        np.testing.assert_array_equal(answer(in_rows[0], weight, *in_rows[1:]), correct.reshape(4, 20))
 
 
 def z_loss(logprob, entropy, *, lse):

@@ -104,16 +104,16 @@ def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, mo
     monkeypatch.setattr(weights, "SHARD_BYTES", 1_000_000)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16)
     load_weights(tmp_path)  # once, so that compiling and importing isn't counted
+    file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     # The parameters themselves are XLA's memory, which is not traced.
     tracemalloc.start()
-    peaks = []
     for _ in range(10):  # where others use the processors, that thread may come late
         tracemalloc.reset_peak()
         loaded = load_weights(tmp_path)
-        peaks.append(tracemalloc.get_traced_memory()[1])
+        if (peak := tracemalloc.get_traced_memory()[1]) < file:
+            break
     tracemalloc.stop()
-    file = max(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    assert min(peaks) < file
+    assert peak < file
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(loaded)) > 8 * file, "the bound would be too weak"
 
 

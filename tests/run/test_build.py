@@ -58,10 +58,16 @@ def test_every_random_number_depends_on_the_run_s_seed(built):
     assert run.policy.seed == SEED
 
 
-def test_the_optimizer_the_schedule_and_the_log_know_where_the_data_end(built):
+def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
+    """Where the data end, what training holds, the temperature as a part of GRPO's policy, the longest completion."""
     run, given = built
     assert {given[name]["steps"] for name in TIMED} == {run.source.steps}
     assert (run.source.steps < run.config.steps) == (run.config.data is not None)
+    assert run.sampler.room().slots > 0
+    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
+    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
+    assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
+    assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
 
 
 def test_a_run_is_known_again_by_the_reference_of_its_policy(built):
@@ -77,23 +83,6 @@ def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
         shares += [run.source.batches.share, given["SftBatches"]["share"]]
     assert all(share is ROWS for share in shares)
     assert given["check_same"]["value"] == run.source.position()
-
-
-def test_slots_are_planned_for_all_that_training_holds(built):
-    run, given = built
-    assert run.sampler.room().slots > 0
-    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
-    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
-
-
-def test_the_temperature_is_a_part_of_the_policy_and_not_of_what_sft_learns(built):
-    run, _ = built
-    assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
-
-
-def test_rewards_are_told_how_long_a_completion_may_be(built):
-    run, given = built
-    assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
 
 
 def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):

@@ -60,6 +60,20 @@ def test_each_process_writes_a_folder_of_its_own_unless_the_user_names_one(tmp_p
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("why", ["Not a directory", "others can write it"])
+def test_where_the_folder_can_not_be_had_a_line_says_why_and_programs_are_compiled_all_the_same(tmp_path, why):
+    folder = tmp_path / "mllm" / "xla" / "0_of_1"
+    if why == "Not a directory":
+        (tmp_path / "mllm").write_bytes(b"")
+    else:  # and their programs must not run
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    start = spawn(["-c", PROCESS.format("", 2)], subprocess.STDOUT, **OWN, XDG_CACHE_HOME=str(tmp_path))
+    *_, line, kept = outputs([start])[0].splitlines()
+    assert line.startswith(f"{folder}: {why}; so programs are compiled at each start")
+    assert not kept
+
+
 def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, capsys):
     clock, now, started = CompileClock(), [0.0], []
 
@@ -86,8 +100,7 @@ def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_damaged_or_compiled_again(tmp_path):
-    """Its last start finds a file in the place of the folder."""
+def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_or_damaged(tmp_path):
     settings = config(
         "sft", run_dir=str(tmp_path / "whole"), checkpoint={"every": 2, "keep": 3}, eval=None, rollout=None
     )
@@ -109,10 +122,3 @@ def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_damaged_or_comp
     start(again, **cache)
     assert_same_end(settings, again)
     assert any("train_step" in path.name for path in folder.glob("*-cache"))
-    (tmp_path / "file").write_bytes(b"")
-    without = killed_after(settings, 2, tmp_path / "without")
-    assert (
-        f"WARNING: {tmp_path}/file/mllm/xla/0_of_1: Not a directory; so programs are compiled at each start"
-        in start(without, **OWN, XDG_CACHE_HOME=str(tmp_path / "file"))
-    )
-    assert_same_end(settings, without)

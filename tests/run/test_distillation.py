@@ -51,6 +51,7 @@ def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorde
         found[step] = records(settings)[-1]
         assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 3
     assert found[3]["kl"] == found[3]["loss"] == found[3]["grad_norm"] == 0
+    assert found[3]["teacher_agreement"] == 1
     assert found[2]["kl"] > 1e-6
     assert found[2]["grad_norm"] > 0
     assert found[2]["entropy"] == pytest.approx(found[2]["teacher_entropy"], rel=0.1)
@@ -152,7 +153,7 @@ def test_settings_that_can_t_work_or_have_no_effect_are_one_line(sections, messa
     assert str(error.value).startswith(f"{tmp_path}: {message}"), error.value
 
 
-@pytest.mark.slow
+@pytest.mark.faults
 def test_the_demos_grpo_model_teaches_the_half_trained_one(tmp_path):
     overrides = [
         f"model.source={FIXTURES / 'tiny_sft'}",

@@ -48,7 +48,7 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been_with_the_reference_s
         assert [line["step"] for line in measured] == [0, 2, 4]
         assert measured[0]["validation/loss"] == pytest.approx(0.5, abs=1e-4)  # the policy is the reference
         assert measured[0]["validation/kl"] == pytest.approx(0, abs=1e-3)
-    for name in ("with", "without"):
+    for name in ("with", "without") if loss_type == "kto" else ("with",):
         if name == "without":
             for path in (cache_folder() / "references").glob("*.reference"):
                 path.unlink()
@@ -57,25 +57,12 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been_with_the_reference_s
         assert_same_end(straight, killed)
 
 
-def test_every_mesh_computes_the_updates_of_one_device(tmp_path):
-    found = {}
-    for shape in ((1, 1, 1), (1, 8, 1), (2, 2, 2)):
-        mesh = dict(zip(("dp", "fsdp", "tp"), shape, strict=True))
-        one = changed(settings(tmp_path, mesh=mesh, micro_batch_size=8), run_dir=str(tmp_path / f"{shape}"))
-        assert run(one) == 0
-        found[shape] = records(one)
-    for shape, lines in found.items():
-        for line, same in zip(lines, found[1, 1, 1], strict=True):
-            for name in ("loss", "grad_norm", "rewards/margins", "logps/chosen"):
-                np.testing.assert_allclose(line[name], same[name], rtol=2e-4, atol=2e-5, err_msg=f"{shape} {name}")
-
-
-def test_two_processes_compute_the_reference_and_the_updates_of_one(tmp_path):
-    one = settings(tmp_path, "kto", mesh={"fsdp": 8}, micro_batch_size=8, steps=2)
+def test_two_processes_on_a_mesh_compute_the_reference_and_the_updates_of_one_device(tmp_path):
+    one = settings(tmp_path, "kto", micro_batch_size=8, steps=2)
     assert run(one) == 0
     for path in (cache_folder() / "references").glob("*.reference"):
         path.unlink()
-    two = changed(one, run_dir=str(tmp_path / "two"))
+    two = changed(one, run_dir=str(tmp_path / "two"), mesh={"dp": 2, "fsdp": 2, "tp": 2})
     outputs(start_two(["train.py", *arguments(two)]))
     for line, same in zip(records(two), records(one), strict=True):
         for name, value in same.items():

@@ -137,10 +137,6 @@ def numerical_gradient(f, x, step=1e-6):
     return gradient
 
 
-def test_sft_is_cross_entropy():
-    assert objectives.sft(jnp.array([-2.0]), jnp.array([1.0])) == 2.0
-
-
 @pytest.mark.parametrize(
     ("loss_type", "mode", "updates"),
     [

@@ -25,7 +25,7 @@ from mllm.rl import sampling
 from mllm.rl.rollout import Sampler
 from mllm.train.step import make_validation
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "initializer_range": 0.08}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.08}
 LORA = {"rank": 8, "alpha": 16.0, "targets": ("q", "k", "v", "o", "gate", "up", "down", "head")}
 ROUNDINGS = ("dithered", "nearest")
 ROWS, PROMPT = random_batch(16, 64), 6
