@@ -78,11 +78,13 @@ class PagedCache:
 
     def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
-        most = pool_pages(self.model, self.options, rows)
-        limit, now = min(self.most, max(*most, *needed)), max(self.pages)
-        # Where rows have few pages each, a program more costs more than pages that are empty.
-        short = max(most) <= SHORT * rows
-        wanted = limit if short else min(limit, bucket(max(rows, self.least, *needed), POOLS))
+        most, now = pool_pages(self.model, self.options, rows), max(self.pages)
+        whole = max(most)
+        if whole <= SHORT * rows:  # a program more costs more than pages that are empty
+            doubled = (whole * 2**power for power in range(10))
+            wanted = min(self.most, next(size for size in doubled if size >= max(needed)))
+        else:
+            wanted = min(self.most, bucket(max(rows, self.least, *needed), POOLS))
         if wanted <= now < SHRINK * wanted:
             wanted = now
         windows = zip(self.tables, most, needed, strict=True)
