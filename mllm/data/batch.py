@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 Ints = Int[Any, "B T"]
 Floats = Float[Any, "B T"]
 SIZES = sorted(size * 2**power for power in range(26) for size in (16, 24))
-"""Lengths of rows, and of the rollout's prompts and caches: few, so that few programs are compiled. Each is at least
+"""Lengths of rows, and of the rollout's prompts: few, so that few programs are compiled. Each is at least
 two thirds of the next, so that at most a third is padding."""
 
 

@@ -152,10 +152,11 @@ def json_calls(text: str) -> list[Call]:
     calls, rest = list[Call](), text.strip()
     while rest or not calls:
         try:
-            value, end = json.JSONDecoder(strict=False).raw_decode(rest)
+            value, end = json.JSONDecoder(strict=False, parse_constant=no_json).raw_decode(rest)
             arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
             if isinstance(arguments, str):  # as OpenAI's
-                arguments = json.loads(arguments)
+                arguments = json.loads(arguments, parse_constant=no_json)
+            json.dumps(value, ensure_ascii=False).encode()  # half characters can be escaped
         except (ValueError, RecursionError) as error:
             raise ValueError(f"a tool call is not JSON: {error}") from None
         if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
@@ -175,7 +176,8 @@ def tagged_call(text: str) -> Call:
         if not closed:
             raise ValueError(f"the parameter {name:.40} has no </parameter> at its end")
         try:
-            arguments[name] = json.loads(value)
+            arguments[name] = json.loads(value, parse_constant=no_json)
+            json.dumps(arguments[name], ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             arguments[name] = value.removeprefix("\n").removesuffix("\n")
     return head.strip().removeprefix("<function=").removesuffix(">"), arguments
@@ -183,4 +185,9 @@ def tagged_call(text: str) -> Call:
 
 def failed_call(error: Exception) -> str:
     """The answer to a call that does not parse, or whose tool raised the error."""
-    return f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR]
+    return f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR].encode(errors="replace").decode()
+
+
+def no_json(constant: str) -> None:
+    """ValueError is raised for NaN and Infinity, which Python would read."""
+    raise ValueError(f"{constant} is no number")

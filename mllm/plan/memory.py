@@ -131,6 +131,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
+        if config.rollout.turns > 1:
+            found.append(phase("answers", compiled("answers", "extend").peak + others, known, 0))
     in_update = config.teacher_in_update
     if config.grpo and config.grpo.passes and not in_update:
         account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")

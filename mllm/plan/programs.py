@@ -28,7 +28,7 @@ from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
 from mllm.rl import slots
 from mllm.rl.pages import page_size
-from mllm.rl.schedule import most_tokens, pool_pages, prompts_a_batch
+from mllm.rl.schedule import PIECE, most_tokens, pool_pages, prompts_a_batch
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import load_teacher
 from mllm.train.head import States
@@ -102,6 +102,18 @@ class Programs:
         state = slots.Slots(ints, ints, ints, ints, ints, live)
         arguments = (self.decoding_weights()[0], tail, self.cache(), pages, state, stream, scalar, scalar, scalar)
         return jax.jit(function, donate_argnums=1), arguments
+
+    def extend(self) -> Program:
+        """A piece of an answer in all slots, with the largest cache, which it reuses."""
+        rollout = self.config.rollout
+        assert rollout is not None
+        ints = self.array((self.slots,), jnp.int32, ("batch",))
+        each = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
+        shapes = (self.slots, (PIECE - 2) // page_size(most_tokens(rollout)) + 2), (self.slots, PIECE)
+        places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
+        function = partial(slots.extend, decoding_graphdef(self.model))
+        arguments = tuple(Pages(x, x) for x in each), (places,) * len(each), tokens, ints
+        return jax.jit(function, donate_argnums=1), (self.decoding_weights()[0], self.cache(), *arguments)
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout, or over preferences."""

@@ -6,6 +6,7 @@ environment that fails ends its conversation, whose reward is then not known.
 """
 
 import hashlib
+import json
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -21,7 +22,7 @@ from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
 from mllm.rl.environments import Move, Turn
-from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Played, Sample
+from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
 from mllm.rl.reward_worker import TICK, Worker
 from mllm.rl.rewards import RewardRunner
 
@@ -74,7 +75,7 @@ class Conversation:
     def played(self) -> Played:
         """What rewards may know of it, and the environment's own reward: the sum of the turns'."""
         given = [message["reward"] for message in self.assistant if message["reward"] is not None]
-        total: Answer = ("value", float(sum(given))) if given else (NOT_APPLICABLE, "")
+        total: Answer = judge(float(sum(given))) if given else (NOT_APPLICABLE, "")
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
         return Played(self.messages, self.values, errors, self.failure or total)
 
@@ -149,6 +150,8 @@ class Conversations:
             conversation, limit = self.found[number], self.options.max_prompt_length
             if (turn := conversation.took(answer)) is not None:
                 try:
+                    if not turn.messages:
+                        raise UserError("task.environment: reset left no message of the prompt")
                     tokens = prompt_tokens(self.renderer, turn.messages, self.tools)
                     if len(tokens) > limit:
                         raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
@@ -186,7 +189,7 @@ class Conversations:
             assistant["tool_errors"] = turn.errors
         conversation.messages += turn.messages
         conversation.values = turn.values
-        if turn.done:
+        if turn.done or len(conversation.assistant) == self.options.turns:
             return None
         ended = conversation.tokens[-1] in self.closing
         try:
@@ -235,7 +238,8 @@ class Conversations:
             found = [(number, future.result()) for number, future in own.items()]
         except UserError as error:
             found = str(error)
-        shares = gather_objects((self.rows.index, found))
+        # As a text: a dict of an environment's may look like an array to the gathering.
+        shares = [(index, json.loads(part)) for index, part in gather_objects((self.rows.index, json.dumps(found)))]
         for _, part in shares:
             if isinstance(part, str):
                 raise CommonError(part)

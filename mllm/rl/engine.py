@@ -9,8 +9,8 @@ it is answered, and the answer is prefilled behind them. Numbers of slots and of
 little is compiled.
 
 The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
-token only by rounding. On a mesh each device has its own prompts and slots; all processes know those of all, so that
-each of them decides the same.
+token only by rounding (in int8 by that of weights, too: prompts are prefilled without it). On a mesh each device has
+its own prompts and slots; all processes know those of all, so that each of them decides the same.
 """
 
 import time
@@ -31,6 +31,7 @@ from mllm.rl import sampling
 from mllm.rl.completion import Completion, SamplerSettings, Turns
 from mllm.rl.paged_cache import PagedCache, on_devices
 from mllm.rl.schedule import (
+    PIECE,
     PREFILLED_BATCHES,
     WIDTHS,
     Room,
@@ -103,7 +104,7 @@ class RolloutEngine:
     # --- sequences enter and leave ------------------------------------------------------------------------------------
 
     def admit(self) -> bool:
-        """Fill free slots, as far as there are pages; False where no sequence is left."""
+        """Fill free slots, as far as there are pages; False where all slots are empty."""
         self.make_room()
         while self.wants_prompts():
             self.prefill()
@@ -139,12 +140,11 @@ class RolloutEngine:
 
     def span(self, sequence: int) -> tuple[int, int]:
         """How many tokens the sequence has in pages, and how many further ones it needs places for."""
-        length = self.length(sequence)
-        cached = self.cached.get(sequence, length)
+        cached = self.cached.get(sequence, length := self.length(sequence))
         return cached, 0 if sequence in self.waiting else length - cached + CHUNK
 
     def make_room(self) -> None:
-        """Take the shortest sequences out where the pages don't suffice for the next chunk; they go ahead of others."""
+        """Take the shortest sequences out where the pages don't suffice; they are prefilled ahead of others."""
         for shard, queue in enumerate(self.queues):
             held = sorted(self.holding(shard), key=lambda one: (self.length(one), -one))
             while self.cache.lacks(map(self.span, held)):
@@ -205,10 +205,9 @@ class RolloutEngine:
         """Copy the prompts of these sequences of each shard into their pages."""
         for batch in self.batches:
             chosen = [[one for one in candidates if one.batch is batch] for candidates in entering]
-            most = max(map(len, chosen))
-            if not most:
+            if not (most := max(map(len, chosen))):
                 continue
-            rows = bucket(most, slot_buckets(self.most_slots))
+            rows = self.entering_rows(most)
             sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
             for shard, candidates in enumerate(chosen):
                 sources[shard, : len(candidates)] = [one.source for one in candidates]
@@ -219,25 +218,28 @@ class RolloutEngine:
 
     def extend(self, resumed: Sequence[Sequence[int]]) -> None:
         """Prefill the answers of these sequences of each shard behind what their pages hold."""
-        most = max(map(len, resumed))
-        if not most:
+        if not (most := max(map(len, resumed))):
             return
-        rows = bucket(most, slot_buckets(self.most_slots))
-        sequences = np.full((self.shards, rows), -1)
-        for shard, ones in enumerate(resumed):
-            sequences[shard, : len(ones)] = ones
+        sequences = np.full((self.shards, self.entering_rows(most)), -1)
+        for row, ones in zip(sequences, resumed, strict=True):
+            row[: len(ones)] = ones
         contexts = {one: self.context(one)[self.cached[one] : -1] for ones in resumed for one in ones}
-        width = bucket(max(map(len, contexts.values())), WIDTHS)
-        tokens, lengths = np.zeros((*sequences.shape, width), np.int32), np.zeros(sequences.shape, np.int32)
-        for place in zip(*np.nonzero(sequences >= 0), strict=True):
-            context = contexts[sequences[place]]
-            tokens[place][: len(context)], lengths[place] = context, self.cached[sequences[place]]
-        views = self.cache.views(sequences, lengths, width)
-        given = on_devices(self.layout, (*views, tokens, lengths))
-        self.cache.layers = list(extend(self.decoder, self.weights, tuple(self.cache.layers), *given))
-        self.work.prefilled += tokens.size
+        width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
+        for begun in range(0, longest, width):
+            tokens, lengths = np.zeros((*sequences.shape, width), np.int32), np.zeros(sequences.shape, np.int32)
+            for place in zip(*np.nonzero(sequences >= 0), strict=True):
+                piece = contexts[sequences[place]][begun : begun + width]
+                tokens[place][: len(piece)], lengths[place] = piece, self.cached[sequences[place]] + begun
+            views = self.cache.views(sequences, lengths, width)
+            given = on_devices(self.layout, (*views, tokens, lengths))
+            self.cache.layers = list(extend(self.decoder, self.weights, tuple(self.cache.layers), *given))
+            self.work.prefilled += tokens.size
         for one in contexts:
             del self.cached[one]
+
+    def entering_rows(self, most: int) -> int:
+        """The rows of a program for so many sequences that enter a shard: a power of four."""
+        return min(1 << 2 * -(-(most - 1).bit_length() // 2), self.most_slots)
 
     def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
         """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.
@@ -386,7 +388,7 @@ class RolloutEngine:
                 completion.kept.extend(chunk.kept[place][:count].tolist())
             completion.finished = stops.size > 0
             self.work.tokens += count
-            self.work.held += steps * self.length(sequence)
+            self.work.held += count * self.length(sequence) - count * (count - 1) // 2
             if completion.finished or len(completion.tokens) == most:
                 self.sequences[place] = -1
                 self.work.completions += 1

@@ -20,7 +20,7 @@ from mllm.rl.schedule import most_tokens, pool_pages
 from mllm.rl.slots import CHUNK, insert, resize
 
 POOLS = sorted(size * 2**power for power in range(20) for size in (16, 20, 25))
-"""The pages of pools, so few that few programs are compiled, and so many that at most a fifth is empty."""
+"""The pages of pools, so few that few programs are compiled; each is at least 0.78 of the next."""
 SHORT = 8
 """The pages of sequences that are short."""
 SHRINK = 2
@@ -39,7 +39,8 @@ class PagedCache:
         self.model, self.options, self.layout = model, options, model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.page = page_size(most_tokens(options))
-        self.most = max(pool_pages(model, options, slots, tokens))
+        self.limits = pool_pages(model, options, slots, tokens)
+        """The most pages of each kind of layers."""
         slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
         self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
         self.layers: list[LayerCache] = []
@@ -61,7 +62,8 @@ class PagedCache:
     def lacks(self, spans: Iterable[Span], spare: int = 0) -> bool:
         """Whether a shard's sequences with these spans need more pages than it may have, and so many to spare."""
         spans = list(spans)
-        return max(table.needed(spans) for table in self.tables) + spare > self.most
+        needed = [table.needed(spans) + spare * (table.window is None) for table in self.tables]
+        return any(count > limit for count, limit in zip(needed, self.limits, strict=True))
 
     def hold(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
         """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
@@ -82,9 +84,9 @@ class PagedCache:
         whole = max(most)
         if whole <= SHORT * rows:  # a program more costs more than pages that are empty
             doubled = (whole * 2**power for power in range(10))
-            wanted = min(self.most, next(size for size in doubled if size >= max(needed)))
+            wanted = min(max(self.limits), next(size for size in doubled if size >= max(needed)))
         else:
-            wanted = min(self.most, bucket(max(rows, self.least, *needed), POOLS))
+            wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
         if wanted <= now < SHRINK * wanted:
             wanted = now
         windows = zip(self.tables, most, needed, strict=True)

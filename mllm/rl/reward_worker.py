@@ -191,8 +191,8 @@ def is_logged(one: Any) -> bool:
             return True
         case ["extra" | "metric", str(), float(value)]:
             return abs(value) <= LARGEST
-        case ["turn", list(messages), bool(), list(calls), int(), dict()]:
-            return all(map(is_message, messages)) and all(map(is_call, calls))
+        case ["turn", list(messages), bool(), list(calls), int(errors), dict()]:
+            return all(map(is_message, messages)) and all(map(is_call, calls)) and 0 <= errors <= len(calls) + 1
     return False
 
 
@@ -202,4 +202,8 @@ def is_message(one: Any) -> bool:
 
 
 def is_call(one: Any) -> bool:
+    try:  # all of it is logged
+        json.dumps(one, ensure_ascii=False, allow_nan=False).encode()
+    except ValueError:
+        return False
     return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)

@@ -32,7 +32,7 @@ class Sampler(SamplerSettings):
         if not lengths or lengths[0] == 0 or lengths[-1] > limit:
             raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
-        while engine.admit():
-            found = engine.decode_chunk()
+        while (rows := engine.admit()) or engine.waiting:
+            found = engine.decode_chunk() if rows else {}
             ended(engine.answer(conversations, found) if conversations else engine.release(found))
         return engine.completions

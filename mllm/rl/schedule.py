@@ -28,6 +28,8 @@ PREFILLED_BATCHES = 2
 """The most batches of prompts whose keys and values wait for slots."""
 MEAN_LENGTH = 0.25
 """The mean length of sequences over their limit, as it is assumed until the pages are full."""
+PIECE = 32
+"""The most tokens of an answer that are prefilled at a time: their scores with the whole pool are in memory."""
 WIDTHS = [8, *SIZES]
 """Widths of batches of prompts."""
 SHARE = 0.92
@@ -123,11 +125,15 @@ def room_that_fits(
     shards, longest, size = layout.row_shards, most_tokens(rollout), page_size(most_tokens(rollout))
     most = pool_pages(model, rollout, shards)
     whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
-    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, rollout.max_prompt_length) * whole
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, longest) * whole
     logits = layout.abstract((shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
     windows = [0 if kind.window is None else count for kind, count in zip(model.config.kinds, most, strict=True)]
     fixed = LOGITS * bytes_on_device(logits) + CHUNK * whole + bytes_on_device(abstract_cache(model, windows, size))
     token = bytes_on_device(abstract_cache(model, [shards * (kind.window is None) for kind in model.config.kinds], 1))
+    if rollout.turns > 1:  # an answer's scores and their exponentials, and its own keys and values
+        scores = (shards, 2 * PIECE * model.config.num_attention_heads)
+        token += bytes_on_device(layout.abstract(scores, jnp.float32, ("batch", "heads")))
+        fixed += PIECE * whole
     trained, frozen = policy.split(policy.params)
     state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))

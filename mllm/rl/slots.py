@@ -1,7 +1,7 @@
 """The compiled programs of the rollout engine: rows of a batch are slots, which sequences enter and leave.
 
 Each device has its own slots, its own prompts and its own pages, and no program moves keys or values between devices.
-All shapes are static; the host (`rollout.py`, `pages.py`) chooses among few of them and says by numbers what happens to
+All shapes are static; the host (`engine.py`, `pages.py`) chooses among few of them and says by numbers what happens to
 each slot and page.
 
 Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of a chunk, or in each row that enters), K

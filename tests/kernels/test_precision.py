@@ -52,7 +52,8 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
     programs = Programs(config(model=model), make_mesh(MeshConfig()))
     with jax.default_matmul_precision(OTHER):
         for name in ("update", "logprob", "prefill", "decode"):
-            assert precisions(getattr(programs, name)()) <= allowed(dtype), name
+            merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
+            assert precisions(getattr(programs, name)()) <= allowed(dtype) | merged, name
 
 
 @each_dtype

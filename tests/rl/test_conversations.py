@@ -230,7 +230,7 @@ def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(m
         thread.join()
     assert results[0] == results[1] == alone
     assert len(exchanges) == 2 * (1 + 3)  # to start, and to receive each turn
-    assert {number for _, found in exchanges[:2] for number, _ in found} == {*range(6)}
+    assert {number for _, found in exchanges[:2] for number, _ in json.loads(found)} == {*range(6)}
 
 
 def speaker(*says, **limits):

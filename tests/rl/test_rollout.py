@@ -311,13 +311,14 @@ class Answers:
         return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
 
 
-@pytest.mark.parametrize("kind", ["full", "windows", "few pages"])
+@pytest.mark.parametrize("kind", ["full", "windows", "few pages", "one slot"])
 def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(model, prompts, kind):
     chosen, work = gemma() if kind == "windows" else model, RolloutWork()
     rng = np.random.default_rng(1)
     texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
     options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
-    room, talk, told = Room(5, 6 * 32 if kind == "few pages" else None), Answers(texts), []
+    rooms = {"few pages": Room(5, 4 * 32), "one slot": Room(1, 5 * 32)}  # the longest conversation has 4 pages
+    room, talk, told = rooms.get(kind, Room(5)), Answers(texts), []
     given = {"options": options, "stops": (3, 5), "work": work, "room": room, "ended": told.append}
     found = complete(chosen, prompts, conversations=talk, **given)
     assert sorted(number for some in told for number in some) == list(range(len(prompts)))
