@@ -60,7 +60,7 @@ def decode_program(target, source, slots, shape, weights=None):
 def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
     program, copies, _ = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+    assert program.memory_analysis().temp_size_in_bytes <= 72 * 2**20
 
 
 @pytest.mark.aot
@@ -68,7 +68,7 @@ def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
 def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_no_other_copy_of_the_weights():
     program, copies, nbytes = decode_program("v6e:2x4", QWEN2, 320, (1, 8, 1), weights="int8")
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 64 * 2**20
+    assert program.memory_analysis().temp_size_in_bytes <= 72 * 2**20
     mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
     usual = Programs(configs.load("qwen25_3b_grpo.yaml", ["rollout.max_slots=320"]), mesh)
     usual.tokens = 768 * 320
