@@ -170,6 +170,8 @@ def test_calls_are_found_in_each_form(text, expected):
         ("<tool_call>" + 10**5 * "[" + "</tool_call>", "not JSON: .*recursion"),
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
         ("<|python_tag|>print(1)", "not JSON"),
+        (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number"),
         ('{"name": "add"', "not JSON"),
     ],
 )
@@ -178,3 +180,4 @@ def test_a_call_that_does_not_parse_has_a_message_for_the_model(text, message):
         tool_calls(text)
     assert failed_call(error.value) == f"Error: ValueError: {error.value}"
     assert len(failed_call(KeyError("x" * 10**6))) == 1000
+    assert failed_call(OSError("\ud800")) == "Error: OSError: ?"

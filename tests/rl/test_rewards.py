@@ -336,6 +336,10 @@ def test_a_rollout_that_ends_early_stops_its_functions():
                 r'[{"role": "a", "content": "\ud800"}], true, [], 0, {}',
                 '[{"role": "a", "content": "b", "reward": 1}], true, [], 0, {}',
                 '[], true, [{"name": "a"}], 0, {}',
+                r'[], true, [{"name": "a", "arguments": {"b": "\ud800"}}], 0, {}',
+                '[], true, [{"name": "a", "arguments": {"b": NaN}}], 0, {}',
+                "[], true, [], -1, {}",
+                "[], true, [], 2, {}",
             )
         ),
         *(
