@@ -64,10 +64,6 @@ def other_heads(shapes: Programs, fused: int) -> str:
         _, theirs, narrow = shapes.head_states(shapes.teacher)
         gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
         vocabulary += theirs.shape[0] // mesh["tp"]
-    if shapes.config.teacher_in_update:  # both models' logits are compared
-        _, theirs, narrow = shapes.head_states(shapes.teacher)
-        gathered += theirs.size // mesh["tp"] * narrow.dtype.itemsize * (mesh["fsdp"] > 1)
-        vocabulary += theirs.shape[0] // mesh["tp"]
     chunk = chunked_logits.most_rows(shapes.mesh.devices.flat[0].platform)
     full, chunked = (size(gathered + 4 * vocabulary * count) for count in (tokens, min(tokens, chunk)))
     own = f"{shapes.config.head.impl or 'fused'} {size(fused)} by the compiler"

@@ -343,6 +343,9 @@ def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(e
     if estimator == "sampled":
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
+    tokens = shapes.rows.micro * shapes.rows.length
+    full = memory.size(4 * 260 * tokens * (1 + (estimator == "full")))  # both models' logits, each once
+    assert other_heads(shapes, 7).endswith(f"full logits about {full}")
     arguments = config.rollout, config.optimizer, config.grpo, 2**23
     assert room_that_fits(shapes.policy, *arguments, shapes.teacher) < room_that_fits(shapes.policy, *arguments)
     with_teacher, shapes.teacher = estimate(shapes, 1e9, 1e12), None
