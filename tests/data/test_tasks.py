@@ -1,5 +1,6 @@
 """Tasks, built-in and listed by users: held-out problems stay held out, answers are right, what is bad is one line."""
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import pytest
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.tasks import guess
+from mllm.data.tasks import calculator, guess
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
 from mllm.data.tasks.task import Example, Task, permute_index
+from mllm.data.turns import tool_calls, tool_schemas
 from mllm.errors import UserError
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a} for a in range(10) for b in range(10)]
@@ -308,3 +310,17 @@ def test_the_number_game_is_won_by_the_middle_of_what_is_left_and_seldom_by_chan
     won = {skill: sum(guess.played(seed, skill)[1] for seed in range(1000)) / 1000 for skill in (0.0, guess.SKILL, 1.0)}
     assert won[1] == 1
     assert 0.12 < won[0] < 0.18 < 0.53 < won[guess.SKILL] < 0.62
+
+
+def test_chats_with_the_calculator_are_conversations_as_they_run_and_its_problems_are_others(tmp_path: Path) -> None:
+    assert calculator.main([str(tmp_path / "chats.jsonl")]) == 0
+    chats = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    for prompt, *asked, answer in chats[:50]:
+        assert str(eval(prompt["content"].removesuffix("="))) == answer["content"]
+        for call, said in zip(asked[::2], asked[1::2], strict=True):
+            [(name, arguments)] = tool_calls(call["content"])
+            assert getattr(calculator, name)(**arguments) == int(said["content"]) == int(answer["content"])
+            assert tool_schemas([calculator.add])[0]["function"]["name"] == name
+    assert sum(len(chat) == 4 for chat in chats) == len(chats) / 2
+    learned, problems = {chat[0]["content"] for chat in chats}, calculator.problems()
+    assert sum(problem["prompt"] in learned for problem in problems) < len(problems) / 20

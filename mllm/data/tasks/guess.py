@@ -5,20 +5,19 @@ played ones, from which SFT learns the moves, and some skill. The middle of what
 31 by chance win 0.15 of them, guesses by chance of what is left 0.55, and those of FILE 0.57.
 """
 
-import json
 import random
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mllm import errors
+from mllm.data.tasks.chats import write_chats
 
 LARGEST, TURNS = 31, 5
 SKILL = 0.5
 """The share of played games whose guesses are the middle of what is left; in the others they are any numbers."""
-GAMES, PLAYED = 1000, 20_000
-"""The names of games, and how many games are played for SFT."""
+GAMES = 1000
+"""The number of games' names."""
 
 
 class Guess:
@@ -62,15 +61,7 @@ def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = errors.ArgumentParser(__doc__)
-    parser.add_argument("out", type=Path, metavar="FILE", help=f"where {PLAYED:,} games are written as JSON lines")
-    path = parser.parse_args(arguments).out
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps({"messages": played(seed)[0]}) + "\n" for seed in range(PLAYED)))
-    except OSError as error:
-        raise errors.UserError(f"FILE: {path} can't be written ({error.strerror}); give another name") from None
-    return 0
+    return write_chats(__doc__, lambda seed: played(seed)[0], arguments)
 
 
 if __name__ == "__main__":

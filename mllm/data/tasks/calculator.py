@@ -1,0 +1,54 @@
+"""Sums of three numbers, and a calculator as a tool, which a model has to learn to ask.
+
+`python -m mllm.data.tasks.calculator FILE` writes chats for SFT; in half of them the sum is known at once.
+"""
+
+import json
+import random
+from collections.abc import Sequence
+
+from mllm import errors
+from mllm.data.tasks.chats import write_chats
+from mllm.model.tokenizer import Message
+
+PROBLEMS = 10_000
+
+
+def add(numbers: str) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: They are written as a sum, such as "1+2+3".
+
+    Returns:
+        The sum.
+    """
+    return sum(map(int, numbers.split("+")))
+
+
+def problems() -> list[dict[str, str]]:
+    """Sums of three numbers of two digits."""
+    return [problem(f"problem {number}") for number in range(PROBLEMS)]
+
+
+def problem(seed: str) -> dict[str, str]:
+    draw = random.Random(seed)
+    numbers = "+".join(str(draw.randrange(10, 100)) for _ in range(3))
+    return {"prompt": f"{numbers}=", "answer": str(add(numbers))}
+
+
+def chat(number: int) -> list[Message]:
+    """The messages of a sum; the calculator is asked in every second, in Llama 3's form."""
+    prompt, answer = problem(f"chat {number}").values()
+    call = json.dumps({"name": "add", "parameters": {"numbers": prompt[:-1]}}, separators=(",", ":"))
+    asked = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+    return [{"role": "user", "content": prompt}, *asked[: 2 * (number % 2)], {"role": "assistant", "content": answer}]
+
+
+@errors.command
+def main(arguments: Sequence[str] | None = None) -> int:
+    return write_chats(__doc__, chat, arguments)
+
+
+if __name__ == "__main__":
+    errors.run_main(main)
