@@ -159,7 +159,13 @@ def listed_divergence(
     a + b is at least 0 by itself, and the added ones sum up to 0; so no rounding of a sum makes it negative, and a rest
     below `LEAST_REST`, raised to it on both sides, only makes it smaller.
     """
-    p, q = with_rest(student), with_rest(teacher)
+    return summed_divergence(with_rest(student), with_rest(teacher), kind, beta)
+
+
+def summed_divergence(
+    p: Float[jax.Array, "*S K"], q: Float[jax.Array, "*S K"], kind: Kind, beta: float
+) -> Float[jax.Array, "*S"]:
+    """The divergence from the student's and the teacher's log-probabilities of all there is."""
 
     def terms(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.exp(a) * (a - b) - jnp.exp(a) + jnp.exp(b)

@@ -16,6 +16,7 @@ from mllm.run.teacher import load_teacher
 from mllm.train import objectives
 from mllm.train.algorithms import Distill
 from mllm.train.step import Forward, accumulate, make_teacher_pass
+from tools import memory
 
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 """64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
@@ -49,18 +50,18 @@ def initial():
     return load_policy(settings, make_mesh(settings.mesh)).initial_params()
 
 
-def make_pair(settings):
+def make_pair(settings, kind=Forward):
     """The functions, and the parameters of student and teacher."""
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     teacher = load_teacher(settings, mesh, policy.tokenizer)
     params = jax.device_put(initial(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
-    return Forward.of(settings, policy.graphdef, mesh, teacher.graphdef), params, teacher.initial_params()
+    return kind.of(settings, policy.graphdef, mesh, teacher.graphdef), params, teacher.initial_params()
 
 
-def update(settings):
+def update(settings, kind=Forward):
     """Loss, metrics and gradients of a step in two micro-batches."""
-    forward, params, teacher = make_pair(settings)
+    forward, params, teacher = make_pair(settings, kind)
 
     @jax.jit
     def compute(params, teacher, batch):
@@ -124,6 +125,17 @@ def test_a_mesh_has_the_update_of_one_device():
     for name, value in metrics.items():
         assert value == pytest.approx(float(expected[1][name]), rel=1e-5)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[2]), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("head", [memory.TwoLogits, memory.TwoChunkedLogits])
+def test_the_columns_that_the_fused_head_s_memory_is_compared_with_are_the_same_update(head, monkeypatch):
+    settings = make_settings((2, 2, 1), kind="jsd", beta=0.3)
+    loss, _, gradients = update(settings)
+    monkeypatch.setattr(memory.TwoChunkedLogits, "most", 16)
+    found, _, others = update(settings, head)
+    assert found == pytest.approx(loss, rel=1e-5)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-5 * np.abs(other).max())
 
 
