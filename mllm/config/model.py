@@ -28,8 +28,8 @@ class LoraConfig(Section):
     """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
 
     base: Literal["int8"] | None = None
-    """How the frozen matrices of the layers are held and multiplied: in `int8`, a scale per row, for less memory, so
-    that the adapters of a slightly different model are trained; None: in `model.dtype`. Decode steps read the same."""
+    """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
+    scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jaxtyping import Array, Float, Float32, Int
 
 from kernels.precision import precision_of
 
@@ -25,10 +25,12 @@ MOST = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Matrix:
-    """The matrix `values * scales[..., None]`, or that of each layer; int8 and float32."""
+    """The matrix `values * scales[..., None]`, or that of each layer; or its shapes, or shardings."""
 
-    values: Shaped[Any, "*L O I"]
-    scales: Float[Any, "*L O"]
+    values: Any
+    """int8, [*L, O, I]."""
+    scales: Any
+    """float32, [*L, O]."""
 
     @property
     def shape(self) -> tuple[int, ...]:
