@@ -81,12 +81,13 @@ def count_moved(policy: "Policy", params: "Params", merged: "Params", first: str
     import jax.numpy as jnp
 
     from mllm.model.compute_copy import Rounding
+    from mllm.model.int8 import is_int8
     from mllm.run.checkpoint import by_name
     from mllm.run.moved import moved_share, sample
 
     now, start = by_name(merged), "the run's first ones"
     if policy.lora is not None:
-        base, start = by_name(policy.split(params)[1]), "those without adapters"
+        base, start = by_name(policy.split(params)[1], is_int8), "those without adapters"
         first, now = sample(base), {name: now[name] for name in base}
     if not first:
         return "How many weights have moved is not known of this run."

@@ -24,6 +24,7 @@ TABLE = (
     ("tokenizer_name tokenizer_path", "model.tokenizer"),
     ("attn_implementation", "model.attention"),
     ("use_peft lora_r lora_rank lora_alpha lora_target_modules target_modules use_rslora", "model.lora, a section"),
+    ("load_in_8bit load_in_4bit", "model.lora.base: int8, of a LoRA run's frozen matrices"),
     ("lora_dropout", "adapters have no dropout, since the sampler has none"),
     ("use_liger_kernel use_liger_loss", "head.impl, fused by default"),
     ("dataset dataset_name train_files", "data.source; under GRPO task.name with task.train, or hub with task.id"),

@@ -27,6 +27,10 @@ class LoraConfig(Section):
     targets: tuple[LoraTarget, ...] | None = None
     """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
 
+    base: Literal["int8"] | None = None
+    """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
+    scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""
+
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.targets is not None and len({*self.targets}) < max(1, len(self.targets)):
@@ -63,7 +67,8 @@ class ModelConfig(Section):
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing or everything."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`."""
+    """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`, or as `lora.base`
+    says."""
     attention: Literal["xla"] | None = None
     """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
     run (see mllm/model/attention.py), else XLA's; a GPU without cuDNN's library needs `xla`."""

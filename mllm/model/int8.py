@@ -1,4 +1,4 @@
-"""Matrices in int8 for decoding: half the bytes of bfloat16 in every decode step.
+"""Matrices in int8, half the bytes of bfloat16: for decode steps, and for the frozen base of a LoRA run.
 
 Each row, the weights of one output, has a scale of its own, symmetric around 0 (Jacob et al. 2018, arXiv:1712.05877,
 section 2.1). Compilers convert the numbers on their way into a product, so no dequantised copy exists.
@@ -9,11 +9,13 @@ be farther from their masters (docs/log.md).
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int
 
 from kernels.precision import precision_of
 
@@ -23,16 +25,28 @@ MOST = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Matrix:
-    """The matrix `values * scales[:, None]`; int8 and float32."""
+    """The matrix `values * scales[..., None]`, or that of each layer; or its shapes, or shardings."""
 
-    values: Shaped[Any, "O I"]
-    scales: Float[Any, " O"]
+    values: Any
+    """int8, [*L, O, I]."""
+    scales: Any
+    """float32, [*L, O]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dequantized(self) -> Float32[Array, "*L O I"]:
+        return self.values.astype(jnp.float32) * self.scales[..., None]
 
     def product(self, x: Float[Array, "*B I"]) -> Float32[Array, "*B O"]:
-        """x @ matrix.T, with operands in the dtype of x and float32 sums."""
-        narrow, precision = self.values.astype(x.dtype), precision_of(x.dtype)
-        y = jnp.einsum("...i,oi->...o", x, narrow, precision=precision, preferred_element_type=jnp.float32)
-        return y * self.scales
+        """x @ matrix.T, with operands in the dtype of x and float32 sums; only x has a gradient."""
+        return multiply(x.dtype, x, self)
 
     def rows(self, indices: Int[Array, "*B"]) -> Float32[Array, "*B I"]:
         """Some rows of the matrix; NaN beyond its end."""
@@ -40,9 +54,29 @@ class Int8Matrix:
         return self.values[indices].astype(jnp.float32) * scales[..., None]
 
 
-def quantize(matrix: Float[Array, "O I"]) -> Int8Matrix:
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def multiply(dtype: DTypeLike, x: Float[Array, "*B I"], matrix: Int8Matrix) -> Float32[Array, "*B O"]:
+    """x @ matrix.T for x of this dtype."""
+    narrow, precision = matrix.values.astype(dtype), precision_of(dtype)
+    y = jnp.einsum("...i,oi->...o", x, narrow, precision=precision, preferred_element_type=jnp.float32)
+    return y * matrix.scales
+
+
+def differentiate(dtype: DTypeLike, matrix: Int8Matrix, dy: Float32[Array, "*B O"]) -> tuple[Array, None]:
+    dy = (dy * matrix.scales).astype(dtype)  # as decoder.py's products round it
+    return jnp.einsum("...o,oi->...i", dy, matrix.values.astype(dtype), precision=precision_of(dtype)), None
+
+
+multiply.defvjp(lambda dtype, x, matrix: (multiply(dtype, x, matrix), matrix), differentiate)
+
+
+def quantize(matrix: Float[Array, "*L O I"]) -> Int8Matrix:
     """The nearest matrix in int8 whose rows keep their largest numbers."""
     wide = matrix.astype(jnp.float32)
-    scales = jnp.abs(wide).max(axis=1) / MOST
-    steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[:, None])
+    scales = jnp.abs(wide).max(axis=-1) / MOST
+    steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[..., None])
     return Int8Matrix(jnp.clip(steps, -MOST, MOST).astype(jnp.int8), scales)
+
+
+def is_int8(x: Any) -> bool:
+    return isinstance(x, Int8Matrix)

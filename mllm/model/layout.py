@@ -6,7 +6,6 @@ All shardings are derived from these axes.
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -15,12 +14,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import DictKey, KeyPath
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float32, Int, Shaped
+from jaxtyping import Array, Float32, Int
 
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
-from mllm.model.int8 import Int8Matrix, quantize
+from mllm.model.int8 import Int8Matrix, is_int8, quantize
 from mllm.parallel.mesh import RULES, sharding
 
 Params = Any
@@ -84,7 +83,7 @@ def parameter_name(path: KeyPath) -> str:
 
 
 def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: str = "") -> Params:
-    """The tree with `function(parameter, its name)` for each parameter; `prefix` begins the leaves' names.
+    """The tree with `function(parameter, its name)` for each parameter or `Int8Matrix`; `prefix` begins their names.
 
     With `prefix` "layers." they are one layer's, without the axis of layers.
     """
@@ -92,7 +91,12 @@ def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: 
     def apply(path: KeyPath, leaf: Any) -> Any:
         return function(leaf, prefix + parameter_name(path))
 
-    return jax.tree_util.tree_map_with_path(apply, params)
+    return jax.tree_util.tree_map_with_path(apply, params, is_leaf=is_int8)
+
+
+def count(params: Params) -> int:
+    """How many parameters these are; an `Int8Matrix` is as many as it stands for."""
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(params, is_leaf=is_int8))
 
 
 def split_layers(params: Params) -> tuple[Params, Params]:
@@ -146,62 +150,78 @@ class Layout:
         """The sharding of an array with these logical axes."""
         return sharding(self.mesh, tuple(None if axis in self.unsharded else axis for axis in axes))
 
-    def constrain(self, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
-        """The array with that sharding; inside jit."""
+    def constrain(self, array: Any, axes: Axes) -> Any:
+        """The array, or `Int8Matrix`, with that sharding; inside jit."""
+        if is_int8(array):
+            return Int8Matrix(self.constrain(array.values, axes), self.constrain(array.scales, axes[:-1]))
         return array if self.mesh.size == 1 else jax.lax.with_sharding_constraint(array, self.sharding(axes))
 
     def abstract(self, shape: tuple[int, ...], dtype: DTypeLike, axes: Axes) -> jax.ShapeDtypeStruct:
         """The shape and dtype of an array, with its sharding."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(axes))
 
-    def abstract_parameters(self, params: Params) -> Params:
-        """The shape and dtype of each parameter, with its sharding as it is stored."""
-        return map_parameters(lambda x, name: self.abstract(x.shape, x.dtype, axes_of(x, name)), params)
+    def abstract_int8(self, shape: tuple[int, ...], axes: Axes) -> Int8Matrix:
+        """The same of an `Int8Matrix`."""
+        return Int8Matrix(self.abstract(shape, jnp.int8, axes), self.abstract(shape[:-1], jnp.float32, axes[:-1]))
+
+    def abstract_parameters(self, params: Params, int8: bool = False) -> Params:
+        """The shape and dtype of each parameter, with its sharding as it is stored; layers' matrices in `int8`."""
+
+        def stored(x: Any, name: str) -> Any:
+            axes = axes_of(x, name)
+            whole = not (int8 and name in QUANTIZED and name.startswith("layers."))
+            return self.abstract(x.shape, x.dtype, axes) if whole else self.abstract_int8(x.shape, axes)
+
+        return map_parameters(stored, params)
 
     def abstract_gathered(self, params: Params, dtype: DTypeLike, prefix: str = "", int8: bool = False) -> Params:
         """The shape, dtype and sharding of each parameter as `gather` gives it, or `gather_int8`."""
 
         def gathered(x: Any, name: str) -> Any:
             axes = gathered_axes(x, name)
-            if int8 and name in QUANTIZED:
-                scales = self.abstract(x.shape[:1], jnp.float32, axes[:1])
-                return Int8Matrix(self.abstract(x.shape, jnp.int8, axes), scales)
+            if is_int8(x) or (int8 and name in QUANTIZED):
+                return self.abstract_int8(x.shape, axes)
             return self.abstract(x.shape, jnp.float32 if x.ndim == 1 else dtype, axes)
 
         return map_parameters(gathered, params, prefix)
 
 
-def constrain(layout: Layout | None, array: Shaped[Array, "..."], axes: Axes) -> Shaped[Array, "..."]:
+def constrain(layout: Layout | None, array: Any, axes: Axes) -> Any:
     """The array with the layout's sharding; as it is where there is no layout."""
     return array if layout is None else layout.constrain(array, axes)
 
 
-def gather(
-    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
-) -> Shaped[Array, "..."]:
-    """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded."""
-    copy = parameter.astype(jnp.float32) if parameter.ndim == 1 else compute_copy(parameter, rounding, name, layer)
+def gather(rounding: Rounding, layout: Layout | None, name: str, parameter: Any, layer: Int[ArrayLike, ""] = 0) -> Any:
+    """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded.
+
+    An `Int8Matrix` is gathered as it is.
+    """
+    copy = parameter
+    if not is_int8(parameter):
+        copy = parameter.astype(jnp.float32) if parameter.ndim == 1 else compute_copy(parameter, rounding, name, layer)
     return constrain(layout, copy, gathered_axes(parameter, name))
 
 
 def gather_int8(
-    rounding: Rounding, layout: Layout | None, name: str, parameter: Shaped[Array, "..."], layer: Int[ArrayLike, ""] = 0
+    rounding: Rounding, layout: Layout | None, name: str, parameter: Any, layer: Int[ArrayLike, ""] = 0
 ) -> Any:
     """The same with an `Int8Matrix` in place of each matrix that is no adapter, gathered in int8."""
-    if name not in QUANTIZED:
-        return gather(rounding, layout, name, parameter, layer)
-    axes = gathered_axes(parameter, name)
-    matrix = quantize(parameter)
-    return Int8Matrix(constrain(layout, matrix.values, axes), constrain(layout, matrix.scales, axes[:1]))
+    narrow = name in QUANTIZED and not is_int8(parameter)
+    return gather(rounding, layout, name, quantize(parameter) if narrow else parameter, layer)
 
 
 def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""]) -> Params:
     """The layer's parameters as `gather` gives them, with the same values, but float32.
 
-    So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more.
+    So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more. An
+    `Int8Matrix` stays one, and has no gradient.
     """
-    gather = partial(gather_float32, rounding, layout)
-    return map_parameters(lambda x, name: gather(name, x.astype(jnp.float32), layer), params, "layers.")
+
+    def read(x: Any, name: str) -> Any:
+        how = rounding, layout, name
+        return gather(*how, x, layer) if is_int8(x) else gather_float32(*how, x.astype(jnp.float32), layer)
+
+    return map_parameters(read, params, "layers.")
 
 
 def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:

@@ -1,10 +1,10 @@
 """The run's model as the configuration asks for it, without its parameters, and a way to get those."""
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from mllm.model.architecture import PRESETS, Architecture
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Decoder
 from mllm.model.folder import SMALL, local_folder, read_json
-from mllm.model.layout import Layout, Params
+from mllm.model.int8 import is_int8, quantize
+from mllm.model.layout import Layout, Params, count
 from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
 from mllm.store.bucket import is_bucket
@@ -97,9 +98,13 @@ class Policy:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
+        def as_stored(leaf: Any, made: jax.Array) -> Any:
+            return quantize(made) if is_int8(leaf) else made.astype(leaf.dtype)
+
         @jax.jit(out_shardings=shardings)
         def create() -> Params:
-            return nnx.state(Decoder(self.architecture, rngs=nnx.Rngs(self.seed), param_dtype=dtype))
+            made = nnx.state(Decoder(self.architecture, rngs=nnx.Rngs(self.seed), param_dtype=dtype))
+            return jax.tree.map(as_stored, self.stored, made, is_leaf=is_int8)
 
         return create()
 
@@ -140,10 +145,9 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
     dithered = model.compute_rounding == "dithered"
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
-    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    if count > MOST_PARAMETERS:
+    if count(params) > MOST_PARAMETERS:
         where = "model.architecture" if folder is None else folder / "config.json"
-        raise UserError(f"{where}: {count:,} parameters are more than any model has: correct its sizes")
+        raise UserError(f"{where}: {count(params):,} parameters are more than any model has: correct its sizes")
     tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
     check_fits(tokenizer, architecture.vocab_size)
     learned: Form | None = None
@@ -157,7 +161,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         stop_texts=tuple(stop),
         attention=attention,
         graphdef=graphdef,
-        params=layout.abstract_parameters(params),
+        params=layout.abstract_parameters(params, int8=model.lora is not None and model.lora.base == "int8"),
         source=model.source if model.init == "pretrained" else None,
         seed=seed,
         lora=lora,

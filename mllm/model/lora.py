@@ -6,6 +6,7 @@ A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters na
 import math
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Float32
 
 from kernels.precision import precision_of
+from mllm.model.int8 import Int8Matrix, is_int8
 from mllm.model.layout import Params, parameter_name, split_layers
 
 
@@ -39,11 +41,12 @@ def adapter(rows: int, columns: int, rank: int, *layers: int) -> tuple[nnx.Param
 
 
 def add_adapter(
-    weight: Float[Array, "*L O I"], a: Float[Array, "*L r I"], b: Float[Array, "*L O r"], scale: float
+    weight: Float[Array, "*L O I"] | Int8Matrix, a: Float[Array, "*L r I"], b: Float[Array, "*L O r"], scale: float
 ) -> Float32[Array, "*L O I"]:
     """The matrix, or the matrix of each layer, with its adapter: weight + scale * b @ a, in float32."""
     product = jnp.matmul(b, a, precision=precision_of(jnp.float32), preferred_element_type=jnp.float32)
-    return weight.astype(jnp.float32) + scale * product
+    wide = weight.dequantized if isinstance(weight, Int8Matrix) else weight.astype(jnp.float32)
+    return wide + scale * product
 
 
 def is_adapter(name: str) -> bool:
@@ -87,11 +90,13 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
         matrix = "head" if product == "head" else f"{product}_weight"
         weight = merged.get(matrix, merged.get("embed"))
         a, b = params[name], params[f"{product}_b"]
-        merged[matrix] = jax.tree.map(lambda w, a, b: add_adapter(w, a, b, lora.scale), weight, a, b)
+        add = partial(add_adapter, scale=lora.scale)
+        merged[matrix] = jax.tree.map(add, weight, a, b, is_leaf=is_int8)
     return nnx.State(merged)
 
 
 def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
-    """All parameters of a model, with each adapter added to its matrix, in float32."""
+    """All parameters of a model, with each adapter added to its matrix, in float32; none is an `Int8Matrix`."""
     outer, layers = (merge_adapters(part, lora) for part in split_layers(params))
-    return nnx.State({**outer, "layers": dict(layers)})
+    merged = nnx.State({**outer, "layers": dict(layers)})
+    return jax.tree.map(lambda x: x.dequantized if is_int8(x) else x, merged, is_leaf=is_int8)

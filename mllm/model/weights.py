@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -30,7 +29,8 @@ from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.folder import read_json, replacing, write_json
-from mllm.model.layout import TENSORS, Params, parameter_name
+from mllm.model.int8 import Int8Matrix, is_int8, quantize
+from mllm.model.layout import TENSORS, Params, map_parameters, parameter_name
 from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
 from mllm.store.names import is_plain
@@ -60,43 +60,41 @@ def load(
 ) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
-    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s, and are read from all
-    of the folder's tensors or from these, as is `described` there. UserError is raised for a file that is missing,
-    damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong shape, or quantized. A tied
-    model's head is surplus unless it equals the embedding.
+    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix` of
+    them, and are read from all of the folder's tensors or from these, as is `described` there. UserError is raised for
+    a file that is missing, damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong
+    shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
     # Beside them a model of texts and images has others, which are not read.
     tensors = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name} or tensors
     check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
-
-        def read(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-            return read_parameter(tensors, TENSORS[parameter_name(path)], leaf, bar)
-
-        return jax.tree_util.tree_map_with_path(read, abstract)
+        return map_parameters(lambda leaf, name: read_parameter(tensors, TENSORS[name], leaf, bar), abstract)
 
 
-def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: jax.ShapeDtypeStruct, bar: tqdm) -> jax.Array:
-    """One parameter on its devices. A stacked one passes through the host layer by layer."""
-    sharding = leaf.sharding
+def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, bar: tqdm) -> Any:
+    """One parameter on its devices. A stacked one passes through the host, and becomes int8, layer by layer."""
+    shardings = jax.tree.map(lambda x: x.sharding, leaf)
+    sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
     assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
         tensor = read_tensor(tensors[pattern], spread(sharding, leaf.shape), bar)
         return jax.device_put(tensor, sharding).astype(leaf.dtype)
     of_layer = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
-    stacked = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+    stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
     for layer in range(leaf.shape[0]):
         tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)
-        stacked = put_layer(stacked, tensor, layer, sharding=sharding)
+        stacked = put_layer(stacked, tensor, layer, sharding=shardings)
     return stacked
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnums=0)
-def put_layer(stacked: jax.Array, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding) -> jax.Array:
+def put_layer(stacked: Any, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | Int8Matrix) -> Any:
     """The stacked parameter with one layer's tensor in its place; it reuses the memory of `stacked`."""
-    filled = jax.lax.dynamic_update_index_in_dim(stacked, tensor.astype(stacked.dtype), layer, axis=0)
-    return jax.lax.with_sharding_constraint(filled, sharding)
+    new = quantize(tensor) if is_int8(stacked) else tensor.astype(stacked.dtype)
+    put = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
+    return jax.lax.with_sharding_constraint(jax.tree.map(put, stacked, new), sharding)
 
 
 def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
@@ -251,7 +249,7 @@ def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: s
 
 def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
     """The tensors of a checkpoint of `params`: name, shape, the parameter and index of its values, and its name."""
-    for path, parameter in jax.tree_util.tree_leaves_with_path(params):
+    for path, parameter in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8):
         name, shape = parameter_name(path), parameter.shape
         tensor = TENSORS[name]
         if "{}" not in tensor:

@@ -16,6 +16,7 @@ from flax import nnx
 
 from kernels.lm_head import chunked_logits
 from mllm.model.decoding import abstract_cache
+from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs
@@ -32,12 +33,11 @@ def size(count: int) -> str:
 def subject(shapes: Programs) -> Iterator[str]:
     """The lines that say what is planned and what its checkpoints take on disk."""
     config, rows, state = shapes.config, shapes.rows, shapes.state
-    whole, trained = (sum(x.size for x in jax.tree.leaves(x)) for x in (shapes.policy.params, state.params))
+    whole, trained = count(shapes.policy.params), count(state.params)
     adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
     yield f"{config.algorithm} of {config.model.source or 'a new model'}, {whole:,} parameters{adapters}"
     if config.teacher and shapes.teacher:
-        count = sum(x.size for x in jax.tree.leaves(shapes.teacher.params))
-        yield f"teacher: {config.teacher.source}, {count:,} parameters in {config.teacher.dtype}"
+        yield f"teacher: {config.teacher.source}, {count(shapes.teacher.params):,} parameters in {config.teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
     if config.grpo and rollout:
         limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
@@ -117,8 +117,7 @@ def estimate(shapes: Programs, flops: float, bandwidth: float, micro: int | None
 def multiplied(policy: Policy) -> int:
     """The parameters that a token is multiplied with: all but an embedding that is not the head, too."""
     model = nnx.merge(policy.graphdef, policy.params)
-    every = sum(math.prod(x.shape) for x in jax.tree.leaves(policy.params))
-    return every - (0 if model.head is None else math.prod(model.embed.get_value().shape))
+    return count(policy.params) - (0 if model.head is None else math.prod(model.embed.get_value().shape))
 
 
 def estimates(shapes: Programs, rates: tuple[float, float], micro_batches: Sequence[int]) -> Iterator[str]:

@@ -4,8 +4,9 @@ A checkpoint that can't be read, or isn't what was written, is put aside with a 
 taken.
 """
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -137,10 +138,10 @@ def with_leaves(like: Any, arrays: Mapping[str, jax.Array]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
-def by_name(tree: Any) -> dict[str, Any]:
+def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """The tree's leaves in order, by their dotted path: a layout on disk that no library's node types are part of."""
     return {
         # Some versions of Flax, 0.12.8 among them, show the step into a variable as `.value`.
-        jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value"): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        re.sub(r"\.value(?=\.|$)", "", jax.tree_util.keystr(path, simple=True, separator=".")): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     }

@@ -16,7 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float32, Int
 
 from mllm.model.compute_copy import Rounding, compute_copy
-from mllm.model.layout import Params
+from mllm.model.int8 import is_int8
+from mllm.model.layout import Params, count
 from mllm.run.checkpoint import by_name
 
 SAMPLED = 2**15
@@ -35,21 +36,22 @@ def moved_share(first: str, params: Params, rounding: Rounding) -> float:
 
 def sampled(params: Params) -> tuple[dict[str, Float32[np.ndarray, "L R C"]], int]:
     """The sampled weights of each matrix, and the distance of their rows and columns: odd, as no size of a head is."""
-    leaves = by_name(params).items()
+    leaves = by_name(params, is_int8).items()
     matrices = {name: leaf for name, leaf in leaves if leaf.ndim - name.startswith("layers.") == 2}
-    stride = math.ceil(math.sqrt(max(1, sum(leaf.size for leaf in matrices.values()) / SAMPLED))) // 2 * 2 + 1
-    whole = NamedSharding(next(iter(matrices.values())).sharding.mesh, PartitionSpec())
+    stride = math.ceil(math.sqrt(max(1, count(matrices) / SAMPLED))) // 2 * 2 + 1
+    whole = NamedSharding(jax.tree.leaves(matrices)[0].sharding.mesh, PartitionSpec())
     return jax.tree.map(np.asarray, take(matrices, stride, whole)), stride
 
 
 @partial(jax.jit, static_argnames=("stride", "sharding"))
-def take(matrices: dict[str, Array], stride: int, sharding: Any) -> dict[str, Float32[Array, "L R C"]]:
-    def at(leaf: Array) -> Float32[Array, "L R C"]:
+def take(matrices: dict[str, Any], stride: int, sharding: Any) -> dict[str, Float32[Array, "L R C"]]:
+    def at(leaf: Any) -> Float32[Array, "L R C"]:
         # By indices: XLA would exchange whole shards for a slice.
         rows, columns = (np.arange(0, size, stride) for size in leaf.shape[-2:])
-        return leaf[..., rows[:, None], columns].astype(jnp.float32).reshape(-1, len(rows), len(columns))
+        values, scales = (leaf.values, leaf.scales[..., rows, None]) if is_int8(leaf) else (leaf, 1)
+        return (scales * values[..., rows[:, None], columns].astype(jnp.float32)).reshape(-1, len(rows), len(columns))
 
-    return jax.lax.with_sharding_constraint(jax.tree.map(at, matrices), sharding)
+    return jax.lax.with_sharding_constraint(jax.tree.map(at, matrices, is_leaf=is_int8), sharding)
 
 
 @partial(jax.jit, static_argnames=("stride", "rounding"))

@@ -1,7 +1,6 @@
 """What a run says on the terminal: a line when it starts, and at its end a table of accuracy, speed and memory."""
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Sequence
 from statistics import fmean, median
@@ -12,6 +11,7 @@ from jax.sharding import Mesh
 
 from kernels.lm_head import EngineChoice
 from mllm.config.schema import Change
+from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.run.metrics import LEARNED, WITHOUT_REWARDS, functions_of, measured, number, read_records
 from mllm.run.state import RunState
@@ -20,15 +20,14 @@ from mllm.store.run_store import RunStore
 
 def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequence[Change], step: int) -> str:
     """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
-    leaves, attention = jax.tree.leaves(policy.params), policy.attention
-    count, trained = (sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(p)) for p in (leaves, policy.trained))
-    dtypes = "/".join(sorted({str(leaf.dtype) for leaf in leaves}))
+    attention, whole, trained = policy.attention, count(policy.params), count(policy.trained)
+    dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     begun = "; ".join(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
-            f"{count:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < count),
+            f"{whole:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < whole),
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),

@@ -6,6 +6,7 @@ The adapters of a run that trained some are merged into its model.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import load
 from mllm.model.compute_copy import Rounding
+from mllm.model.int8 import is_int8, quantize
 from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
@@ -112,7 +114,11 @@ class SourceRun:
         if self.config.model.lora is not None:
             return self.merged_parameters(step, like)
         dtype = self.config.model.param_dtype
-        stored = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), like)
+
+        def stored_as(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=jax.tree.leaves(leaf)[0].sharding)
+
+        stored = jax.tree.map(stored_as, like, is_leaf=is_int8)
         _, params = restore_params(self.store, stored, step)
         return self.narrow(params, like)
 
@@ -131,10 +137,14 @@ class SourceRun:
         return merge(policy.complete(adapters))
 
     def narrow(self, params: Params, like: Params) -> Params:
-        """The parameters in the dtypes of `like`; the matrices that lose bits are rounded as the new run's copies."""
-        dtypes, dithered = {name: leaf.dtype for name, leaf in by_name(like).items()}, Rounding.of(self.model).dithered
+        """The parameters in the dtypes of `like`; the matrices that lose bits are rounded as the new run's copies,
+        or made int8.
+        """
+        wanted, dithered = by_name(like, is_int8), Rounding.of(self.model).dithered
 
-        def rounded(leaf: Array, name: str) -> Array:
-            return leaf if leaf.dtype == dtypes[name] else narrow(leaf, Rounding(dtypes[name], dithered), name)
+        def rounded(leaf: Array, name: str) -> Any:
+            if is_int8(one := wanted[name]):
+                return jax.jit(quantize, out_shardings=jax.tree.map(lambda x: x.sharding, one))(leaf)
+            return leaf if leaf.dtype == one.dtype else narrow(leaf, Rounding(one.dtype, dithered), name)
 
         return map_parameters(rounded, params)

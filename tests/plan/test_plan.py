@@ -265,11 +265,17 @@ def recipe(name, *overrides):
     return configs.load(f"qwen25_{name}_grpo.yaml", ["mesh.fsdp=1", *overrides])
 
 
-@pytest.mark.parametrize(("size", "gigabytes", "in_full"), [("7b", 16.2, 121.8), ("3b", 6.9, 49.4)])
-def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_full):
-    """In GB: a frozen base in bfloat16, and 12 bytes for each number of an adapter; in full 16 for each parameter."""
-    for name, expected in ((f"{size}_lora", gigabytes), (size, in_full)):
-        config = recipe(name)
+@pytest.mark.parametrize(
+    ("size", "gigabytes", "in_int8", "in_full"), [("7b", 16.2, 9.7, 121.8), ("3b", 6.9, 4.1, 49.4)]
+)
+def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_int8, in_full):
+    """In GB: a frozen base in bfloat16 or int8, and 12 bytes for each number of an adapter; in full 16 for each.
+
+    In int8 the layers' matrices have a byte and four a row, and embedding and head two.
+    """
+    int8 = "model.lora.base=int8"
+    for name, expected in (((f"{size}_lora",), gigabytes), ((f"{size}_lora", int8), in_int8), ((size,), in_full)):
+        config = recipe(*name)
         shapes = Programs(config, make_mesh(config.mesh))
         states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
         assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)

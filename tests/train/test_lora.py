@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
 from safetensors.numpy import load_file
-from tiny import ARCHITECTURE, config, load_weights, logits, make_trainer, random_batch
+from tiny import ARCHITECTURE, config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
 import train
@@ -22,7 +22,8 @@ from mllm.model import weights
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import decoding_graphdef, decoding_weights
-from mllm.model.layout import Layout
+from mllm.model.int8 import quantize
+from mllm.model.layout import Layout, map_parameters
 from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.rl import grpo_source
@@ -100,6 +101,37 @@ def test_a_frozen_matrix_s_gradient_is_never_computed():
     assert made == {False: [1, 1, 2], True: [0, 0, 0]}
 
 
+INT8 = {"rank": 2, "alpha": 8.0, "base": "int8"}
+
+
+def in_int8_of(frozen):
+    return map_parameters(lambda x, name: jax.jit(quantize)(x) if name.endswith("_weight") else x, frozen)
+
+
+@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
+def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matrices_that_it_stands_for(mesh):
+    source = {"init": "pretrained", "architecture": None, "source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes"}
+    settings = lora_config("sft", mesh=mesh, model={**source, "remat": "full", "lora": INT8})
+    policy = load_policy(settings, devices := make_mesh(settings.mesh))
+    trained, frozen = policy.split(policy.initial_params())
+    exact = load_policy(lora_config("sft", model=source), make_mesh(MeshConfig())).stored_params()
+    jax.tree.map(np.testing.assert_array_equal, frozen, in_int8_of(exact))
+    for leaf, like in zip(*map(jax.tree.leaves, (frozen, policy.stored)), strict=True):
+        assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
+    forward, batch = forward_of(policy.graphdef, devices, settings), shard_batch(devices, random_batch(8, 20))
+    trained = jax.tree.map(lambda x: x + 0.01, trained)
+
+    @jax.jit
+    def learn(trained, frozen):
+        loss = lambda trained: forward.loss(nnx.merge_state(trained, frozen), batch)[0]  # noqa: E731
+        return jax.value_and_grad(loss)(trained)
+
+    found, expected = learn(trained, frozen), learn(trained, merge_all_adapters(frozen, None))
+    for mine, yours in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(mine, yours, rtol=1e-4, atol=1e-5 * np.abs(yours).max())
+        assert np.abs(yours).max() > 0
+
+
 SECTIONS = {
     "steps": 4,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
@@ -112,8 +144,8 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A GRPO run with adapters and a KL penalty, and its most arrays of the embedding's shape between two phases."""
-    settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), **SECTIONS)
+    """A GRPO run with adapters of an int8 base and a KL penalty, and its most embeddings between two phases."""
+    settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), model={"lora": INT8}, **SECTIONS)
     counts, pack = [], grpo_source.pack
 
     def embeddings():
@@ -143,7 +175,7 @@ def test_a_killed_run_that_saves_adapters_only_and_says_how_many_ends_as_one_tha
     assert run(killed) == 0
     assert_same_end(killed, settings)
     count = sum(leaf.size for leaf in jax.tree.leaves(newest(settings).train.params))
-    assert f" parameters in float32, of which {count:,} train; head" in capsys.readouterr().err
+    assert f" parameters in float32/int8, of which {count:,} train; head" in capsys.readouterr().err
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
 
 
@@ -158,6 +190,8 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
         following = load_policy(lora_config(model=model), make_mesh(MeshConfig()))
         found = logits(following.graphdef, following.initial_params(), tokens)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig())).stored_params()
+    jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 
 def test_its_merged_export_in_bfloat16_is_dithered_and_its_adapters_have_moved(finished, capsys):
