@@ -15,7 +15,7 @@ from mllm.parallel.processes import RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Sampler
-from mllm.rl.trajectories import sample_trajectories
+from mllm.rl.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch
 
 FIRST_SEQUENCE = 2**30
@@ -59,7 +59,8 @@ def make_evaluation(
             total = total[~np.isnan(total)]
             start = prefix if mode == "greedy" else f"{prefix}sampled_"
             metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
-            metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, answers).items()}
+            logged = reward_metrics(rewards.names, answers) | turn_metrics(trajectories)
+            metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
             if answered:
                 texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, repeated, strict=True)]
