@@ -36,11 +36,11 @@ def make_evaluation(
 
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
-    `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
-    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the
-    mean accuracy at temperature) and `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and
-    `_high` of its 95 % interval, and `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in
-    tokens.
+    `eval/rewards/NAME/...` for each function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too;
+    for the completions at temperature `eval/sampled_reward...` and so on. If all problems have answers, there are
+    `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at temperature) and
+    `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its 95 % interval, and
+    `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
