@@ -167,3 +167,13 @@ def assert_same_end(one: Config, other: Config) -> None:
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
     for name in ("metrics.jsonl", "samples.jsonl"):
         assert RunStore(one.run_dir).read_log(name) == RunStore(other.run_dir).read_log(name), name
+
+
+def assert_same_metrics(mine: Config, yours: Config) -> None:
+    """The same lines of metrics, to rounding."""
+    assert len(records(mine)) == len(records(yours)) > 1
+    for line, expected in zip(records(mine), records(yours), strict=True):
+        assert line.keys() == expected.keys()
+        for name, value in line.items():
+            numbers = np.float64(value), np.float64(expected[name])  # null is NaN
+            np.testing.assert_allclose(*numbers, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {line['step']}")

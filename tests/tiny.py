@@ -53,6 +53,32 @@ def config(algorithm: str = "grpo", **sections) -> Config:
     return Config.model_validate(settings)
 
 
+FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
+TEACHER = {"source": str(Path(__file__).parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
+METHODS = {
+    "turns": config(
+        **FOUR_STEPS,
+        task={
+            "environment": "user_rewards:Counter",
+            "rewards": [{"name": "user_rewards:even_characters"}],
+            "reward_timeout": 600,
+        },
+        # some turns are cut off and others not, and some conversations have no room for a third turn
+        rollout={"max_turns": 3, "max_total_length": 30, "max_slots": 2, "stop": [*map(chr, range(65, 91))]},
+        grpo={"num_generations": 2},
+    ),
+    "distill": config(
+        "distill",
+        **FOUR_STEPS,
+        grpo={"num_generations": 2},
+        distill={"data_share": 0.5},
+        teacher=TEACHER,
+    ),
+    "dpo": config("dpo", **FOUR_STEPS, rollout=None, dpo={}),
+}
+"""Runs of four steps, with a checkpoint in the middle."""
+
+
 def make_trainer(settings: Config, mesh=None):
     """Policy, optimizer and jitted update of a run."""
     mesh = mesh or make_mesh(settings.mesh)

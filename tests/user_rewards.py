@@ -1,4 +1,4 @@
-"""Reward functions as a user writes them, in a module of their own; a model from scratch gets some of each."""
+"""Reward functions and an environment as a user writes them, in a module; a model from scratch gets some of each."""
 
 import os
 import time
@@ -41,6 +41,17 @@ def slow(completion):
     """Takes a quarter of a second; campaigns of faults name it."""
     time.sleep(0.25)
     return even_characters(completion)
+
+
+class Counter:
+    """An environment that answers with a number, of its seed and of all that was said, and may end by it."""
+
+    def reset(self, seed):
+        self.count = seed % 100
+
+    def step(self, completion):
+        self.count += sum(map(ord, completion)) % 10
+        return f"{self.count}", self.count % 7 / 7, self.count % 5 == 0
 
 
 CALLS = []

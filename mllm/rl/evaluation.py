@@ -15,7 +15,7 @@ from mllm.parallel.processes import RowShare
 from mllm.rl.reward_functions import exact_match, flexible_match
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 from mllm.rl.rollout import Sampler
-from mllm.rl.trajectories import sample_trajectories
+from mllm.rl.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch
 
 FIRST_SEQUENCE = 2**30
@@ -36,11 +36,11 @@ def make_evaluation(
 
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
-    `eval/rewards/NAME/...` for each function; for the completions at temperature `eval/sampled_reward...`. If all
-    problems have answers, there are `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the
-    mean accuracy at temperature) and `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and
-    `_high` of its 95 % interval, and `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in
-    tokens.
+    `eval/rewards/NAME/...` for each function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too;
+    for the completions at temperature `eval/sampled_reward...` and so on. If all problems have answers, there are
+    `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at temperature) and
+    `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its 95 % interval, and
+    `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
@@ -59,7 +59,8 @@ def make_evaluation(
             total = total[~np.isnan(total)]
             start = prefix if mode == "greedy" else f"{prefix}sampled_"
             metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
-            metrics |= {f"{start}{name}": value for name, value in reward_metrics(rewards.names, answers).items()}
+            logged = reward_metrics(rewards.names, answers) | turn_metrics(trajectories)
+            metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
             if answered:
                 texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, repeated, strict=True)]

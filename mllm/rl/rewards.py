@@ -172,9 +172,13 @@ class Scoring:
             raise
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Begin to score these, by their numbers."""
-        self.samples |= samples
-        self.put(1, self.runner.single_calls([*samples]))
+        """Begin to score these, by their numbers.
+
+        No function is called for a conversation that failed: it has no environment any more.
+        """
+        known = {i: one for i, one in samples.items() if not (one.played and one.played.reward[0] in FAILURES)}
+        self.samples |= known
+        self.put(1, self.runner.single_calls([*known]))
 
     def put(self, priority: int, calls: Sequence[Call | None]) -> None:
         for call in calls:
@@ -185,13 +189,9 @@ class Scoring:
         self.put(2, [None] * len(self.runner.workers))
 
     def finish(self, samples: Sequence[Sample]) -> list[list[Answer]]:
-        """The answers for all samples, of which those that were not added are.
-
-        No function is called for a conversation that failed: it has no environment any more.
-        """
-        scored = [i for i, one in enumerate(samples) if not (one.played and one.played.reward[0] in FAILURES)]
-        self.add({number: samples[number] for number in scored if number not in self.samples})
-        self.put(0, self.runner.whole_calls(scored))  # which take longest
+        """The answers for all samples, of which those that were not added are."""
+        self.add({number: one for number, one in enumerate(samples) if number not in self.samples})
+        self.put(0, self.runner.whole_calls(sorted(self.samples)))  # which take longest
         self.close()
         while self.serving:
             self.runner.poll()

@@ -40,23 +40,25 @@ def sample_trajectories(
 ) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
-    What has ended is scored while others are decoded, but conversations with an environment once all have ended.
+    What has ended is scored while others are decoded, also conversations, if their environments have no more to say.
 
     No `group` of prompts is scored in parts: a batched function may compare its completions.
 
     Prompt i draws from the stream (seed, step, first_sequence + i).
     """
     mine = range(len(prompts))[rows.part_of(len(prompts), group)]
-    tokens, held = [prompt.tokens for prompt in prompts], list[Conversation]()
+    tokens = [prompt.tokens for prompt in prompts]
+    talk: Conversations | None = None
 
     def sample_of(number: int, one: Completion) -> Sample:
         example = prompts[number].example
-        return held[number].sample(example) if held else Sample(example, one.text, one.tokens, not one.finished)
+        return talk.found[number].sample(example) if talk else Sample(example, one.text, one.tokens, not one.finished)
 
     with rewards.scoring(len(mine)) as scoring, ExitStack() as stack:
 
         def ended(found: Mapping[int, Completion]) -> None:
-            scoring.add({i - mine.start: sample_of(i, one) for i, one in found.items() if i in mine})
+            known = [i for i in found if i in mine and not (talk and i in talk.ends)]
+            scoring.add({i - mine.start: sample_of(i, found[i]) for i in known})
 
         with watch.phase("rollout"):
             where: dict[str, Any] = {"step": step, "first_sequence": first_sequence}
@@ -64,9 +66,9 @@ def sample_trajectories(
             if rewards.environments:
                 talk = Conversations(rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where)
                 how["conversations"] = stack.enter_context(talk)
-                tokens, how["ended"] = talk.start(prompts), lambda found: None
+                tokens = talk.start(prompts)
             completions = sampler.complete(params, tokens, **how)
-            held = talk.finish() if rewards.environments else []
+            held = talk.finish() if talk else []
         with watch.phase("reward"):
             with raise_everywhere():
                 scored = scoring.finish([sample_of(i, completions[i]) for i in mine])
@@ -129,16 +131,24 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(1 - np.mean([trajectory.finished for trajectory in trajectories])),
     }
-    if talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]:
-        messages = [*chain.from_iterable(talks)]
-        roles, errors = Counter(one["role"] for one in messages), sum(one.get("tool_errors", 0) for one in messages)
-        metrics["environment/mean_turns"] = roles["assistant"] / len(talks)
-        metrics["tools/call_frequency"] = roles["tool"] / len(talks)
-        metrics["tools/failure_frequency"] = errors / max(roles["tool"], 1)
+    metrics |= turn_metrics(trajectories)
     kept = [trajectory.kept for trajectory in trajectories if trajectory.kept is not None]
     if kept:
         metrics["sampling/kept_probability/mean"] = float(np.concatenate(kept).mean())
     return metrics
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean number of turns and what became of tool calls; nothing where there are no conversations."""
+    if not (talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]):
+        return {}
+    messages = [*chain.from_iterable(talks)]
+    roles, errors = Counter(one["role"] for one in messages), sum(one.get("tool_errors", 0) for one in messages)
+    return {
+        "environment/mean_turns": roles["assistant"] / len(talks),
+        "tools/call_frequency": roles["tool"] / len(talks),
+        "tools/failure_frequency": errors / max(roles["tool"], 1),
+    }
 
 
 def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
     arguments,
+    assert_same_metrics,
     changed,
     checkpoints,
     free_address,
@@ -81,15 +82,6 @@ GRPO = config(
     checkpoint={"every": 2},
     log={"samples": 6},
 )
-
-
-def assert_same_metrics(mine, yours):
-    assert len(records(mine)) == len(records(yours)) > 1
-    for line, expected in zip(records(mine), records(yours), strict=True):
-        assert line.keys() == expected.keys()
-        for name, value in line.items():
-            numbers = np.float64(value), np.float64(expected[name])  # null is NaN
-            np.testing.assert_allclose(*numbers, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {line['step']}")
 
 
 # Training

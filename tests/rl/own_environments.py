@@ -6,6 +6,7 @@ import random
 import re
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +122,12 @@ def double(number: int) -> int:
 
 def by_environment(environments, **kwargs):
     return [environment.reward for environment in environments]
+
+
+def marks(environment):
+    """Leaves a file that says that it was called; what it reads is known at an environment's end alone."""
+    Path("scored").touch()
+    return environment.reward
 
 
 def errors(tool_errors, messages, length):

@@ -13,7 +13,7 @@ import pytest
 from rollouts import BYTES
 
 from mllm.config.grpo import RolloutConfig
-from mllm.config.task import TaskConfig
+from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -21,6 +21,7 @@ from mllm.model.tokenizer import Renderer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl import conversations
 from mllm.rl.conversations import Conversations
+from mllm.rl.evaluation import make_evaluation
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Completion, Sampler
 from mllm.rl.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
@@ -246,6 +247,7 @@ def speaker(*says, **limits):
                     completions[i].logprobs += array("f", [-i - round] * len(one.tokens))
                 conversations.send(turns)
                 found = conversations.receive(live)
+                ended({i: completions[i] for i in live if found[i] is None})
                 live, round = [i for i in live if found[i] is not None], round + 1
             return completions
 
@@ -271,6 +273,25 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     metrics = completion_metrics(found, runner.names)
     assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others_go_on(tmp_path, monkeypatch):
+    """The first is over, the second waits for its score, the third has to take leave for want of room, one fails."""
+    monkeypatch.chdir(tmp_path)
+    over = "result = None, 1.0, True"
+    until_scored = "while not os.path.exists('scored'): time.sleep(0.01)"
+    says = [over], ["pass", f"{until_scored}\n{over}"], ["pass" + 40 * " "], ["raise ValueError"]
+    sampler = speaker(*says, max_total_length=100)
+    config = task("Hostile", rewards=[{"name": "own_environments:marks"}], reward_timeout=60)
+    with RewardRunner(config, Task("", [], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
+        evaluate = make_evaluation(EvalConfig(samples=1), config, [prompt().example] * 4, sampler, runner, ALL_ROWS)
+        evaluated = evaluate(None, 0)
+    assert [kind for one in found for kind, *_ in one.rewards] == ["value"] * 6 + ["not_applicable", "raised"]
+    assert [one.rewards[1][1] for one in found[:3]] == [1, 2, 1]
+    metrics = completion_metrics(found, runner.names)
+    for start in ("", "eval/", "eval/sampled_"):
+        assert (metrics | evaluated)[f"{start}environment/mean_turns"] == 5 / 4
 
 
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):

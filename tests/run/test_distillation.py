@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runs import assert_same_end, changed, killed_after, newest, records, run
-from tiny import config
+from tiny import TEACHER, config
 
 from mllm.config import load as configs
 from mllm.errors import UserError
@@ -19,7 +19,6 @@ from mllm.store.run_store import RunStore
 from tools import replay
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-TEACHER = {"source": str(FIXTURES / "tiny_grpo"), "dtype": "float32"}
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
 
 

@@ -5,22 +5,36 @@ import gzip
 import json
 import os
 import re
+import signal
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import pyarrow
 import pytest
 from object_store import object_store
 from pyarrow import parquet
-from runs import assert_same_end, changed, checksums, run
-from tiny import config
+from runs import (
+    arguments,
+    assert_same_end,
+    assert_same_metrics,
+    changed,
+    checkpoints,
+    checksums,
+    outputs,
+    run,
+    signal_trainer,
+    start_group,
+)
+from tiny import METHODS, config
 
 from mllm.config.model import MeshConfig
 from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.run.signals import Interrupt
+from mllm.stopwatch import Stopwatch
 from mllm.store import bucket, fetch, lock
 from mllm.store.bucket import Bucket
 from mllm.store.log import PartsLog
@@ -94,6 +108,56 @@ def lose_line(place, index):
     log = place.open_log("metrics.jsonl", lambda lines: 0)
     log.append(b"".join(lines))
     log.close()
+
+
+# Every method
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Makes the configuration of a run on a disk, on two devices of this process, that nothing disturbed."""
+
+    @cache
+    def finished(method):
+        settings = changed(METHODS[method], run_dir=str(tmp_path_factory.mktemp(method) / "run"), mesh={"dp": 2})
+        assert run(settings) == 0
+        return settings
+
+    return finished
+
+
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_that_a_signal_stops_and_that_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_been(
+    method, store, undisturbed, monkeypatch
+):
+    settings = changed(undisturbed(method), run_dir=f"{store.url}/run")
+    phases, phase_of = [], Stopwatch.phase
+
+    def signalled(watch, phase):
+        phases.append(phase)
+        if (phase, phases.count(phase)) == (("rollout", 4) if method == "turns" else ("update", 3)):
+            signal_trainer(signal.SIGTERM)
+        return phase_of(watch, phase)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Stopwatch, "phase", signalled)
+        assert run(settings) == 143
+    assert checkpoints(settings) == [2, 3]
+    (last,) = (name for name in store.objects if name.endswith("run/checkpoints/3.json"))
+    del store.objects[last]
+    assert run(settings) == 0
+    assert_same_end(undisturbed(method), settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store", ["gs"], indirect=True)
+@pytest.mark.parametrize("method", ["turns", "distill"])  # DPO: tests/run/test_dpo.py
+def test_two_processes_log_what_one_logs(method, store, undisturbed):
+    one, two = undisturbed(method), changed(undisturbed(method), run_dir=f"{store.url}/run")
+    outputs(start_group(["train.py", *arguments(two)], 2, 1))
+    assert_same_metrics(two, one)
+    assert RunStore(two.run_dir).read_log("samples.jsonl") == RunStore(one.run_dir).read_log("samples.jsonl")
 
 
 # What a run reads, and what reads it
