@@ -250,9 +250,12 @@ class View(NamedTuple):
         grouped = by_shard(queries.reshape(-1, count, kv_heads, queries.shape[2] // kv_heads, queries.shape[3]))
         grouped = grouped.transpose(0, 1, 3, 4, 2, 5)  # X B K G Q H
         (keys, values), (new_keys, new_values) = (map(by_shard, both) for both in (cache, tail))
-        einsum = partial(jnp.einsum, precision=precision_of(queries.dtype), preferred_element_type=jnp.float32)
+        how: Any = {"precision": precision_of(queries.dtype), "preferred_element_type": jnp.float32}
+        einsum = partial(jnp.einsum, **how)
         scale = queries.shape[3] ** -0.5
-        of_pages = einsum("xpkgqh,xpkth->xpkgqt", self.take(grouped), keys) * scale
+        # The keys come first, or XLA for GPUs would keep a transposed copy of them all.
+        dims = (((4,), (5,)), ((0, 1, 2), (0, 1, 2)))
+        of_pages = jnp.moveaxis(jax.lax.dot_general(keys, self.take(grouped), dims, **how), 3, -1) * scale
         of_pages = jnp.where(self.pages[:, :, None, None], of_pages, -jnp.inf)
         of_tail = jnp.where(self.tail, einsum("xbkgqh,xbkch->xbkgqc", grouped, new_keys) * scale, -jnp.inf)
         rows = of_tail.shape[1]

@@ -19,12 +19,10 @@ from mllm.rl.pages import PageTable, page_size
 from mllm.rl.schedule import most_tokens, pool_pages
 from mllm.rl.slots import CHUNK, insert, resize
 
-POOLS = sorted(size * 2**power for power in range(20) for size in (16, 20, 25))
-"""The pages of pools, so few that few programs are compiled; each is at least 0.78 of the next."""
+POOLS = sorted(size * 2**power for power in range(20) for size in (16, 22))
+"""The pages of pools, so few that few programs are compiled; each is at least 0.68 of the next."""
 SHORT = 8
 """The pages of sequences that are short."""
-SHRINK = 2
-"""A pool stays as it is until it is so many times as large as it need be: it may grow again."""
 Span = tuple[int, int]
 """How many tokens a sequence has in pages, and how many further ones it needs places for."""
 
@@ -85,10 +83,9 @@ class PagedCache:
         if whole <= SHORT * rows:  # a program more costs more than pages that are empty
             doubled = (whole * 2**power for power in range(10))
             wanted = min(max(self.limits), next(size for size in doubled if size >= max(needed)))
+            wanted = now if wanted <= now < 2 * wanted else wanted  # of other rows, and good enough
         else:
             wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
-        if wanted <= now < SHRINK * wanted:
-            wanted = now
         windows = zip(self.tables, most, needed, strict=True)
         return [wanted if table.window is None else min(wanted, max(of_rows, own)) for table, of_rows, own in windows]
 

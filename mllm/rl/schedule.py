@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -86,8 +87,11 @@ def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int |
 
 
 def slot_buckets(most: int) -> list[int]:
-    """The numbers of slots that a shard may have: the most, its half and its quarter."""
-    return sorted({-(-most // 2**power) for power in range(3)})
+    """The numbers of slots that a shard may have: the most, and on CPUs its half and its quarter.
+
+    Elsewhere a step takes as long as its bytes, of which empty rows have few, and each number is more programs.
+    """
+    return sorted({-(-most // 2**power) for power in range(3 if jax.default_backend() == "cpu" else 1)})
 
 
 def prompts_a_batch(needed: int, width: int) -> int:

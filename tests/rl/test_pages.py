@@ -80,7 +80,7 @@ class CountedCache(PagedCache):
                 table.resize(count)
 
 
-@pytest.mark.parametrize(("rows", "peak", "programs"), [(40, 1.25, 14), (320, 1.1, 12)])
+@pytest.mark.parametrize(("rows", "peak", "programs"), [(40, 1.1, 6), (320, 1.2, 6)])
 def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(rows, peak, programs):
     """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average, on eight devices and on one."""
     model, limit, token, nbytes = Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), 16384, 36864, 2 * 3_085_938_688
@@ -95,12 +95,11 @@ def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(r
         for one in np.flatnonzero((lengths <= made) & (lengths > made - CHUNK)).tolist():
             cache.release(0, one)
         if live:
-            slots = next(size for size in (rows // 4, rows // 2, rows) if size >= len(live))
-            cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], slots)
+            cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
             now = int(prompts[live].sum()) + made * len(live)
             read, least = read + nbytes + token * cache.places, least + nbytes + token * now
             largest, most = max(largest, cache.places), max(most, now)
-            shapes.add((slots, *cache.pages))
-    assert read < 1.25 * least
+            shapes.add((*cache.pages,))
+    assert read < 1.2 * least
     assert largest < peak * most
     assert len(shapes) <= programs

@@ -27,13 +27,13 @@ def add(numbers: str) -> int:
 
 
 def problems() -> list[dict[str, str]]:
-    """Sums of three numbers of two digits."""
+    """Sums of three numbers: these have two digits and those three, since a tiny model copies by place."""
     return [problem(f"problem {number}") for number in range(PROBLEMS)]
 
 
 def problem(seed: str) -> dict[str, str]:
     draw = random.Random(seed)
-    numbers = "+".join(str(draw.randrange(10, 100)) for _ in range(3))
+    numbers = "+".join(str(draw.randrange(34, 100)) for _ in range(3))
     return {"prompt": f"{numbers}=", "answer": str(add(numbers))}
 
 
