@@ -115,9 +115,9 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
     weights, token = (sum(x.size * x.dtype.itemsize for x in tree) for tree in trees)
     compiling = 0.0
 
-    def count(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
+    def count(event: str, duration_secs: float, fun_name: str | int = "", **_: str | int) -> None:
         nonlocal compiling
-        compiling += seconds if event.startswith("/jax/core/compile/") and "decode" in fun_name else 0
+        compiling += duration_secs if event.startswith("/jax/core/compile/") and "decode" in str(fun_name) else 0
 
     jax.monitoring.register_event_duration_secs_listener(count)
 
@@ -131,8 +131,8 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
                     talk += [*one.tokens, *chain(*own[turn : turn + 1])]
             whole = sum(map(len, talks))
         else:
-            talk = Talk(given) if options["turns"] > 1 else None
-            found = sampler.complete(params, rows, step=0, conversations=talk)
+            conversations = Talk(given) if options["turns"] > 1 else None
+            found = sampler.complete(params, rows, step=0, conversations=conversations)
             whole = sum(len(row) + len(one.tokens) for row, one in zip(rows, found, strict=True))
         return {
             "tokens": work.tokens,
@@ -195,7 +195,11 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
     return roll_out
 
 
-METHODS = {"engine": engine, "prefilled anew": partial(engine, anew=True), "google-tunix": tunix_sampler}
+METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
+    "engine": engine,
+    "prefilled anew": partial(engine, anew=True),
+    "google-tunix": tunix_sampler,
+}
 
 
 def measure(task: Figures) -> Iterator[Figures]:
