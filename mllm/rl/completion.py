@@ -66,6 +66,10 @@ class RolloutWork:
     programs: set[tuple[int, ...]] = field(default_factory=set)
     """The decode programs: slots, and pages of each kind of layers."""
 
+    def bytes_over_least(self, weights: int, token: int) -> float:
+        """The decode steps' bytes over the least: `weights` a step, and `token` for each token that sequences had."""
+        return (self.steps * weights + self.read * token) / (self.steps * weights + self.held * token)
+
 
 @dataclass(frozen=True)
 class SamplerSettings:

@@ -83,4 +83,4 @@ def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_n
 def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
     program, copies, _ = decode_program("h100", source, slots, (1, 1, 1))
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 192 * 2**20  # most of it the float32 logits of all rows
+    assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits

@@ -15,6 +15,7 @@ from mllm.model import weights
 from mllm.model.architecture import PRESETS
 from mllm.model.decoder import Decoder
 from mllm.model.decoding import DecodingWeights
+from mllm.rl.completion import RolloutWork
 from mllm.rl.paged_cache import PagedCache
 from mllm.rl.pages import PageTable, page_size
 from mllm.rl.schedule import most_tokens, pool_pages
@@ -89,7 +90,7 @@ def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(r
     cache = CountedCache(model, options, DecodingWeights(one, ()), rows, None)
     rng = np.random.default_rng(0)
     lengths, prompts = np.minimum(rng.geometric(4 / limit, rows), limit), rng.integers(256, 512, rows)
-    read, least, largest, most, shapes = 0, 0, 0, 0, set()
+    work, largest, most = RolloutWork(), 0, 0
     for made in range(0, limit, CHUNK):
         live = np.flatnonzero(lengths > made).tolist()
         for one in np.flatnonzero((lengths <= made) & (lengths > made - CHUNK)).tolist():
@@ -97,9 +98,9 @@ def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(r
         if live:
             cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
             now = int(prompts[live].sum()) + made * len(live)
-            read, least = read + nbytes + token * cache.places, least + nbytes + token * now
+            work.steps, work.read, work.held = work.steps + 1, work.read + cache.places, work.held + now
             largest, most = max(largest, cache.places), max(most, now)
-            shapes.add((*cache.pages,))
-    assert read < 1.2 * least
+            work.programs.add((rows, *cache.pages))
+    assert work.bytes_over_least(nbytes, token) < 1.2
     assert largest < peak * most
-    assert len(shapes) <= programs
+    assert len(work.programs) <= programs

@@ -2,10 +2,16 @@
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
 stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens are those up to the
-first stop token. The methods take turns, each in a process of its own that is warmed up. Medians over the turns:
+first stop token. In conversations (`--turns`) each turn but the last is answered with 8 to 24 tokens, which the engine
+prefills; beside it whole conversations are prefilled anew for each turn, as google-tunix's sampler must. The methods
+take turns, each in a process of its own that is warmed up. Medians over these:
 
-    ratio      of the seconds to the engine's in the same turn, and its range
+    ratio      of the seconds a token to the engine's beside it, and its range
     useful     tokens over slot-steps: what was computed a token for
+    bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
+    prefilled  tokens, with padding, over those of conversations
+    programs   that decode
+    compiling  the seconds of these, the most: later processes read what earlier ones compiled
 """
 
 import importlib.util
@@ -15,6 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,6 +35,8 @@ STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
+ANSWER = 24
+"""The most tokens of an answer."""
 
 
 def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
@@ -53,29 +63,85 @@ def prompts(options: Figures) -> list[list[int]]:
     return [prompt for prompt in groups for _ in range(8)]
 
 
-def engine(options: Figures) -> Callable[[int], Figures]:
-    """A function that makes a rollout with this seed, and counts its tokens."""
+def answers(options: Figures) -> list[list[list[int]]]:
+    """What follows each turn but the last of each sequence."""
+    rng, rows, turns = np.random.default_rng(1), options["rows"], options["turns"]
+    return [[rng.integers(4, 128, rng.integers(8, ANSWER + 1)).tolist() for _ in range(turns - 1)] for _ in range(rows)]
+
+
+def longest(options: Figures) -> int:
+    """The most tokens of a conversation."""
+    return PROMPT + options["turns"] * options["limit"] + (options["turns"] - 1) * ANSWER
+
+
+class Talk:
+    """Answers turns at once."""
+
+    def __init__(self, given: Sequence[Sequence[list[int]]]) -> None:
+        self.left = [iter(one) for one in given]
+
+    def send(self, found: Mapping[int, Any]) -> None:
+        pass
+
+    def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
+        return {one: next(self.left[one], None) for one in sequences}
+
+
+def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
+    """A function that makes a rollout with this seed, and counts; `anew`: it prefills whole conversations each turn."""
+    import jax
     import jax.numpy as jnp
     from flax import nnx
 
     from mllm.config.grpo import RolloutConfig
     from mllm.model.architecture import Architecture
     from mllm.model.decoder import Decoder
+    from mllm.model.decoding import abstract_cache
     from mllm.model.tokenizer import Renderer, bytes_tokenizer
     from mllm.rl.completion import RolloutWork
     from mllm.rl.rollout import Sampler
     from mllm.rl.schedule import Room
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
-    graphdef, params = nnx.split(Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32))
+    model = Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32)
+    graphdef, params = nnx.split(model)
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
-    config, rows = RolloutConfig.model_validate(limits), prompts(options)
+    if anew:
+        limits["max_prompt_length"] = longest(options) - options["limit"]
+    elif options["turns"] > 1:
+        limits |= {"max_turns": options["turns"], "max_total_length": longest(options)}
+    config, rows, given = RolloutConfig.model_validate(limits), prompts(options), answers(options)
+    trees = jax.tree.leaves(params), jax.tree.leaves(abstract_cache(model, [1], 1))
+    weights, token = (sum(x.size * x.dtype.itemsize for x in tree) for tree in trees)
+    compiling = 0.0
+
+    def count(event: str, duration_secs: float, fun_name: str | int = "", **_: str | int) -> None:
+        nonlocal compiling
+        compiling += duration_secs if event.startswith("/jax/core/compile/") and "decode" in str(fun_name) else 0
+
+    jax.monitoring.register_event_duration_secs_listener(count)
 
     def roll_out(seed: int) -> Figures:
         slots, work, tokens = options["slots"], RolloutWork(), Renderer(bytes_tokenizer())
         sampler = Sampler(graphdef, tokens, STOPS, config, seed, room=lambda: Room(slots), work=work)
-        sampler.complete(params, rows, step=0)
-        return {"tokens": work.tokens, "useful": work.tokens / work.slot_steps}
+        if anew:
+            talks = [[*row] for row in rows]
+            for turn in range(options["turns"]):
+                for talk, one, own in zip(talks, sampler.complete(params, talks, step=turn), given, strict=True):
+                    talk += [*one.tokens, *chain(*own[turn : turn + 1])]
+            whole = sum(map(len, talks))
+        else:
+            conversations = Talk(given) if options["turns"] > 1 else None
+            found = sampler.complete(params, rows, step=0, conversations=conversations)
+            whole = sum(len(row) + len(one.tokens) for row, one in zip(rows, found, strict=True))
+        return {
+            "tokens": work.tokens,
+            "useful": work.tokens / work.slot_steps,
+            "bytes": work.bytes_over_least(weights, token),
+            "prefilled": work.prefilled / whole,
+            "programs": len(work.programs),
+            "compiling": compiling,
+        }
 
     return roll_out
 
@@ -108,20 +174,32 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
         lambda x: rng.normal(0, DEVIATION, x.shape).astype(np.float32) if x.ndim > 1 else x, nnx.state(net)
     )
     nnx.update(net, small)
-    cache = sampler.CacheConfig(PROMPT + options["limit"], config.num_layers, config.num_kv_heads, head_dim=64)
+    cache = sampler.CacheConfig(longest(options), config.num_layers, config.num_kv_heads, head_dim=64)
     sample = sampler.Sampler(net, bytes_tokenizer(), cache)
-    text = ["".join(map(chr, prompt)) for prompt in prompts(options)]
-    settings = {"max_generation_steps": options["limit"], "max_prompt_length": PROMPT, "eos_tokens": list(STOPS)}
+    settings = {"max_generation_steps": options["limit"], "eos_tokens": list(STOPS), "temperature": 1.0, "top_p": 1.0}
+    rows, given = prompts(options), answers(options)
 
     def roll_out(seed: int) -> Figures:
-        result = sample(text, **settings, temperature=1.0, top_p=1.0, seed=seed)
-        # It returns the stop token of no row.
-        return {"tokens": sum(min(len(row) + 1, options["limit"]) for row in result.tokens)}
+        tokens, talks = 0, [[*row] for row in rows]
+        for turn in range(options["turns"]):
+            text = ["".join(map(chr, talk)) for talk in talks]
+            width = max(map(len, talks)) if turn else PROMPT
+            found = sample(text, **settings, max_prompt_length=width, seed=seed * options["turns"] + turn).tokens
+            for talk, row, own in zip(talks, found, given, strict=True):
+                # It returns the stop token of no row; a token from 128 on would be two in the next turn's text.
+                made = [4 + int(token) % 124 for token in row] + [4] * (len(row) < options["limit"])
+                tokens += len(made)
+                talk += [*made, *chain(*own[turn : turn + 1])]
+        return {"tokens": tokens}
 
     return roll_out
 
 
-METHODS = {"engine": engine, "google-tunix": tunix_sampler}
+METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
+    "engine": engine,
+    "prefilled anew": partial(engine, anew=True),
+    "google-tunix": tunix_sampler,
+}
 
 
 def measure(task: Figures) -> Iterator[Figures]:
@@ -140,14 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, default, meaning in (
         ("rows", 64, "sequences, eight for each prompt"),
         ("slots", 64, "slots of the engine"),
-        ("limit", 384, "tokens of the longest completion"),
+        ("limit", 384, "tokens of the longest completion, or turn of one"),
+        ("turns", 1, "turns of a conversation"),
         ("hidden", 256, "hidden size"),
         ("layers", 4, "layers"),
-        ("repeats", 3, "turns"),
+        ("repeats", 3, "turns of the methods"),
     ):
         known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default})")
     sizes = vars(known.parse_args(arguments))
-    methods = list(METHODS) if importlib.util.find_spec("tunix") else ["engine"]
+    left_out = {"prefilled anew": sizes["turns"] == 1, "google-tunix": not importlib.util.find_spec("tunix")}
+    methods = [method for method in METHODS if not left_out.get(method)]
     turns: dict[str, list[Figures]] = {method: [] for method in methods}
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(sizes.pop("repeats")):
@@ -166,10 +246,10 @@ def compared(found: Mapping[str, Sequence[Figures]]) -> str:
     first = next(iter(found.values()))
     rows = []
     for name, turns in found.items():
-        ratios = [own["seconds"] / other["seconds"] for own, other in zip(turns, first, strict=True)]
+        ratios = [other["tokens/s"] / own["tokens/s"] for own, other in zip(turns, first, strict=True)]
         cells = [name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
         for key in first[0]:
-            middle = statistics.median(turn.get(key, math.nan) for turn in turns)
+            middle = (max if key == "compiling" else statistics.median)(turn.get(key, math.nan) for turn in turns)
             cells.append("-" if math.isnan(middle) else f"{middle:.{0 if middle >= 100 else 3}f}")
         rows.append(cells)
     return table(["method", "ratio", *first[0]], rows)
