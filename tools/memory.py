@@ -13,8 +13,8 @@ brackets where it does not fit), and what holds it:
     head          the peak above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
-With `algorithm: distill` the logits are those of student and teacher, for their divergence; the first two columns are
-then plain JAX (jax.checkpoint in a scan over tokens), and the parameters are both models'.
+With a teacher whose distributions are learned from, the logits are both models', for their divergence; the first two
+columns are then plain JAX (jax.checkpoint in a scan over tokens), and the parameters are both models'.
 
 The figures are those of the compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there:
 nothing runs. --out FILE writes the picture FILE.png.
@@ -115,8 +115,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
     """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
+    teacher = shapes.teacher.params if shapes.teacher and config.teacher_in_update else ()
     known = {
-        "parameters": bytes_on_device((shapes.policy.params, shapes.teacher.params if shapes.teacher else ())),
+        "parameters": bytes_on_device((shapes.policy.params, teacher)),
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }

@@ -68,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     @jax.jit
     def examine(params: Any, row: "Batch", *teacher: Any) -> tuple[Any, Any, Any]:
         """Whether the hidden states are finite, the loss, and which gradients are finite."""
-        loss, gradients = jax.value_and_grad(lambda params: forward.loss(params, row, *teacher)[0])(params)
+        own, frozen = policy.split(params)
+        loss_of = lambda own: forward.loss(policy.join(own, frozen), row, *teacher)[0]  # noqa: E731
+        loss, gradients = jax.value_and_grad(loss_of)(own)
         finite = jnp.isfinite(forward.states(params, row).hidden).all()
         return finite, loss, jax.tree.map(lambda leaf: jnp.isfinite(leaf).all(), gradients)
 

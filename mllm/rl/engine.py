@@ -2,11 +2,11 @@
 
 A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
 in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
-eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, the batch
-shrinks to fewer slots. The pool grows and shrinks with the tokens of all sequences; where it may not grow, the shortest
-sequence gives its pages back and waits to be prefilled once more. A sequence whose turn has ended keeps its pages while
-it is answered, and the answer is prefilled behind them. Numbers of slots and of pages are among few (buckets), so that
-little is compiled.
+eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, and rows cost
+time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
+may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
+ended keeps its pages while it is answered, and the answer is prefilled behind them. Numbers of slots and of pages are
+among few (buckets), so that little is compiled.
 
 The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
 token only by rounding (in int8 by that of weights, too: prompts are prefilled without it). On a mesh each device has
@@ -85,6 +85,7 @@ class RolloutEngine:
         self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
         tokens = None if room is None or room.tokens is None else room.tokens // self.shards
         self.cache = PagedCache(self.model, self.options, self.weights, self.most_slots, tokens)
+        self.slot_sizes = slot_buckets(self.most_slots, self.model.config.vocab_size, self.cache.weights)
         self.batches: list[Cache] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.tail: Cache | None = None
@@ -113,7 +114,7 @@ class RolloutEngine:
         rows = max(len(self.live(shard)) + len(ones) for shard, ones in enumerate(new))
         if rows == 0:
             return False
-        slots = bucket(rows, slot_buckets(self.most_slots))
+        slots = bucket(rows, self.slot_sizes)
         every = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
         self.sequences = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
         spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
@@ -325,8 +326,7 @@ class RolloutEngine:
         """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
         if self.batches or any(self.queues):
             return max(1, live // 8)
-        slots = self.sequences.shape[1]
-        smaller = max((size for size in slot_buckets(self.most_slots) if size < slots), default=0)
+        smaller = max((size for size in self.slot_sizes if size < self.sequences.shape[1]), default=0)
         return max(1, live - smaller * self.shards)
 
     def slots(self) -> Slots:

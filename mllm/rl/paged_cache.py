@@ -45,7 +45,9 @@ class PagedCache:
         # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
         whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
         page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
-        self.least = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)) // 16 // max(page, 1)
+        self.weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+        """Their bytes."""
+        self.least = self.weights // 16 // max(page, 1)
 
     @property
     def pages(self) -> list[int]:

@@ -86,12 +86,14 @@ def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int |
     return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
 
 
-def slot_buckets(most: int) -> list[int]:
-    """The numbers of slots that a shard may have: the most, and on CPUs its half and its quarter.
+def slot_buckets(most: int, vocabulary: int, weights: int) -> list[int]:
+    """The numbers of slots that a shard may have: the most; its half and its quarter, too, where rows cost time.
 
-    Elsewhere a step takes as long as its bytes, of which empty rows have few, and each number is more programs.
+    They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where the
+    logits of all have less than an eighth of the weights' bytes, which are `weights`.
     """
-    return sorted({-(-most // 2**power) for power in range(3 if jax.default_backend() == "cpu" else 1)})
+    free = jax.default_backend() != "cpu" and 8 * LOGITS * 4 * vocabulary * most < weights
+    return sorted({-(-most // 2**power) for power in range(1 if free else 3)})
 
 
 def prompts_a_batch(needed: int, width: int) -> int:

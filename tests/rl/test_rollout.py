@@ -6,6 +6,7 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from mllm.model.decoder import Decoder
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
-from mllm.rl import engine, sampling
+from mllm.rl import engine, sampling, schedule
 from mllm.rl.completion import Completion, RolloutWork
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import Room, assign_prompts
@@ -183,7 +184,7 @@ def sample_groups(mesh, slots):
 
 def test_neither_slots_nor_devices_change_a_token(monkeypatch):
     """There are 2 heads of keys and values, which tp = 4 does not divide. Slots stay as many, as on accelerators."""
-    monkeypatch.setattr(engine, "slot_buckets", lambda most: [most])
+    monkeypatch.setattr(schedule, "jax", SimpleNamespace(default_backend=lambda: "tpu"))
     one_at_a_time, result = sample_groups({}, 1), sample_groups({"fsdp": 2, "tp": 4}, 8)
     assert len({len(one.tokens) for one in result}) > 10
     for one, other in zip(result, one_at_a_time, strict=True):

@@ -172,9 +172,9 @@ def test_the_demos_grpo_model_teaches_the_half_trained_one(tmp_path):
     assert policy.architecture.hidden_size == 64
 
 
-def test_a_skipped_update_is_replayed_with_the_teacher(tmp_path, capsys):
-    data = {"source": "task", "max_length": 32}
-    settings = distilled(run_dir=str(tmp_path / "run"), data=data, grpo=None, rollout=None)
+def test_a_skipped_update_of_adapters_is_replayed_with_the_teacher(tmp_path, capsys):
+    data, lora = {"source": "task", "max_length": 32}, {"rank": 2, "alpha": 8.0, "base": "int8"}
+    settings = distilled(run_dir=str(tmp_path / "run"), data=data, grpo=None, rollout=None, model={"lora": lora})
     settings = changed(settings, steps=8, optimizer={"learning_rate": 9e18, "max_skipped": 1})
     assert run(settings) == 2
     assert "the last 2 updates were not finite and skipped" in capsys.readouterr().err

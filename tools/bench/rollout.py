@@ -65,7 +65,7 @@ def prompts(options: Figures) -> list[list[int]]:
 
 def answers(options: Figures) -> list[list[list[int]]]:
     """What follows each turn but the last of each sequence."""
-    rng, rows, turns = np.random.default_rng(1), options["rows"], options["turns"]
+    rng, rows, turns = np.random.default_rng(1), options["rows"] // 8 * 8, options["turns"]
     return [[rng.integers(4, 128, rng.integers(8, ANSWER + 1)).tolist() for _ in range(turns - 1)] for _ in range(rows)]
 
 
