@@ -150,7 +150,7 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
         "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:55); correct "
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:66); correct "
         "the function (saved after step 4: the same command resumes)"
     ]
     assert checkpoints(settings) == [4]
