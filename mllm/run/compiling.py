@@ -40,7 +40,7 @@ def keep_programs() -> None:
             for program in folder.glob("*-cache"):  # without its -atime, which is written next, a kill has cut it off
                 if not program.with_name(program.name.removesuffix("cache") + "atime").exists():
                     program.unlink()
-    except (OSError, NotImplementedError) as error:  # the latter where the file system has no locks
+    except OSError as error:
         text = "%s: %s; so programs are compiled at each start (JAX_COMPILATION_CACHE_DIR)"
         logging.getLogger(__name__).warning(text, folder, getattr(error, "strerror", None) or error)
         return

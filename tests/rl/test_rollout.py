@@ -179,12 +179,15 @@ def sample_groups(mesh, slots):
     sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: Room(slots if mesh else 99))
     result = sampler.complete(policy.initial_params(), GROUPS, step=2)
     assert sampler.work.slot_steps <= slots * sampler.work.steps  # over all devices
+    assert len({rows for rows, *_ in sampler.work.programs}) == 1
     return result
 
 
 def test_neither_slots_nor_devices_change_a_token(monkeypatch):
     """There are 2 heads of keys and values, which tp = 4 does not divide. Slots stay as many, as on accelerators."""
     monkeypatch.setattr(schedule, "jax", SimpleNamespace(default_backend=lambda: "tpu"))
+    large, small = (schedule.slot_buckets(320, 151_936, 2 * count) for count in (3_085_938_688, 494_032_768))
+    assert (large, small) == ([320], [80, 160, 320])
     one_at_a_time, result = sample_groups({}, 1), sample_groups({"fsdp": 2, "tp": 4}, 8)
     assert len({len(one.tokens) for one in result}) > 10
     for one, other in zip(result, one_at_a_time, strict=True):
