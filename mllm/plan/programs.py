@@ -28,7 +28,7 @@ from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
 from mllm.rl import slots
 from mllm.rl.pages import page_size
-from mllm.rl.schedule import PIECE, most_tokens, pool_pages, prompts_a_batch
+from mllm.rl.schedule import PIECE, pool_pages, prompts_a_batch
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import load_teacher
 from mllm.train.head import States
@@ -94,9 +94,9 @@ class Programs:
         rows, counts = self.slots, self.pages()
         ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
         scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
-        stream = slots.Stream(stop, scalar, scalar)
+        stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
-        function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout, greedy=False)
+        function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout)
         each = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
         pages, tail = tuple(Pages(x, x) for x in each), abstract_cache(self.model, [rows] * len(each), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
@@ -109,7 +109,7 @@ class Programs:
         assert rollout is not None
         ints = self.array((self.slots,), jnp.int32, ("batch",))
         each = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
-        shapes = (self.slots, (PIECE - 2) // page_size(most_tokens(rollout)) + 2), (self.slots, PIECE)
+        shapes = (self.slots, (PIECE - 2) // page_size(rollout.total_length) + 2), (self.slots, PIECE)
         places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
         function = partial(slots.extend, decoding_graphdef(self.model))
         arguments = tuple(Pages(x, x) for x in each), (places,) * len(each), tokens, ints
@@ -190,7 +190,7 @@ class Programs:
 
     def cache(self) -> Cache:
         assert self.config.rollout is not None
-        return abstract_cache(self.model, self.pages(), page_size(most_tokens(self.config.rollout)))
+        return abstract_cache(self.model, self.pages(), page_size(self.config.rollout.total_length))
 
     def decoding_weights(self) -> tuple[DecodingWeights, Params]:
         """As `abstract_decoding_weights`."""

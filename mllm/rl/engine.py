@@ -18,6 +18,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import jax
@@ -36,11 +37,10 @@ from mllm.rl.schedule import (
     WIDTHS,
     Room,
     assign_prompts,
-    most_tokens,
     prompts_a_batch,
     slot_buckets,
 )
-from mllm.rl.slots import CHUNK, Slots, Stream, add_tail, decode, empty_tail, extend, prefill
+from mllm.rl.slots import CHUNK, Slots, Stream, add_tail, decode, empty_cache, extend, prefill
 
 CALL_SECONDS = 0.25
 """About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
@@ -71,8 +71,8 @@ class RolloutEngine:
         self.sampler, self.options, self.work = sampler, sampler.options, sampler.work
         self.params, self.prompts = params, prompts
         self.first_sequence = first_sequence
-        self.greedy = greedy
-        self.stream = Stream(np.asarray(sampler.stop_ids, np.int32), np.int32(sampler.seed), np.int32(step))
+        stop_ids = np.asarray(sampler.stop_ids, np.int32)
+        self.stream = Stream(stop_ids, np.int32(sampler.seed), np.int32(step), np.bool_(greedy))
         self.model = nnx.merge(sampler.graphdef, params)
         self.decoder = decoding_graphdef(self.model)
         self.weights = decoding_weights(sampler.graphdef, params, self.options.weights == "int8")
@@ -142,14 +142,18 @@ class RolloutEngine:
     def span(self, sequence: int) -> tuple[int, int]:
         """How many tokens the sequence has in pages, and how many further ones it needs places for."""
         cached = self.cached.get(sequence, length := self.length(sequence))
-        return cached, 0 if sequence in self.waiting else length - cached + CHUNK
+        # What a chunk makes beyond the limit has no place and is not read.
+        behind = min(length + CHUNK, len(self.prompts[sequence]) + self.limit(sequence)) - cached
+        return cached, 0 if sequence in self.waiting else behind
 
     def make_room(self) -> None:
         """Take the shortest sequences out where the pages don't suffice; they are prefilled ahead of others."""
         for shard, queue in enumerate(self.queues):
             held = sorted(self.holding(shard), key=lambda one: (self.length(one), -one))
-            while self.cache.lacks(map(self.span, held)):
+            needed = self.cache.needed(*map(self.span, held))
+            while self.cache.lacks(needed):
                 self.cache.release(shard, sequence := held.pop(0))
+                needed -= self.cache.needed(self.span(sequence))
                 self.sequences[shard][self.sequences[shard] == sequence] = -1
                 self.cached.pop(sequence, None)
                 if sequence in self.answered[shard]:
@@ -159,17 +163,15 @@ class RolloutEngine:
 
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
         """The answered sequences and the candidates that enter the shard's free slots: all have a page to grow."""
-        resumed, entering, held = list[int](), list[Candidate](), self.holding(shard)
+        answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         free = self.most_slots - len(self.live(shard))
-        while self.answered[shard] and len(resumed) < free:
-            resumed.append(self.answered[shard].popleft())
-        candidates = self.candidates[shard]
-        while candidates and len(resumed) + len(entering) < free:
-            together = [*held, candidates[0].sequence]
-            if held and self.cache.lacks(map(self.span, together), spare=len(together)):
-                break
-            held = together
-            entering.append(candidates.popleft())
+        resumed = [answered.popleft() for _ in range(min(free, len(answered)))]
+        entering = [*islice(candidates, free - len(resumed))]
+        needed = self.cache.needed(*map(self.span, [*held, *(one.sequence for one in entering)]))
+        while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
+            needed -= self.cache.needed(self.span(entering.pop().sequence))
+        for _ in entering:
+            candidates.popleft()
         return resumed, entering
 
     def wants_prompts(self) -> bool:
@@ -189,7 +191,7 @@ class RolloutEngine:
         # The last token of a prompt is the first that is decoded.
         contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
         longest = max(len(context) for part in contexts for context in part)
-        widths = bucket(longest, WIDTHS), self.options.max_prompt_length, most_tokens(self.options)
+        widths = bucket(longest, WIDTHS), self.options.max_prompt_length, self.options.total_length
         width = min(width for width in widths if width >= longest)
         tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
         for shard, part in enumerate(contexts):
@@ -286,7 +288,7 @@ class RolloutEngine:
         pages, places = self.cache.views(before, counted.lengths, CHUNK)
         pages, places, lengths = on_devices(self.layout, (pages, places, counted.lengths))
         if self.tail is None or len(self.tail[0].keys) != before.size:
-            self.tail = empty_tail(self.decoder, self.weights, before.size, CHUNK)
+            self.tail = empty_cache(self.model, [before.size] * len(pages), CHUNK)
         while done < CHUNK and ended < enough:
             # Several processes exchange once a chunk whether a signal has come.
             left = CHUNK - done
@@ -367,7 +369,6 @@ class RolloutEngine:
             np.int32(steps),
             np.int32(stop_after),
             options=self.options,
-            greedy=self.greedy,
         )
         shape = self.sequences.shape
         drawn = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:])[:, :, begun:], jax.device_get(chunk))
@@ -375,18 +376,17 @@ class RolloutEngine:
 
     def record(self, chunk: sampling.Draw, steps: int) -> int:
         """Add the tokens of so many steps to their completions, and free the slots of those that ended: how many."""
-        ended = 0
+        ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
+        lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
         for place in zip(*np.nonzero(self.sequences >= 0), strict=True):
             sequence = int(self.sequences[place])
             completion, most = self.completions[sequence], self.limit(sequence)
-            made = chunk.tokens[place][: min(steps, most - len(completion.tokens))]
-            stops = np.flatnonzero(np.isin(made, self.stream.stop_ids))
-            count = int(stops[0]) + 1 if stops.size else made.size
-            completion.tokens.extend(made[:count].tolist())
+            count = min(int(lengths[place]), most - len(completion.tokens))
+            completion.tokens.extend(chunk.tokens[place][:count].tolist())
             completion.logprobs.extend(chunk.logprobs[place][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
                 completion.kept.extend(chunk.kept[place][:count].tolist())
-            completion.finished = stops.size > 0
+            completion.finished = bool(stops[place][:count].any())
             self.work.tokens += count
             self.work.held += count * self.length(sequence) - count * (count - 1) // 2
             if completion.finished or len(completion.tokens) == most:

@@ -1,11 +1,10 @@
 """A rollout's cache: pools of pages on the devices, which grow and shrink, and the tables of what they hold."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int
 
@@ -16,8 +15,8 @@ from mllm.model.decoding import Cache, DecodingWeights, LayerCache, Pages, abstr
 from mllm.model.layout import Layout
 from mllm.parallel.mesh import sharding
 from mllm.rl.pages import PageTable, page_size
-from mllm.rl.schedule import most_tokens, pool_pages
-from mllm.rl.slots import CHUNK, insert, resize
+from mllm.rl.schedule import pool_pages
+from mllm.rl.slots import CHUNK, empty_cache, insert, resize
 
 POOLS = sorted(size * 2**power for power in range(20) for size in (16, 22))
 """The pages of pools, so few that few programs are compiled; each is at least 0.68 of the next."""
@@ -36,7 +35,7 @@ class PagedCache:
         """A cache without pages, for at most so many tokens a shard; None: those of all slots at their limit."""
         self.model, self.options, self.layout = model, options, model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
-        self.page = page_size(most_tokens(options))
+        self.page = page_size(options.total_length)
         self.limits = pool_pages(model, options, slots, tokens)
         """The most pages of each kind of layers."""
         slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
@@ -59,11 +58,14 @@ class PagedCache:
         """The tokens that there are places for, in layers that see all."""
         return self.page * max(self.pages)
 
-    def lacks(self, spans: Iterable[Span], spare: int = 0) -> bool:
-        """Whether a shard's sequences with these spans need more pages than it may have, and so many to spare."""
-        spans = list(spans)
-        needed = [table.needed(spans) + spare * (table.window is None) for table in self.tables]
-        return any(count > limit for count, limit in zip(needed, self.limits, strict=True))
+    def needed(self, *spans: Span) -> Int[np.ndarray, " kinds"]:
+        """The pages of each kind that sequences of these spans need together."""
+        return np.array([table.needed(spans) for table in self.tables])
+
+    def lacks(self, needed: Int[np.ndarray, " kinds"], growing: int = 0) -> bool:
+        """Whether a shard may not have so many pages, and one more for each of so many sequences that may need it."""
+        grown = np.minimum(needed + growing, pool_pages(self.model, self.options, growing))
+        return bool((np.maximum(needed, grown) > self.limits).any())
 
     def hold(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
         """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
@@ -75,8 +77,7 @@ class PagedCache:
         self.resize(self.pages_for(needed, rows))
         for table in self.tables:
             for shard, held in enumerate(spans):
-                for sequence, span in held.items():
-                    table.reserve(shard, sequence, table.numbers(*span))
+                table.reserve(shard, {sequence: table.numbers(*span) for sequence, span in held.items()})
 
     def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
@@ -97,8 +98,7 @@ class PagedCache:
             return
         sources = [on_devices(self.layout, table.resize(n)) for table, n in zip(self.tables, pages, strict=True)]
         if not self.layers:
-            shapes = abstract_cache(self.model, [self.shards * n for n in pages], self.page)
-            self.layers = [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), x) for x in shapes]
+            self.layers = [*empty_cache(self.model, [self.shards * n for n in pages], self.page)]
             return
         for index, kind in enumerate(self.model.config.kind_of_layer):  # one at a time: no second cache is held
             self.layers[index] = resize(self.layers[index], sources[kind], layout=self.layout)

@@ -3,7 +3,7 @@
 Each kind of layers has a table, since one with a window gives pages back that no later token sees.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Int
@@ -39,14 +39,15 @@ class PageTable:
         """The pages that sequences need, by their arguments of `numbers`."""
         return sum(len(self.numbers(*span)) for span in spans)
 
-    def reserve(self, shard: int, sequence: int, wanted: range) -> None:
-        """Give the sequence its pages of these numbers; the pool must have enough of them."""
-        held = self.held.setdefault(sequence, {})
-        missing = [number for number in wanted if number not in held]
-        free = np.flatnonzero(self.owners[shard] == FREE)[: len(missing)].tolist()
-        for number, page in zip(missing, free, strict=True):
-            held[number] = page
-            self.owners[shard, page], self.starts[shard, page] = sequence, number * self.size
+    def reserve(self, shard: int, wanted: Mapping[int, range]) -> None:
+        """Give sequences their pages of these numbers; the pool must have enough of them."""
+        free = iter(np.flatnonzero(self.owners[shard] == FREE).tolist())
+        for sequence, numbers in wanted.items():
+            held = self.held.setdefault(sequence, {})
+            for number in numbers:
+                if number not in held:
+                    held[number] = page = next(free)
+                    self.owners[shard, page], self.starts[shard, page] = sequence, number * self.size
 
     def release(self, shard: int, sequence: int, wanted: range = range(0)) -> None:
         """Take the sequence's pages back, except for those of these numbers."""
@@ -87,9 +88,9 @@ class PageTable:
         return found
 
 
-def page_size(most_tokens: int) -> int:
+def page_size(longest: int) -> int:
     """The tokens of a page, where sequences have at most so many: 32 to 256, about a sixteenth of them.
 
     Half a page a sequence is wasted; smaller pages leave more softmaxes to merge.
     """
-    return min(256, max(32, 1 << (most_tokens // 16 - 1).bit_length()))
+    return min(256, max(32, 1 << (longest // 16 - 1).bit_length()))

@@ -60,9 +60,10 @@ def sample(
     return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))
 
 
-def greedy(logits: Float[jax.Array, "B V"]) -> Draw:
+def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
-    return Draw(jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0]), None)
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return Draw(tokens, jnp.zeros(tokens.shape), jnp.ones(tokens.shape) if options.truncates else None)
 
 
 def penalize(logits: Float[jax.Array, "B V"], seen: Bool[jax.Array, "B V"], penalty: float) -> Float[jax.Array, "B V"]:

@@ -68,11 +68,6 @@ def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[
     return queues
 
 
-def most_tokens(options: RolloutConfig) -> int:
-    """The places that a sequence needs at most: a chunk begins before the limit and may go beyond it."""
-    return options.total_length + CHUNK
-
-
 def window_pages(window: int, size: int) -> int:
     """The most pages of a window's tokens: they, and those of three chunks, begin and end within pages."""
     return -(-(window + 3 * CHUNK) // size) + 1
@@ -80,7 +75,7 @@ def window_pages(window: int, size: int) -> int:
 
 def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int | None = None) -> list[int]:
     """The pages of each kind of layers for so many slots, which have so many tokens together; None: the most."""
-    longest, size = most_tokens(options), page_size(most_tokens(options))
+    longest, size = options.total_length, page_size(options.total_length)
     whole = slots * -(-longest // size) if tokens is None else min(slots * -(-longest // size), tokens // size)
     windows = (kind.window for kind in model.config.kinds)
     return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
@@ -128,7 +123,7 @@ def room_that_fits(
     if memory is None:
         memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
     weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params, rollout.weights == "int8"))
-    shards, longest, size = layout.row_shards, most_tokens(rollout), page_size(most_tokens(rollout))
+    shards, longest, size = layout.row_shards, rollout.total_length, page_size(rollout.total_length)
     most = pool_pages(model, rollout, shards)
     whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
     waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, longest) * whole

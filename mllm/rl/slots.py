@@ -8,8 +8,8 @@ Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of 
 key and value heads, P pages of the pool, T places of a page, H size of a head, W width of a batch of prompts.
 """
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.grpo import RolloutConfig
+from mllm.model.decoder import Decoder
 from mllm.model.decoding import (
     Cache,
     DecodingWeights,
@@ -60,6 +61,8 @@ class Stream(NamedTuple):
     stop_ids: Int[Any, "S"]
     seed: Int[Any, ""]
     step: Int[Any, ""]
+    greedy: Bool[Any, ""]
+    """Whether the likeliest tokens are taken instead of drawn ones."""
 
 
 @partial(jax.jit, static_argnames="graphdef")
@@ -121,7 +124,7 @@ def written(
     return pool.at[places].set(jnp.where(fresh, moved, pool.at[places].get(mode="clip")), mode="drop")
 
 
-@partial(jax.jit, static_argnames=("graphdef", "options", "greedy"), donate_argnames="tail")
+@partial(jax.jit, static_argnames=("graphdef", "options"), donate_argnames="tail")
 def decode(
     graphdef: nnx.GraphDef,
     weights: DecodingWeights,
@@ -135,7 +138,6 @@ def decode(
     stop_after: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
-    greedy: bool,
 ) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache]:
     """Each slot's tokens of a chunk from `begun` on, at most `steps`; the place behind them, and their tail.
 
@@ -159,14 +161,16 @@ def decode(
         logits = logits_of(model, hidden[:, 0])
         if seen is not None:
             logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
-        drawn = sampling.greedy(logits) if greedy else sampling.sample(logits, keys, positions, options)
+        # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
+        draw = partial(sampling.sample, keys=keys, positions=positions, options=options)
+        drawn = jax.lax.cond(stream.greedy, partial(sampling.greedy, options=options), draw, logits)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
         seen = None if seen is None else seen | (drawn.tokens[:, None] == jnp.arange(seen.shape[1]))
         return chunk, done + 1, tail, drawn.tokens, live & ~stopped, seen
 
     shape = (slots.tokens.shape[0], CHUNK)
-    kept = jnp.zeros(shape, jnp.float32) if options.truncates and not greedy else None
+    kept = jnp.zeros(shape, jnp.float32) if options.truncates else None
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.asarray(begun)
     nothing = jnp.zeros(model.config.vocab_size, bool)
     seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
@@ -187,16 +191,21 @@ def extend(
 ) -> Cache:
     """The cache with these tokens behind each row's first `lengths`, which `pages` have; `places` as for `add_tail`."""
     model = merge(graphdef, weights, 0)
-    tail = empty_tail(graphdef, weights, *tokens.shape)
+    tail = empty_cache(model, [tokens.shape[0]] * len(model.config.kinds), tokens.shape[1])
     _, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0)
     return add_tail(cache, tail, places, lengths, kinds=model.config.kind_of_layer, layout=model.layout)
 
 
-@partial(jax.jit, static_argnames=("graphdef", "rows", "places"))
-def empty_tail(graphdef: nnx.GraphDef, weights: DecodingWeights, rows: int, places: int) -> Cache:
-    model = merge(graphdef, weights, 0)
-    shapes = abstract_cache(model, [rows] * len(model.config.kinds), places)
-    return jax.tree.map(lambda x: constrain(model.layout, jnp.zeros(x.shape, x.dtype), CACHED_KEYS), shapes)
+def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
+    """A cache of zeros, with the arguments of `abstract_cache`."""
+    return zeros(abstract_cache(model, counts, places))()
+
+
+@cache
+def zeros(shapes: Cache) -> Callable[[], Cache]:
+    """A program that makes zeros; they have a sharding, as what other programs return, or these would compile twice."""
+    made = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
 
 
 @partial(jax.jit, static_argnames=("kinds", "layout"), donate_argnames="cache")

@@ -76,12 +76,11 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
             cache,
             pages,
             Slots(tokens, none, none, none + 9, none, none == 0),
-            Stream(jnp.asarray([-1]), jnp.int32(0), jnp.int32(0)),
+            Stream(jnp.asarray([-1]), jnp.int32(0), jnp.int32(0), jnp.bool_(False)),
             jnp.int32(0),
             jnp.int32(2),
             jnp.int32(4),
             options=settings.rollout,
-            greedy=False,
         )[0]
         for given in (weights, plain)
     ]

@@ -17,7 +17,7 @@ from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
 from mllm.rl import schedule
 from mllm.rl.pages import page_size
-from mllm.rl.schedule import LOGITS, MEAN_LENGTH, most_tokens, room_that_fits
+from mllm.rl.schedule import LOGITS, MEAN_LENGTH, room_that_fits
 from mllm.rl.slots import CHUNK, insert, resize
 from mllm.train.step import make_logprob_pass
 
@@ -28,7 +28,7 @@ SETTINGS = config(
     grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"},
     rollout={"max_prompt_length": PROMPT, "max_completion_length": LIMIT},
 )
-MOST = most_tokens(SETTINGS.rollout)
+MOST = SETTINGS.rollout.total_length
 PAGE = page_size(MOST)
 KV_HEADS, HEAD_DIM = ARCHITECTURE["num_key_value_heads"], HIDDEN // ARCHITECTURE["num_attention_heads"]
 

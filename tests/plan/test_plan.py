@@ -86,7 +86,7 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
 
 @pytest.mark.slow
 def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_that_wait_for_slots(planned, shapes):
-    slots, places, prompts = 8 // 2, 2 * 32, 2 * 4 * 16  # two pages hold 16 + 4 tokens and a chunk
+    slots, places, prompts = 8 // 2, 32, 2 * 4 * 16  # a page holds 16 + 4 tokens
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
     phases = planned[0]
     assert bytes_on_device(shapes.cache()) == token * slots * places

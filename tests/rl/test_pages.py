@@ -18,14 +18,14 @@ from mllm.model.decoding import DecodingWeights
 from mllm.rl.completion import RolloutWork
 from mllm.rl.paged_cache import PagedCache
 from mllm.rl.pages import PageTable, page_size
-from mllm.rl.schedule import most_tokens, pool_pages
+from mllm.rl.schedule import pool_pages
 from mllm.rl.slots import CHUNK, written
 
 
 def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
     sizes = Decoder.abstract(weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3"))
     options = RolloutConfig(max_prompt_length=100, max_completion_length=900)
-    assert page_size(most_tokens(options)) == 64
+    assert page_size(options.total_length) == 64
     assert pool_pages(sizes, options, slots=3) == [3 * 16, 3 * 2]
 
 
@@ -46,7 +46,7 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
         for old, new in zip(before, (table.owners, table.starts), strict=True):
             assert not kept.any() or (np.take_along_axis(old, sources, 1)[kept] == new[kept]).all()
         for one, numbers in wanted.items():
-            table.reserve(one % 2, one, numbers)
+            table.reserve(one % 2, {one: numbers})
         rows = table.of_rows(np.array([[0, 2, 4], [5, 3, 1]]))
         for one, length in lengths.items():
             row = {0: 0, 2: 1, 4: 2, 5: 0, 3: 1, 1: 2}[one]

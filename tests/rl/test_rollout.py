@@ -238,6 +238,26 @@ def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_wher
     assert work.tokens / work.slot_steps >= 0.85
 
 
+def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_limit(model, prompts):
+    work, limits = RolloutWork(), {"max_prompt_length": 12, "max_completion_length": 20}  # a page has 32 tokens
+    complete(model, prompts, OPTIONS.model_copy(update=limits), slots=12, stops=NO_STOPS, work=work)
+    assert (work.programs, work.steps) == ({(12, 12)}, 20)
+
+
+def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
+    """On one device, too, what a program returns is where what it was compiled for was."""
+    settings = config()
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=3)
+    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for greedy in (True, False, True):
+            found = sampler.complete(policy.initial_params(), [[1, 2], [3], [4]], step=0, greedy=greedy)
+            assert any(any(one.logprobs) for one in found) != greedy
+    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation of jit(decode)")]
+    assert len(compiled) == len(sampler.work.programs) == 1
+
+
 @pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
 def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
