@@ -162,8 +162,12 @@ def decode(
         if seen is not None:
             logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
         # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
-        draw = partial(sampling.sample, keys=keys, positions=positions, options=options)
-        drawn = jax.lax.cond(stream.greedy, partial(sampling.greedy, options=options), draw, logits)
+        drawn = jax.lax.cond(
+            stream.greedy,
+            lambda logits: sampling.greedy(logits, options),
+            lambda logits: sampling.sample(logits, keys, positions, options),
+            logits,
+        )
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
         seen = None if seen is None else seen | (drawn.tokens[:, None] == jnp.arange(seen.shape[1]))
