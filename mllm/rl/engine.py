@@ -162,7 +162,7 @@ class RolloutEngine:
                     queue.appendleft([sequence])
 
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
-        """The answered sequences and the candidates that enter the shard's free slots: all have a page to grow."""
+        """The answered sequences and the candidates that enter the shard's free slots: all have pages to grow into."""
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         free = self.most_slots - len(self.live(shard))
         resumed = [answered.popleft() for _ in range(min(free, len(answered)))]

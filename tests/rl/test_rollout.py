@@ -245,7 +245,7 @@ def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_l
 
 
 def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
-    """On one device, too, what a program returns is where what it was compiled for was."""
+    """On one device, too, a tail that is new has the sharding of one that the program returned."""
     settings = config()
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=3)
