@@ -113,7 +113,7 @@ def make_jobs(device: Mapping[str, Any], packages: str = "") -> Iterator[Job]:
     length = 32 if cpu else 512
     grpo: dict[str, Any] = {"steps": 3 if cpu else 8, "optimizer.warmup_steps": 1, "grpo.row_length": length + 16}
     grpo |= {"batch_size": 64, "micro_batch_size": 8, "rollout.max_completion_length": length}
-    grpo |= {"task.heldout": 8, "task.rewards": [{"name": "tools.device:count"}]}
+    grpo |= {"grpo.num_iterations": 1, "task.heldout": 8, "task.rewards": [{"name": "tools.device:count"}]}
     steps = train("trainer", "tiny_grpo.yaml", grpo)
     yield steps
     middle = half if cpu else (512, 1536, 4, 8)

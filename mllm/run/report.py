@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from statistics import fmean, median
+from statistics import fmean, harmonic_mean
 from typing import Any
 
 import jax
@@ -81,7 +81,9 @@ def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 
 def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if speeds := present(timings, "tokens_per_second"):
-        yield "tokens/s", f"{median(speeds):,.0f} (median of the steps; prompts and completions)"
+        # Not the median: where several updates share a rollout, that is the speed of those without one.
+        whole = harmonic_mean(speeds[1:] or speeds)
+        yield "tokens/s", f"{whole:,.0f} (of all steps but the first; prompts and completions)"
     phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
     if sums := [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]:
         yield "seconds", ", ".join(sums)

@@ -99,6 +99,8 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
         log.write(step, record)
     timings = {"time/compile": 2.0, "time/update": 0.5, "tokens_per_second": 1234.0, "memory/peak_bytes": 3 * 2**20}
     log.write_timings(1, timings, {})
+    for step, speed in (2, 1000.0), (3, 3000.0):  # as of a step with a rollout, and of one that takes the same again
+        log.write_timings(step, {"tokens_per_second": speed}, {})
     log.close()
     lines = report.summary(store, "after all 3 steps").splitlines()
     assert lines[1:10] == [
@@ -109,7 +111,7 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
         "held-out pass@4    0.750 (0.500 .. 0.875) at step 3",
         "test reward        0.750 at step 3",
         "loss               2.000 in the first tenth, 1.000 in the last of 2 steps",
-        "tokens/s           1,234 (median of the steps; prompts and completions)",
+        "tokens/s           1,500 (of all steps but the first; prompts and completions)",
         "seconds            compile 2.0, update 0.5",
     ]
     assert f"tensorboard        tensorboard --logdir {tmp_path}/tensorboard" in lines
