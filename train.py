@@ -161,7 +161,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
     if fatal_error:
         raise StepError(fatal_error + f" (saved after step {saved_step}: the same command resumes)" * (saved_step > 0))
     if stopping and not finished:
-        print(f"stopped by a signal after step {saved_step}; saved: the same command resumes", file=sys.stderr)
+        what = "saved: the same command resumes" if saved_step else "nothing to save: the same command begins anew"
+        print(f"stopped by a signal after step {saved_step}; {what}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
         print(report.summary(run.store, report.why_ended(state, source.steps)))

@@ -20,7 +20,7 @@ class ValidationConfig(Section):
     """The share of the training examples that is held out, the same in every run on the same data; not with
     `data.source` task."""
     every: PositiveInt | None = None
-    """Steps between validations; None: only at step 0 and at the end."""
+    """Steps between validations; None: only at step 0 and at the end. A multiple of the updates of a rollout."""
     patience: PositiveInt | None = None
     """The run ends after so many validations in a row without a lower loss; None: it doesn't. Needs `every`."""
 

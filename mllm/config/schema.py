@@ -215,7 +215,10 @@ class Config(Section):
         group, updates = self.grpo.num_generations, self.grpo.updates_per_rollout
         if self.batch_size % group:
             raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
-        for key, steps in (("steps", self.steps), ("checkpoint.every", self.checkpoint.every or 0)):
+        # A signal in an evaluation ends the run, and only between two rollouts can it be saved.
+        validation = self.data and self.data.validation
+        every = {"checkpoint": self.checkpoint, "eval": self.eval, "data.validation": validation}
+        for key, steps in {"steps": self.steps, **{f"{key}.every": x and x.every for key, x in every.items()}}.items():
             if steps and steps % updates:
                 product = f"grpo.updates_per_generation * num_iterations ({updates})"
                 raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")

@@ -189,7 +189,7 @@ class EvalConfig(Section):
     """Evaluation at step 0, every n steps and at the end, on problems that training never sees."""
 
     every: PositiveInt | None = None
-    """Steps between evaluations; None: only at step 0 and at the end."""
+    """Steps between evaluations; None: only at step 0 and at the end. A multiple of the updates of a rollout."""
     samples: int = Field(default=0, ge=0)
     """How many completions of each problem at the rollout's temperature are measured besides the greedy one: `avg@k`
     and `pass@k`."""

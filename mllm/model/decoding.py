@@ -182,8 +182,8 @@ def apply_tokens(
     rotations = [rotary(positions, kind, config.head_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
     views = [
-        View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[config.kind_of_layer.index(i)], shards)
-        for i, (kind, one) in enumerate(zip(config.kinds, pages, strict=True))
+        View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
+        for kind, one in zip(config.kinds, pages, strict=True)
     ]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     filled = []

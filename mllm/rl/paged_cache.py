@@ -46,7 +46,7 @@ class PagedCache:
         page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
         self.weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
         """Their bytes."""
-        self.least = self.weights // 16 // max(page, 1)
+        self.least = self.weights // 16 // page if page else 0
 
     @property
     def pages(self) -> list[int]:

@@ -110,6 +110,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
             "steps: 4 is not divisible by grpo.updates_per_generation * num_iterations (3)",
         ),
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
+        (GRPO.replace("4}", TWO), "eval.every=1", "eval.every: 1 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),
         (GRPO, "grpo.loss_type=cispo", "grpo.loss_type: cispo is dapo with one update per rollout"),

@@ -22,11 +22,14 @@ from mllm.config.grpo import RolloutConfig
 from mllm.model import weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.decoding import DecodingWeights
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.rl import engine, sampling, schedule
 from mllm.rl.completion import Completion, RolloutWork
+from mllm.rl.paged_cache import PagedCache
+from mllm.rl.pages import page_size
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import Room, assign_prompts
 from mllm.rl.slots import CHUNK
@@ -300,6 +303,19 @@ def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, p
         np.testing.assert_allclose(
             one.logprobs, np.take_along_axis(expected, np.array(one.tokens)[:, None], 1)[:, 0], atol=2e-4
         )
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, kind):
+    chosen = gemma(num_hidden_layers=2, layer_types=[kind] * 2)
+    options = RolloutConfig(max_prompt_length=12, max_completion_length=8)
+    (one, *_) = complete(chosen, prompts[:2], options, stops=(-1,), room=Room(2))
+    logits = hidden_states(*nnx.split(chosen), jnp.array([[*prompts[0], *one.tokens]])) @ chosen.head_weight.T
+    expected = jax.nn.log_softmax(logits[len(prompts[0]) - 1 : -1], axis=-1)
+    np.testing.assert_allclose(one.logprobs, expected[jnp.arange(8), jnp.array(one.tokens)], atol=2e-4)
+    gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), ())
+    longer = RolloutConfig(max_prompt_length=1000, max_completion_length=3000)
+    assert max(PagedCache(chosen, longer, gigabyte, 2, None).pages_for([1, 1], 2)) <= 2 * 4000 / page_size(4000) + 1
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))

@@ -119,7 +119,7 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
 
         def measure_or_stop(params, step):
             tested.append(prefix)
-            if tested.count("test/") == 1 and prefix == "test/":
+            if tested == ["eval/"] or (prefix == "test/" and tested.count("test/") == 1):
                 signal_trainer(signal.SIGTERM)
             return measure(params, step)
 
@@ -127,8 +127,10 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
 
     monkeypatch.setattr(mllm.run.build, "make_evaluation", make)
     assert run(settings) == 143
+    assert "stopped by a signal after step 0; nothing to save: the same command begins anew" in capsys.readouterr().err
+    assert run(settings) == 143
     assert run(settings) == 0
-    assert tested == ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
+    assert tested == ["eval/"] + ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
     samples = records(settings, "samples.jsonl")
     assert [line["step"] for line in samples] == [step for step in range(1, 9) for _ in range(8)]
     trained = {str(int(re.search(r"(\d+)\+1=", line["prompt"])[1]) + 1) for line in samples}

@@ -29,7 +29,7 @@ SETTINGS = {
         grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
         task={"rewards": [{"name": EVEN}]},
         checkpoint={"every": 2},
-        eval={"every": 3, "samples": 1},  # also between two updates of a rollout
+        eval={"every": 6, "samples": 1},
     ),
 }
 
