@@ -300,6 +300,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
 def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):

@@ -64,6 +64,7 @@ def in_float64(problem: Problem, objective, operands, weights, temperature):
         return jax.value_and_grad(loss, (0, 1))(hidden, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "objective"),
     [

@@ -112,6 +112,7 @@ def test_results_and_gradients_are_the_same(transformed: Callable[..., Any], nam
     assert_near(jax.tree.leaves(transformed(SUBJECTS[name])), jax.tree.leaves(plainly(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, "token_loss, mosaic_tpu"])
 def test_vmap_is_a_python_loop(name: str) -> None:
     """The second of the two has few rows that count."""
@@ -130,6 +131,7 @@ def test_vmap_is_a_python_loop(name: str) -> None:
         assert_near([x[i] for x in jax.tree.leaves(got)], jax.tree.leaves(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*EVERYWHERE, "token_logprobs, mosaic_tpu"])
 def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     """The scalars of two shards are summed; W and its gradient are replicated; varying axes are checked."""
@@ -146,6 +148,7 @@ def test_shard_map_over_tokens_gives_the_same(name: str) -> None:
     assert_near(subject.run(subject._replace(scalar=sharded).differentiated()), plainly(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SUBJECTS if name.endswith("mosaic_tpu")])
 def test_kernels_wait_for_their_copies_and_may_run_on_two_cores(name: str) -> None:
     subject = SUBJECTS[name]

@@ -90,6 +90,7 @@ def test_rows_that_are_looked_up_are_those_of_the_matrix():
     assert_same_bits(copied(values[tokens], rows=jnp.asarray(tokens)[..., None]), copied(values)[tokens])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", [DITHERED, NEAREST])
 def test_the_sampler_reads_rounded_matrices_and_vectors_as_they_are(rounding):
     sizes = Architecture.from_hf({**ARCHITECTURE, "model_type": "qwen3", "tie_word_embeddings": False}, "test")

@@ -126,6 +126,7 @@ def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
 
 
+@pytest.mark.slow
 def test_bfloat16_gives_float32_gradients_not_rounded_before_and_a_residual_kept_in_it_no_worse_ones() -> None:
     def flat(**options: Any) -> np.ndarray:
         leaves = jax.tree.leaves(gradients("qwen3", **options))

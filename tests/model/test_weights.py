@@ -94,6 +94,7 @@ def test_gemma_3_4b_by_its_sparse_config_json_is_the_preset_and_has_five_sliding
     assert Architecture.from_hf(sizes.to_hf(), "test") == sizes
 
 
+@pytest.mark.slow
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file holds several times the largest tensor, as in Qwen2.5: JAX, in a thread of its own, may release a tensor's
     # memory only when the next one has been read.

@@ -52,6 +52,7 @@ def compute_results(family, shape):
     return jax.device_get((loss, gradient, make_logprob_pass(forward)(params, batch)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "shape"), MESHES.items())
 def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
     loss, gradients, logprobs = compute_results(family, shape)

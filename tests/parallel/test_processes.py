@@ -269,6 +269,7 @@ def check_rows_and_reading(path):
     watch.watch.finish(None)
 
 
+@pytest.mark.slow
 def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and_weights(tmp_path):
     path = tmp_path / "train.jsonl"
     good = [json.dumps({"question": f"{i}", "answer": "a" * (i % 60)}) for i in range(1, 200)]

@@ -139,6 +139,7 @@ def test_a_sample_s_line_has_each_reward_under_its_name():
     assert sample_line(whole, functions, 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
 
 
+@pytest.mark.slow
 def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
     settings = config(
         run_dir=str(tmp_path / "run"),

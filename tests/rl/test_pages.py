@@ -81,6 +81,7 @@ class CountedCache(PagedCache):
                 table.resize(count)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "peak", "programs"), [(40, 1.1, 6), (320, 1.2, 6)])
 def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(rows, peak, programs):
     """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average, on eight devices and on one."""

@@ -101,6 +101,7 @@ def gumbel_noise(keys):
     return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"min_p": 0.1, "repetition_penalty": 1.5}])
 def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts, options):
     chosen = OPTIONS.model_copy(update=options)
@@ -186,6 +187,7 @@ def sample_groups(mesh, slots):
     return result
 
 
+@pytest.mark.slow
 def test_neither_slots_nor_devices_change_a_token(monkeypatch):
     """There are 2 heads of keys and values, which tp = 4 does not divide. Slots stay as many, as on accelerators."""
     monkeypatch.setattr(schedule, "jax", SimpleNamespace(default_backend=lambda: "tpu"))
@@ -198,6 +200,7 @@ def test_neither_slots_nor_devices_change_a_token(monkeypatch):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before_it_and_the_clock_changes_no_bit(
     model, prompts, monkeypatch
 ):
@@ -261,6 +264,7 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     assert len(compiled) == len(sampler.work.programs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
 def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
@@ -282,6 +286,7 @@ def gemma(**changes):
     return Decoder(Architecture.from_hf(sizes, "test"), rngs=nnx.Rngs(1), dtype=jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", [False, True])
 def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, prompts, windows):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
@@ -352,6 +357,7 @@ class Answers:
         return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["full", "windows", "few pages", "one slot"])
 def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(model, prompts, kind):
     chosen, work = gemma() if kind == "windows" else model, RolloutWork()

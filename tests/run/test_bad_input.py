@@ -310,6 +310,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
     assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
 
 
+@pytest.mark.slow
 def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line(tmp_path):
     command = ["train.py", "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run"]
     with spawn(command, PIPE, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub")) as process:

@@ -101,6 +101,7 @@ def test_a_change_that_has_no_effect_is_refused(tmp_path, place, what, message):
         run_dir.check(RunStore(tmp_path / place), changed(settings, **what), change=True)
 
 
+@pytest.mark.slow
 def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
     """The training examples and those of the validation are each known by their content, not by path or number."""
     paths = {name: tmp_path / name for name in ("train.jsonl", "validation.jsonl")}
@@ -123,6 +124,7 @@ def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
         assert f"error: {key}: the run began with other examples: {way_out}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, capsys):
     first = config("sft", run_dir=str(tmp_path / "straight"), eval=None, rollout=None, **DECAYING)
     assert run(first) == 0

@@ -18,6 +18,8 @@ from mllm.run.teacher import check_tokens, load_teacher
 from mllm.store.run_store import RunStore
 from tools import replay
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
 

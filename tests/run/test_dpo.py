@@ -19,6 +19,8 @@ from mllm.store.bucket import cache_folder
 from mllm.store.run_store import RunStore
 from tools import replay
 
+pytestmark = pytest.mark.slow
+
 LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
 HELD_OUT = {"share": 0.2, "every": 2}
 

@@ -22,6 +22,8 @@ from mllm.run.report import summary
 from mllm.store.run_store import RunStore
 from tools import export
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 DITHERED, NEAREST = (Rounding(jnp.dtype("bfloat16"), dithered) for dithered in (True, False))
 

@@ -14,6 +14,8 @@ from mllm.run.measurements import Measurements
 from mllm.store.run_store import RunStore
 from mllm.train.optimizer import make_schedule
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def settings(tmp_path):

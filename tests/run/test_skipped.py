@@ -42,6 +42,7 @@ def dump(settings, step):
     return Path(settings.run_dir, "skipped", f"step_{step}.npz")
 
 
+@pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(stops):
     settings, found = stops
     for (stopped, logged, said), step, skipped in zip(found, (3, 4), (2, 3), strict=True):

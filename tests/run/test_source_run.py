@@ -50,6 +50,7 @@ def following(first, folder, algorithm="sft", **model):
     return changed(config(algorithm, run_dir=str(folder), steps=2), model=source)
 
 
+@pytest.mark.slow
 def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(first, tmp_path):
     nearest = following(first, tmp_path, dtype="bfloat16", compute_rounding="nearest")
     assert SourceRun.open(nearest.model).model.compute_rounding == "nearest"
@@ -80,6 +81,7 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
         assert resumed == begun
 
 
+@pytest.mark.slow
 def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_like_any(first, tmp_path, capsys):
     second = following(first, tmp_path / "second", "grpo", dtype="float32")
     second = changed(second, eval={"every": None}, grpo={"beta": 0.1, "reference": "initial"})

@@ -61,6 +61,7 @@ def trained(tmp_path_factory):
     return settings
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["gs"], indirect=True)
 def test_a_thread_that_can_not_send_saves_and_ends_the_run_and_lines_that_are_missing_are_made_again(
     store, trained, capfd, caplog, monkeypatch
@@ -126,6 +127,7 @@ def undisturbed(tmp_path_factory):
     return finished
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["gs"], indirect=True)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_a_signal_stops_and_that_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_been(

@@ -54,6 +54,7 @@ def following(texts, folder, algorithm="grpo", model=None, **sections):
     return changed(config(algorithm, run_dir=str(folder)), model=source, **sections)
 
 
+@pytest.mark.slow
 def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generate_and_as_export(
     texts, tmp_path, caplog
 ):

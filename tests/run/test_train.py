@@ -20,6 +20,8 @@ from mllm.parallel.watch import Watch
 from mllm.run.checkpoint import Checkpoints
 from mllm.store.run_store import RunStore
 
+pytestmark = pytest.mark.slow
+
 EVEN = "user_rewards:even_characters"
 SETTINGS = {
     "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}),

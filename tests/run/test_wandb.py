@@ -50,6 +50,7 @@ def service(monkeypatch):
     return service
 
 
+@pytest.mark.slow
 def test_a_run_sends_every_step_once_goes_on_there_and_does_not_depend_on_the_service(tmp_path, service, caplog):
     whole = changed(SETTINGS, run_dir=str(tmp_path / "whole"), log={"wandb": None})
     assert run(whole) == 0

@@ -1,5 +1,7 @@
 """tools/bench rollout: the figures of a model of no size, the table's medians and ratios, and a method that fails."""
 
+import pytest
+
 from tools.bench import __main__ as bench
 from tools.bench import rollout
 
@@ -10,6 +12,7 @@ def rows(capsys):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (columns, *methods)]
 
 
+@pytest.mark.slow
 def test_conversations_have_speed_useful_share_bytes_and_programs_with_answers_prefilled_or_all_anew(
     monkeypatch, capsys
 ):

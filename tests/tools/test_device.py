@@ -182,6 +182,7 @@ def test_kernels_are_checked_before_they_are_timed_and_tiles_come_before_the_tra
     assert all(job.obstacle for job in jobs if job.name in tests) == (platform == "cpu")
 
 
+@pytest.mark.slow
 def test_every_test_that_needs_a_gpu_is_in_a_job_and_every_job_has_one():
     named = [job.command[-1] for job in make_jobs(DEVICE | {"platform": "gpu"}) if "pytest" in job.command]
     marked = [path for path in device.ROOT.glob("tests/*/test_*.py") if "pytest.mark.gpu\n" in path.read_text()]

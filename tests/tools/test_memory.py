@@ -1,5 +1,6 @@
 """tools/memory.py: what the columns share, its table and its picture."""
 
+import pytest
 import tiny
 
 from mllm.parallel.mesh import make_mesh
@@ -21,6 +22,7 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
+@pytest.mark.slow
 def test_full_logits_add_at_least_themselves_to_an_update_without_a_head():
     architecture = {**tiny.ARCHITECTURE, "vocab_size": 20_000}
     config = tiny.config("sft", model={"architecture": architecture})

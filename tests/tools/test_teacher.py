@@ -34,6 +34,7 @@ def stored(settings, out, *options):
     return teacher.main([*arguments(settings), "--out", str(out), "--top-k", "250", *options])
 
 
+@pytest.mark.slow
 def test_training_from_lists_of_almost_all_tokens_is_that_with_the_teacher(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(teacher_lists, "DOCUMENTS", 16)
     out = tmp_path / "lists"

@@ -81,6 +81,7 @@ def load(folder):
 # tools/export.py
 
 
+@pytest.mark.slow
 def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_it_was(trained, exported):
     leaves = (jax.tree.leaves(params) for params in (load(exported / "export"), newest(trained).train.params))
     for leaf, same in zip(*leaves, strict=True):
@@ -115,6 +116,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
 # tools/generate.py
 
 
+@pytest.mark.slow
 def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_nothing(exported, tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
@@ -137,6 +139,7 @@ def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_not
     assert "exists, and would be overwritten" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_prompt_is_printed_and_the_seed_chooses_what_is_sampled(exported, capsys):
     def printed(*options):
         assert generate.main([str(exported), "1+2=", "--max-tokens", "8", "--temperature", "1", *options]) == 0

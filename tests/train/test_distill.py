@@ -18,6 +18,8 @@ from mllm.train.algorithms import Distill
 from mllm.train.step import Forward, accumulate, make_teacher_pass
 from tools import memory
 
+pytestmark = pytest.mark.slow
+
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 """64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}

@@ -38,6 +38,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
+@pytest.mark.slow
 def test_sampling_merges_adapters_to_rounding():
     """On a mesh, with a tied head and rslora's scale; tests/model/test_peft.py has what adapters compute."""
     sizes, stored = weights.read_config(FIXTURES / "grouped_bfloat16"), load_weights(FIXTURES / "grouped_bfloat16")
@@ -89,6 +90,7 @@ def compiled_update(lora: bool):
     return step.lower(state, batch, frozen).compile(), state, batch, frozen
 
 
+@pytest.mark.slow
 def test_a_frozen_matrix_s_gradient_is_never_computed():
     """No product has the shape of the vocabulary's matrix, or of a matrix of the feed-forward layer."""
     vocabulary, hidden = ARCHITECTURE["vocab_size"], ARCHITECTURE["hidden_size"]
@@ -108,6 +110,7 @@ def in_int8_of(frozen):
     return map_parameters(lambda x, name: jax.jit(quantize)(x) if name.endswith("_weight") else x, frozen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
 def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matrices_that_it_stands_for(mesh):
     source = {"init": "pretrained", "architecture": None, "source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes"}
@@ -163,6 +166,7 @@ def finished(request, tmp_path_factory):
     return settings, max(counts) - len(before)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_frozen_model_of_which_one_copy_is_held(finished):
     settings, copies = finished
     assert copies == 1

@@ -102,6 +102,7 @@ def errors(got, exact):
     return [np.linalg.norm(np.float64(one) - other) / norm for one, other, norm in leaves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_type", "penalties", "mesh"),
     [("dapo", False, ONE_DEVICE), ("gspo", True, (2, 2, 2)), ("grpo", True, ONE_DEVICE)],

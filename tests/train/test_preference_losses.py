@@ -203,6 +203,7 @@ def log_prob_pass():
     return make_logprob_pass(make_forward(DpoConfig()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge", "kto", "simpo", "orpo"])
 def test_losses_gradients_and_metrics_are_trl_s(name):
     """All of it: packed rows, the reference's pass over them, z0, and the loss with its gradient in micro-batches."""

@@ -115,6 +115,7 @@ def gains(subject, distance, chosen=lambda name: True):
     return [change(of) / expected for of in (subject.trained, subject.sampled)]
 
 
+@pytest.mark.slow
 def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardly():
     assert all(0.9 < gain < 1.1 for gain in gains(model("bfloat16"), 1e-5))
     assert all(gain < 0.3 for gain in gains(model("bfloat16", "nearest"), 1e-5))
@@ -133,6 +134,7 @@ def test_norms_and_biases_are_not_rounded(kind):
         assert (of(above) != of(ones)).mean() > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "distance"), [("_b", 1e-4), ("head_b", 3e-4)])
 def test_adapters_of_a_bfloat16_model_move_it_as_float32_does(kind, distance):
     """Rounded a second time, or merged into matrices of bfloat16, half of what they add is lost, and more."""
@@ -173,6 +175,7 @@ def test_a_run_begins_with_the_very_model_that_it_was_given():
         assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
 
 
+@pytest.mark.slow
 def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
     """Trainer, sampler and validation read nothing else of the matrices."""
     rng = np.random.default_rng(2)
