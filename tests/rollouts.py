@@ -88,7 +88,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, se
     return result
 
 
-def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
+def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, distill=None, **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, rollout={"max_completion_length": 2 * LIMIT})
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
@@ -102,6 +102,7 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, **grpo):
         steps=settings.steps,
         seed=0,
         logged_samples=samples,
+        distill=distill,
     )
     source.logprob_pass = linear_logprobs
     return source

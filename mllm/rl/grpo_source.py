@@ -204,7 +204,8 @@ class GrpoSource:
                 watch=watch,
                 group=self.config.num_generations,
             )
-            rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations)
+            limit = 1.0 if self.distill else trajectories.MOST_FAILED_GROUPS  # distillation only logs them
+            rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations, limit)
             missing = wanted - int(np.count_nonzero(~self.without_signal(drawn, rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
                 break

@@ -97,16 +97,18 @@ def trajectory(
     )
 
 
-def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, group: int) -> Float[np.ndarray, "G n"]:
+def group_rewards(
+    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MOST_FAILED_GROUPS
+) -> Float[np.ndarray, "G n"]:
     """The weighted sum of each completion's rewards, by groups of `group` one after the other.
 
     All are NaN in a group in which a reward with a weight failed, for the completions that were scored have no known
-    mean to be compared with. Raises StepError where more than the share `MOST_FAILED_GROUPS` of the groups failed; it
-    quotes the first failure of the most frequent function and kind.
+    mean to be compared with. Raises StepError where more than the share `most_failed` of the groups failed; it quotes
+    the first failure of the most frequent function and kind.
     """
     rewards = weighted_sum([one.rewards for one in trajectories], functions.weights).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
-    if failed.mean() > MOST_FAILED_GROUPS:
+    if failed.mean() > most_failed:
         failures = [
             (name, kind, message)
             for index, (name, weight) in enumerate(zip(functions.names, functions.weights, strict=True))
@@ -115,7 +117,7 @@ def group_rewards(trajectories: Sequence[Trajectory], functions: RewardRunner, g
         ]
         (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
         name, kind, message = next(failure for failure in failures if failure[:2] == most)
-        share = f"{failed.sum()} of {failed.size} groups, and in at most {MOST_FAILED_GROUPS:.0%} of them it may"
+        share = f"{failed.sum()} of {failed.size} groups, and in at most {most_failed:.0%} of them it may"
         first = f"{name} {kind} {count} times, first: {message}"
         raise StepError(f"task.rewards: a reward failed in {share}; {first}; correct the function")
     return np.where(failed[:, None], np.nan, rewards)

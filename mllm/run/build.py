@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict
 from functools import cache, cached_property, partial
 from io import BytesIO
 from typing import Any
@@ -229,7 +230,8 @@ class Run:
         model = config.model.model_dump(include={"dtype", "param_dtype", "compute_rounding"})
         attention = policy.attention.attention.kernel if policy.attention.attention else None
         shape = [config.head.impl, self.mesh.devices.shape, config.rows, config.data.packing]
-        how = [model, attention, shape, self.mesh.devices.flat[0].device_kind, jax.__version__]
+        sizes = asdict(policy.architecture), policy.lora.scale if policy.lora and policy.adapters else None
+        how = [model, *sizes, attention, shape, self.mesh.devices.flat[0].device_kind, jax.__version__]
         self.watch.mark(0, "reference")
         self.source.set_reference(initial, checksum, how, folder_of(config.data) / "references")
 

@@ -131,6 +131,11 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO + "eval: {}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval.test: set"),
         (GRPO + "eval: {every: 2, test: true}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval"),
         (GRPO.replace(": 50", ": 0") + "eval: {test: true}\n", "checkpoint.keep_best=true", "keep_best: needs an eval"),
+        (
+            GRPO.replace("arithmetic,", "jsonl, train: a.jsonl,"),
+            "task.test=b.jsonl",
+            "task.test: is measured only at the",
+        ),
         (GRPO, "model.source=null", "model.source: give a local folder or a hub id, or set model.init=random"),
         (GRPO, "head={impl: full_logits, workspace_mib: 4}", "head.workspace_mib: is not used with impl: full_logits"),
         (GRPO, "rollout.max_turns=2", "rollout.max_turns: is not used without task.environment or task.tools"),

@@ -180,6 +180,20 @@ def test_the_reference_is_computed_for_each_sequence_kept_and_made_again_where_i
     assert len(calls) == 3 * first
 
 
+def test_a_kept_reference_is_taken_for_the_same_examples_and_the_same_way_alone(tmp_path):
+    calls, source = [], PreferenceSource.__new__(PreferenceSource)
+    source.heldout, source.logprobs = None, lambda params, batch: calls.append(1) or np.zeros(batch.tokens.shape, "f4")
+
+    def passes(first, how):
+        calls.clear()
+        config, (documents, _) = documents_of(tmp_path, some(20)[first : first + 10], "pairs")
+        source.batches = PreferenceBatches(config, documents, 4)
+        source.set_reference(1.0, "one", how, tmp_path / "kept")
+        return bool(calls)
+
+    assert [passes(0, "how"), passes(0, "how"), passes(0, "otherwise"), passes(1, "how")] == [True, False, True, True]
+
+
 def test_a_task_gives_right_and_wrong_completions():
     arithmetic = TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(operators="+-"), heldout=50)
     task = load_task(arithmetic, 0)

@@ -358,3 +358,25 @@ def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(e
     without = estimate(shapes, 1e9, 1e12)
     name = "update" if estimator == "full" else "logprob"
     assert getattr(with_teacher, name) > getattr(without, name)
+
+
+# Preferences and conversations
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", "simpo"])
+def test_a_reference_s_pass_comes_before_the_moments_and_kto_s_estimate_stands_beside_them(loss_type, monkeypatch):
+    data = {"data": {"source": "labelled.jsonl", "max_length": 32}, "task": None} if loss_type == "kto" else {}
+    config = tiny.config("dpo", dpo={"loss_type": loss_type}, eval=None, rollout=None, **data)
+    shapes = Programs(config, mesh := make_mesh(MeshConfig()))
+    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
+    phases = memory.phases(shapes, memory.Devices("one", mesh, 1, 2**30, None), [].append)
+    moments = {"sigmoid": 0, "kto": bytes_on_device(shapes.state.opt_state)}
+    passes = [("log-prob", MIB + moments[loss_type])] if loss_type in moments else []
+    assert [(phase.name, phase.peak) for phase in phases] == [*passes, ("update", MIB)]
+
+
+def test_answers_to_turns_are_a_phase_of_their_own(monkeypatch):
+    shapes = Programs(tiny.METHODS["turns"], mesh := make_mesh(MeshConfig()))
+    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
+    phases = memory.phases(shapes, memory.Devices("one", mesh, 1, 2**30, None), [].append)
+    assert [phase.name for phase in phases] == ["prefill", "decode", "answers", "update"]

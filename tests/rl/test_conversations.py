@@ -51,8 +51,9 @@ def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings
     """Makes the conversations of a rollout, one after the other, with the same processes."""
     with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
 
-        def talk(step=0, **limits):
-            return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, step=step)
+        def talk(step=0, first_sequence=0, **limits):
+            where = {"step": step, "first_sequence": first_sequence}
+            return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, **where)
 
         yield talk
 
@@ -109,15 +110,15 @@ def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
             assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
 
 
-def test_members_of_a_group_begin_in_the_same_state_and_another_step_in_others():
+def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others():
     with opened(group=4) as made:
-        first, again, other = (
-            [one.values["number"] for one in play(made(step), [prompt(largest=10**6)] * 8, ["0"] * 8)]
-            for step in (3, 3, 4)
+        first, again, other, later = (
+            [one.values["number"] for one in play(made(*where), [prompt(largest=10**6)] * 8, ["0"] * 8)]
+            for where in ((3,), (3,), (4,), (3, 8))
         )
     assert first == again
     assert first == [first[0]] * 4 + [first[4]] * 4
-    assert len({*first, *other}) == 4
+    assert len({*first, *other, *later}) == 6
 
 
 def test_a_prompt_that_grows_too_long_fails_alone():

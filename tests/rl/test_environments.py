@@ -64,6 +64,14 @@ def test_a_class_with_step_is_given_what_it_names_and_ends_with_its_rewards_and_
     assert len(own_environments.CLOSED) == 3
 
 
+def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_reward_is_no_number(capsys):
+    move = held("Hostile")
+    move(begun(), begun())  # as after a rollout that was interrupted
+    assert capsys.readouterr().err == "closed\n"
+    move(Move(0, completion="result = 'on', float('nan'), False"))
+    assert capsys.readouterr().err == "closed\n"
+
+
 def test_a_class_in_skyrl_s_form_takes_the_record_and_gives_messages():
     first, wrong, right = held("Multiply")(begun(answer="6"), Move(0, completion="5"), Move(0, completion="6"))
     assert said(first)[0] == ["Multiply.", "Go."]

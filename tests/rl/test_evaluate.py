@@ -11,7 +11,7 @@ from mllm.config.grpo import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
-from mllm.parallel.processes import ALL_ROWS
+from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.completion import Completion
 from mllm.rl.evaluation import interval, make_evaluation, pass_at, wilson
 from mllm.rl.reward_process import NOT_APPLICABLE
@@ -94,6 +94,13 @@ def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
     assert ends == [interval(np.array(each), 4) for each in ([0, 0.25, 0.5, 1], [0, 0.5, 5 / 6, 1], [0.0, 1, 1, 1])]
     assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16
+
+
+def test_the_samples_of_a_problem_are_a_group_which_one_process_scores(monkeypatch):
+    asked, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    evaluate(samples=3)
+    assert asked == [(4, 1), (12, 3)]
 
 
 def test_pass_at_k_is_unbiased_by_any_number_of_samples():

@@ -1,5 +1,6 @@
 """GRPO's source: the batch token by token, failed rewards, several updates from a rollout, dynamic sampling."""
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -8,6 +9,7 @@ from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, 
 from runs import checkpoints, records, run
 from tiny import config
 
+from mllm.config.distill import DistillConfig
 from mllm.data.batch import Trajectory
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
@@ -81,16 +83,38 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         np.testing.assert_array_equal(fields, expected)
 
 
-def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed():
-    step, *_ = roll_out(loss_type="dr_grpo")
+@pytest.mark.parametrize("turns", [1, 4])
+def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
+    source = grpo_source(loss_type="dr_grpo")
+    options = source.sampler.options.model_copy(update={"max_turns": turns})
+    source.sampler = replace(source.sampler, options=options)
+    step = source.next(np.float32(0), 0, Stopwatch())
     weights = {fields[4, -1] for fields in sequences(step.batch).values()}
-    assert weights == {1 / (2 * GROUP * 2 * LIMIT)}
+    assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
 
 
 def test_more_than_half_of_the_groups_may_not_fail():
     assert roll_out(bad=[0, 4], updates_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
     with pytest.raises(StepError, match="a reward failed in 3 of 4 groups"):
         roll_out(bad=[0, 4, 8], updates_per_generation=2)
+
+
+def test_distillation_learns_from_every_completion_whatever_its_reward_and_failed_ones():
+    step, *_ = roll_out(bad=[0, 4], distill=DistillConfig())
+    assert len(sequences(step.batch)) == 2 * GROUP
+    assert not step.batch.advantages.any()
+    assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
+
+
+@pytest.mark.parametrize("estimator", ["full", "sampled"])
+def test_of_distillation_s_estimators_only_the_sampled_one_takes_a_log_prob_pass(estimator):
+    step, *_ = roll_out(distill=DistillConfig(estimator=estimator), num_iterations=2)
+    assert (step.batch.old_logprobs is None) == (estimator == "full")
+
+
+def test_a_run_that_goes_on_in_the_middle_of_a_rollout_samples_anew():
+    step = grpo_source(updates_per_generation=2).next(np.float32(0), 3, Stopwatch())
+    assert len(step.samples) == 4 * GROUP
 
 
 def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):

@@ -6,7 +6,8 @@ import signal
 from functools import partial
 
 import pytest
-from tiny import config
+from runs import changed
+from tiny import METHODS, config
 
 from mllm.parallel.processes import RowShare
 from mllm.run import build
@@ -32,7 +33,12 @@ def built(request, tmp_path_factory):
     data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
     parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
     settings = config(
-        request.param, run_dir=str(folder / "run"), seed=SEED, eval={}, rollout={"temperature": 0.7}, **parts
+        request.param,
+        run_dir=str(folder / "run"),
+        seed=SEED,
+        eval={},
+        rollout={"temperature": 0.7, "stop": ["+"]},
+        **parts,
     )
 
     def noting(name, make):
@@ -67,6 +73,7 @@ def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
     planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
     assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
     assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
+    assert given["Sampler"]["stop_texts"] == run.policy.stop_texts == ("+",)
     assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
 
 
@@ -92,3 +99,17 @@ def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
     for poll in (run.sampler.poll, run.rewards.poll, *validations):
         with pytest.raises(Interrupted):
             poll()
+
+
+def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: asked.append(keep))
+    with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):
+        assert asked == [True]
+
+
+def test_a_run_with_adapters_is_known_again_by_those_of_its_reference_too(tmp_path):
+    reference = {"grpo": {"beta": 0.1, "reference": "initial"}, "model": {"lora": {"rank": 2, "alpha": 2}}}
+    with Run.build(config(run_dir=str(tmp_path / "run"), **reference)) as run:
+        assert run.checkpoints.frozen == checksums(by_name(run.reference))
+        assert "layers.q_a" in run.checkpoints.frozen

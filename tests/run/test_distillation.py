@@ -13,6 +13,9 @@ from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import make_mesh
 from mllm.rl.mixed_source import is_given
+from mllm.rl.schedule import Room
+from mllm.run import build
+from mllm.run.build import Run
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import check_tokens, load_teacher
 from mllm.store.run_store import RunStore
@@ -22,6 +25,10 @@ pytestmark = pytest.mark.slow
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
+
+
+BOTH = {"data": {"source": "task", "max_length": 32}, "distill": {"data_share": 0.5}}
+STORED = {**BOTH, "grpo": None, "rollout": None, "teacher": None, "distill": {"teacher_logprobs": "x"}}
 
 
 def distilled(**sections):
@@ -73,6 +80,8 @@ def test_a_run_with_both_sources_and_adapters_ends_as_one_that_was_never_killed(
     given = [line["given"] for line in lines]
     assert given[::2] == given[1::2]  # a rollout's updates are of one source
     assert 0 < sum(given) < 8
+    tokens = [line["num_tokens"] for line in lines]
+    assert tokens == sorted(tokens)  # of both sources
     assert all(np.isfinite(line["kl"]) for line in lines)
     assert all(("reward" in line) == (line["given"] == 0) for line in lines)
     again = killed_after(settings, 4, tmp_path / "killed")
@@ -93,8 +102,20 @@ def test_the_share_of_given_completions_is_a_hash_of_seed_and_rollout():
     assert [rollout for rollout in range(12) if is_given(0, rollout, 0.25)] == [4, 6]
 
 
+def test_both_sources_are_made_with_the_run_s_seed_and_share_and_leave_room_for_the_teacher(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
+    settings = distilled(run_dir=str(tmp_path / "run"), seed=7, **BOTH | {"distill": {"data_share": 0.25}})
+    with Run.build(settings) as begun:
+        assert (begun.source.seed, begun.source.share) == (7, 0.25)
+        assert begun.sampler.room() == Room(8)
+        assert asked == [begun.teacher]
+
+
 @pytest.mark.parametrize("algorithm", ["distill", "grpo"])
-def test_every_sampled_completion_is_learned_from_with_the_teachers_term(algorithm, tmp_path):
+def test_every_sampled_completion_is_learned_from_with_the_teachers_term(algorithm, tmp_path, monkeypatch):
+    coefs, make = [], build.make_teacher_pass
+    monkeypatch.setattr(build, "make_teacher_pass", lambda forward, coef: coefs.append(coef) or make(forward, coef))
     sections = {"run_dir": str(tmp_path / "run"), "steps": 1, "grpo": {"num_generations": 2}, "teacher": TEACHER}
     if algorithm == "distill":
         settings, name = distilled(**sections, distill={"estimator": "sampled"}), "kl"
@@ -103,6 +124,7 @@ def test_every_sampled_completion_is_learned_from_with_the_teachers_term(algorit
         settings, name = config("grpo", **sections), "teacher_kl"
     assert run(settings) == 0
     (line,), samples = records(settings), records(settings, "samples.jsonl")
+    assert coefs == [1.0 if algorithm == "distill" else 0.5]
     assert line["frac_without_gradient"] == 0
     assert line[name] > 1
     assert line["grad_norm"] > 0
@@ -142,6 +164,20 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
         ({"algorithm": "grpo", "distill": None}, "teacher: is not used with grpo.teacher_coef: 0"),
         ({"algorithm": "grpo", "distill": None, "grpo": {"num_generations": 1}}, "grpo.num_generations: 1 leaves"),
         ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
+        (
+            {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 2, "teacher_coef": 1}},
+            "teacher: grpo.teacher_coef needs this section",
+        ),
+        ({"grpo": {"loss_type": "gspo", "num_iterations": 2}}, "grpo.loss_type: gspo is an objective, and distill.est"),
+        (
+            {**BOTH, "data": {**BOTH["data"], "epochs": 1}},
+            "data.epochs: is not used with grpo, whose steps end the run",
+        ),
+        ({**BOTH, "micro_batch_size": 3}, "batch_size: 8 is not divisible by micro_batch_size (3)"),
+        (
+            {**STORED, "head": {"workspace_mib": 4}},
+            "head.workspace_mib: is not used with distill.teacher_logprobs",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from runs import arguments, assert_same_end, changed, killed_after, outputs, records, run, start_two
-from tiny import config
+from tiny import ARCHITECTURE, config
 
 from mllm.data.preference_source import PreferenceSource
 from mllm.errors import UserError
+from mllm.model import peft
+from mllm.model.lora import initial_adapters
 from mllm.plan.programs import Programs
 from mllm.run import folder as run_dir
 from mllm.run.build import Run
@@ -84,6 +86,36 @@ def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp
     assert lines[0]["validation/loss"] == pytest.approx(np.log(2), abs=1e-5)
     assert lines[3]["rewards/chosen"] != 0
     assert 0 <= lines[3]["validation/rewards/accuracies"] <= 1
+
+
+def test_a_kept_reference_is_for_runs_that_would_compute_the_same_bits(tmp_path, monkeypatch):
+    """By what the weights don't say, and adapters that training goes on from, not those that are no change yet."""
+    known = []
+    monkeypatch.setattr(PreferenceSource, "set_reference", lambda self, _, *how: known.append(json.dumps(how[:2])))
+
+    def begin(**other):
+        with Run.build(changed(settings(tmp_path / str(len(known))), **other)) as begun:
+            return begun.policy
+
+    begin()
+    policy = begin(model={"lora": {"rank": 2, "alpha": 2}})
+    for seed in range(2):
+        peft.save(tmp_path / f"adapter_{seed}", policy.lora, initial_adapters(policy.trained, seed), base=None)
+        begin(model={"lora": {"source": str(tmp_path / f"adapter_{seed}")}})
+    file = tmp_path / "adapter_1" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 3}))
+    begin(model={"lora": {"source": str(file.parent)}})
+    for section in {"model": {"dtype": "bfloat16"}}, {"head": {"impl": "full_logits"}}, {"data": {"packing": False}}:
+        begin(**section)
+    begin(model={"architecture": {**ARCHITECTURE, "rope_theta": 100.0}})
+    begin(micro_batch_size=8)
+    assert known[0] == known[1]
+    assert len({*known}) == len(known) - 1
+
+
+def test_a_checkpoint_says_which_reference_its_run_has(tmp_path):
+    with Run.build(settings(tmp_path)) as begun:
+        assert begun.source.position()["reference"] == begun.source.checksum
 
 
 def test_a_skipped_batch_is_kept_whole_and_replayed(tmp_path, capsys):

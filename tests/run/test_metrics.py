@@ -139,3 +139,8 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
         "mine:f  0.250 in the first tenth, 1.000 in the last of 3 steps",
         "url:http://host/g@2  0.750 in the first tenth, 0.000 in the last of 3 steps",
     ]
+
+
+def test_progress_is_the_mean_of_the_first_and_of_the_last_tenth_of_the_steps():
+    lines = dict(report.progress([{"step": step, "loss": float(step)} for step in range(1, 31)]))
+    assert lines == {"loss": "2.000 in the first tenth, 29.000 in the last of 30 steps"}

@@ -182,6 +182,7 @@ def test_lists_of_all_tokens_have_the_full_divergence_and_its_gradient_in_the_up
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-3 * np.abs(other).max())
     metrics = forward.algorithm.metrics(listed, outputs)
+    assert (forward.algorithm.measured(listed) == (listed.weights > 0)).all()
     assert 0 <= metrics["teacher_agreement"] < 0.5
     assert metrics["teacher_entropy"] > 0
 

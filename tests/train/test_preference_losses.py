@@ -29,6 +29,7 @@ from mllm.model.decoder import Decoder
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import ALL_ROWS
 from mllm.train.head import Head
+from mllm.train.preference_validation import make_preference_validation
 from mllm.train.preferences import Dpo, means, preference_loss, preference_sums
 from mllm.train.step import Forward, accumulate, make_logprob_pass
 
@@ -144,6 +145,14 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
             np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("ratio", [0.25, -0.25])
+def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_and_at_least_0(ratio):
+    batch, *_ = make_rows(config_of("kto"))
+    shifted = batch.reference_logprobs + np.float32(ratio) * (batch.reference_logprobs != 0)
+    source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=ALL_ROWS)
+    assert PreferenceSource.estimate_kl(source, nnx.State({}), batch) == pytest.approx(max(0, ratio), abs=1e-6)
+
+
 def test_a_certain_completion_and_a_row_without_any_have_finite_gradients():
     config = config_of("orpo")
     batch, logprob, _ = make_rows(config)
@@ -244,3 +253,20 @@ def test_losses_gradients_and_metrics_are_trl_s(name):
     for metric, value in trl["metrics"].items():
         if metric != "nll_loss":  # of simpo, where it is 0 in TRL, and has no effect
             np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
+
+
+def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_interrupted_between_these():
+    config, found, polled = DpoConfig(loss_type="simpo"), [], []
+    examples = preferences("simpo")
+    sizes = np.array([one.size for one in examples], np.int32)
+    documents = Documents(sizes, lambda at: [examples[i] for i in at], "trl's", form="pairs")
+    for rows in (6, 2):
+        made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents, rows)
+        batches = [one.batch for one in made.validate()]
+        polled.append([])
+        poll = lambda: polled[-1].append(1)  # noqa: E731
+        validate = make_preference_validation(make_forward(config), lambda params, given=batches: given, poll)
+        found.append(validate(load_weights(FIXTURES / "tied"), 0))
+        assert len(polled[-1]) == len(batches)
+    assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
