@@ -1,11 +1,12 @@
-"""An object store in memory that answers as Google's or Amazon's does, and whose requests fail when a test says so.
+"""Google's object store in memory, as tensorstore and gcsfs ask for it, whose requests fail when a test says so.
 
-It knows what tensorstore asks for: objects and ranges of them, lists in one page, and writes on the condition that an
-object's generation or entity tag is still the one given. Credentials are not looked at.
+It knows objects, ranges of them, lists in one page, copies, uploads in one or several requests, and writes on the
+condition that an object's generation is still the one given. Credentials are not looked at.
 """
 
 import json
 import os
+import re
 import threading
 import time
 from collections import Counter
@@ -15,9 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
 from unittest import mock
 from urllib.parse import parse_qsl, unquote, urlsplit
-from xml.sax.saxutils import escape
-
-from mllm.store.bucket import make_context
 
 BUCKET = "test-runs"
 Answer = tuple[int, dict[str, str], bytes]
@@ -30,11 +28,12 @@ carried out, `late`; None: it does not."""
 class ObjectStore:
     """A server, its objects, what it was asked for, and its faults."""
 
-    def __init__(self, scheme: str) -> None:
-        self.scheme = scheme
+    def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
         """The content and generation of each."""
         self.generations = count(1)
+        self.uploads: dict[str, tuple[str, bytearray]] = {}
+        """The name and the bytes so far of each upload in several requests."""
         self.fault: Fault = lambda method, path: None
         self.faults: Counter[str] = Counter()
         self.written: list[str] = []
@@ -42,63 +41,107 @@ class ObjectStore:
         self.lock = threading.Lock()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(self))
         self.server.daemon_threads = True
-        self.url = f"{scheme}://{BUCKET}/{self.server.server_port}"  # clients remember the address of each folder
+        self.server.handle_error = lambda *_: None  # clients close connections that they need no more
+        self.url = f"gs://{BUCKET}/{self.server.server_port}"  # clients remember the address of each folder
         threading.Thread(target=self.server.serve_forever, args=[0.05], daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}"
 
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs so that its clients find the server."""
-        address = f"http://127.0.0.1:{self.server.server_port}"
-        if self.scheme == "gs":
-            return {"TENSORSTORE_GCS_HTTP_URL": address}
-        keys = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_EC2_METADATA_DISABLED": "true"}
-        return {"AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1", **keys}
+        plain = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # else gcsfs asks Google which kind of bucket it is
+        return {"TENSORSTORE_GCS_HTTP_URL": self.address, "STORAGE_EMULATOR_HOST": self.address, **plain}
 
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
-        place, query = unquote(urlsplit(path).path), dict(parse_qsl(urlsplit(path).query))
-        name = query.get("name", place.partition("/o/" if self.scheme == "gs" else f"/{BUCKET}/")[2])
+        place, query = urlsplit(path).path, dict(parse_qsl(urlsplit(path).query))
+        if place.startswith("/batch/"):
+            return self.answer_batch(headers, body)
+        name = query.get("name", unquote(place.partition("/o/")[2]))
         with self.lock:
+            if place.startswith("/upload/") and query.get("uploadType") in ("resumable", "multipart"):
+                return self.upload(query, headers, body)
+            if found := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
+                source, how, target = found.groups()
+                if source not in self.objects:
+                    return 404, {}, b""
+                made = self.put(target, self.objects[source][0])
+                if how == "move":
+                    del self.objects[source]
+                return 200, {}, json.dumps({"done": True, "resource": made} if how == "rewrite" else made).encode()
             content, generation = self.objects.get(name, (b"", "0"))
-            expected = "0" if headers.get("If-None-Match") == "*" else headers.get("If-Match", generation)
-            if (name in self.objects or method != "HEAD") and (
-                query.get("ifGenerationMatch", expected).strip('"') != generation
-            ):
+            if query.get("ifGenerationMatch", generation) != generation:
                 return 412, {}, b""
             if method in ("POST", "PUT"):
-                generation = str(next(self.generations))
-                self.objects[name] = body, generation
-                self.written.append(name)
-                return 200, tags(generation), json.dumps({"name": name, "generation": generation}).encode()
-            if not name and method == "GET":
-                return 200, {}, self.names_from(query)
+                return 200, {}, json.dumps(self.put(name, body)).encode()
+            if not name:
+                listing = place.rstrip("/").endswith("/o")
+                return 200, {}, json.dumps(self.names_from(query) if listing else {"name": BUCKET}).encode()
             if generation == "0":
                 return 404, {}, b""
             if method == "DELETE":
                 del self.objects[name]
                 return 204, {}, b""
-        if query.get("alt") == "json":
-            return 200, {}, json.dumps({"name": name, "generation": generation}).encode()
+        if query.get("alt") != "media":
+            return 200, {}, json.dumps(self.about(name, content, generation)).encode()
+        tags = {"x-goog-generation": generation}
         if "Range" not in headers:
-            return 200, tags(generation), content
+            return 200, tags, content
         first, _, last = headers["Range"].removeprefix("bytes=").partition("-")
         part = content[int(first) : int(last) + 1 if last else None]
         where = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
-        return (206, {**tags(generation), "Content-Range": where}, part) if part else (416, {}, b"")
+        return (206, {**tags, "Content-Range": where}, part) if part else (416, {}, b"")
 
-    def names_from(self, query: Mapping[str, str]) -> bytes:
-        """The list of the objects whose names are in a range, or begin alike."""
+    def put(self, name: str, content: bytes) -> dict[str, str]:
+        self.objects[name] = bytes(content), (generation := str(next(self.generations)))
+        self.written.append(name)
+        return self.about(name, content, generation)
+
+    def about(self, name: str, content: bytes, generation: str) -> dict[str, str]:
+        """An object's description."""
+        date = f"2026-01-01T00:00:{int(generation) % 60:02}.{int(generation) % 1000:03}Z"
+        size = {"size": str(len(content)), "updated": date, "timeCreated": date}
+        return {"kind": "storage#object", "name": name, "bucket": BUCKET, "generation": generation, **size}
+
+    def names_from(self, query: Mapping[str, str]) -> dict[str, object]:
+        """The list of the objects whose names are in a range, or begin alike; folders apart where they are asked for."""
         first, last = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
-        names = [name for name in sorted(self.objects) if first <= name < last]
-        if self.scheme == "gs":
-            return json.dumps({"items": [{"name": name, "size": "0"} for name in names]}).encode()
-        found = [name for name in names if name.startswith(query.get("prefix", ""))]
-        items = "".join(f"<Contents><Key>{escape(name)}</Key><Size>0</Size></Contents>" for name in found)
-        counted = f"<KeyCount>{len(found)}</KeyCount><IsTruncated>false</IsTruncated>"
-        return f"<ListBucketResult>{counted}{items}</ListBucketResult>".encode()
+        prefix, items, folders = query.get("prefix", ""), [], set()
+        for name, (content, generation) in sorted(self.objects.items()):
+            if first <= name < last and name.startswith(prefix):
+                head, slash, _ = name[len(prefix) :].partition("/")
+                if query.get("delimiter") and slash:
+                    folders.add(f"{prefix}{head}/")
+                else:
+                    items.append(self.about(name, content, generation))
+        return {"items": items, "prefixes": sorted(folders)}
 
+    def upload(self, query: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> Answer:
+        """A step of an upload: the first request of one in several, one of the others, or an upload as a whole."""
+        if query["uploadType"] == "multipart":
+            boundary = b"--" + headers["Content-Type"].partition("boundary=")[2].strip("'\"").encode()
+            about, content = (part.partition(b"\n\n")[2] or part.partition(b"\r\n\r\n")[2] for part in body.split(boundary)[1:3])
+            return 200, {}, json.dumps(self.put(json.loads(about)["name"], content.removesuffix(b"\n"))).encode()
+        if "upload_id" not in query:
+            number = str(next(self.generations))
+            self.uploads[number] = query["name"], bytearray()
+            place = f"{self.address}/upload/storage/v1/b/{BUCKET}/o?uploadType=resumable&upload_id={number}"
+            return 200, {"Location": place}, b""
+        name, content = self.uploads[query["upload_id"]]
+        content += body
+        if headers["Content-Range"].endswith("/*"):
+            return 308, {"Range": f"bytes=0-{len(content) - 1}"}, b""
+        return 200, {}, json.dumps(self.put(name, content)).encode()
 
-def tags(generation: str) -> dict[str, str]:
-    return {"x-goog-generation": generation, "ETag": f'"{generation}"'}
+    def answer_batch(self, headers: Mapping[str, str], body: bytes) -> Answer:
+        """Several requests in one, which gcsfs uses to delete."""
+        text, parts = body.decode(), []
+        for number, found in enumerate(re.findall(r"(DELETE) (\S+) HTTP", text), 1):
+            status, _, _ = self.answer(*found, {}, b"")
+            parts.append(f"--end\nContent-Type: application/http\nContent-ID: response-{number}\n\nHTTP/1.1 {status} OK\n\n\n")
+        return 200, {"Content-Type": "multipart/mixed; boundary=end"}, "".join([*parts, "--end--"]).encode()
 
 
 def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
@@ -135,10 +178,9 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def object_store(scheme: str) -> Iterator[ObjectStore]:
-    """A server for gs or s3 with an empty bucket; this process's clients find it, too."""
-    store = ObjectStore(scheme)
-    make_context.cache_clear()  # it remembers where an earlier server was
+def object_store() -> Iterator[ObjectStore]:
+    """A server with an empty bucket; this process's clients find it, too."""
+    store = ObjectStore()
     try:
         with mock.patch.dict(os.environ, store.environment):
             yield store

@@ -1,120 +1,234 @@
-"""Checkpoints of a run's state and configuration.
+"""Checkpoints of a run's state: a directory of Orbax's `CheckpointManager`, which plain Orbax opens.
 
-A checkpoint that can't be read, or isn't what was written, is put aside with a warning, and the next older one is
-taken.
+    7/state      a nested dict: `params`, `opt_state`, `step`, with the names that the model has
+    7/document   JSON: positions, counts, the configuration, digests, and checksums of arrays and logs
+    7/metrics    {"score": x} of a run with `checkpoint.keep_best`
+
+Orbax writes while training goes on, publishes a checkpoint as a whole, and removes old ones and what killed saves have
+left. It returns flipped bits as numbers, so the arrays' checksums are compared here. A checkpoint that can't be read, or
+isn't what was written, is put aside with a warning, and the next older one is taken. All processes take part.
 """
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
 from mllm.config.schema import CheckpointConfig
-from mllm.errors import UserError
+from mllm.errors import UserError, brief
 from mllm.model.layout import Params
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.state import RunState
-from mllm.store.checkpoints import Saving, load
 from mllm.store.checksum import checksums
-from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore
+from mllm.store.folder import find_fault
+from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore, seal
 from mllm.train.step import TrainState
+
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""Errors that say what is on a disk; after all others of the system the disk or the machine has failed."""
+BUCKET_FAILS = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL")
+"""How tensorstore's errors begin that say nothing of what a bucket holds."""
+RESTORE_GB = 1
+"""Arrays of this many gigabytes are read at a time."""
 
 
 class Checkpoints:
     """The checkpoints of one run, by step."""
 
-    def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Any = None) -> None:
+    def __init__(
+        self, store: RunStore, config: CheckpointConfig, frozen: Any = None, digests: Mapping[str, str] | None = None
+    ) -> None:
         """Removes what saves have left that were cut off; UserError where it can't.
 
         `frozen` are parameters that are not saved, but known again: those below adapters, of a reference or a teacher.
+        `digests` are of everything else outside of the run that it depends on.
         """
-        self.store, self.config = store, config
+        self.store, self.config, self.digests = store, config, dict(digests or {})
         self.frozen = checksums(by_name(frozen)) if frozen else {}
-        self.saving: Saving | None = None
-        self.save_timings: dict[str, float] = {}
-        if is_writer():
-            store.remove_unpublished()
+        self.nbytes, self.begun, self.save_timings = 0, 0.0, dict[str, float]()
+        with self.failing("written"):
+            self.manager = ocp.CheckpointManager(
+                store.checkpoints,
+                item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=Preservation(store, config),
+                    best_fn=(lambda metrics: metrics["score"]) if config.keep_best else None,
+                    cleanup_tmp_directories=True,
+                    lightweight_initialize=True,  # a damaged checkpoint must not keep the others from being found
+                    async_options=ocp.AsyncOptions(post_finalization_callback=self.published),
+                ),
+            )
 
     def save(self, state: RunState, config: str, score: float | None = None) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is YAML.
 
-        The checkpoint with the highest `score` is the best. UserError is raised if the checkpoint before can't be
-        written.
+        The checkpoint with the highest `score` is the best. The logs are synced before. UserError is raised if the
+        checkpoint before can't be written.
         """
-        self.end_saving()
-        document = {**state.document(), "config": config, "best": score, "frozen": self.frozen}
-        keep, keep_best = self.config.keep, self.config.keep_best
-        self.saving = Saving(self.store, state.step, by_name(state.train), document, keep=keep, keep_best=keep_best)
+        arrays = by_name(state.train)
+        with raise_everywhere():
+            logs = self.store.sync() if is_writer() else {}
+        document = {**state.document(), "config": config, "score": score, "logs": logs, "digests": self.digests}
+        document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
+        items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
+        metrics = {"score": score} if self.config.keep_best and score is not None else None
+        with self.failing("written"):
+            self.manager.wait_until_finished()
+            self.nbytes, self.begun = nbytes(arrays), time.monotonic()
+            self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
-    def restore(self, like: TrainState, logged: int | None = None) -> RunState | None:
+    def restore(self, like: TrainState) -> RunState | None:
         """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
 
-        `like` has the arrays to read as ShapeDtypeStructs, with their shardings; `logged` is the last step of the log.
-        If it is given, a checkpoint that lacks lines of the log counts as damaged: from an older one they are made
-        again. UserError is raised if there are checkpoints, and none of them can be read; or a damaged one can't be
-        put aside.
+        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. A checkpoint whose lines of the logs
+        are missing or have changed counts as damaged: from an older one they are made again. UserError is raised if
+        there are checkpoints, and none of them can be read; or a damaged one can't be put aside; or the run depends on
+        something that is not what it was.
         """
         steps = common_steps(self.store)[::-1]
         damaged: dict[int, str] = {}
         for step in steps:
             try:
-                arrays, document = load(self.store, step, by_name(like))
+                document = read_document(self.store, step)
+                with damaged_everywhere(self.store, step):
+                    fault = self.store.compare_logs(document["logs"]) if is_writer() else ""
+                    if fault:
+                        raise Damaged(fault)
+                self.check_dependencies(document)
+                arrays = read_arrays(self.store, step, by_name(like), document)
                 state = RunState.from_document(step, with_leaves(like, arrays), document)
-                if logged is not None and state.logged_step > logged:
-                    raise Damaged(f"metrics.jsonl lacks lines after step {max(0, logged)}, of {state.logged_step}")
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
-            # Only what both know: a change of grpo.beta adds a reference, or takes it away.
-            if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):
-                fault = "belongs to a run with other frozen parameters, or another reference"
-                raise UserError(f"model: {self.store} {fault}: give that model, and the same model.lora.source")
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             with raise_everywhere():
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
+            self.manager.reload()
             return state
         if steps:
             fault = f"none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]})"
             raise UserError(f"{self.store}/{CHECKPOINTS}: {fault}; put back what is missing, or take another run_dir")
         return None
 
+    def check_dependencies(self, document: Mapping[str, Any]) -> None:
+        """UserError where frozen parameters, or anything else outside of the run, are not what they were at the save."""
+        # Only what both know: a change of grpo.beta adds a reference, or takes it away.
+        if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):
+            fault = "belongs to a run with other frozen parameters, or another reference"
+            raise UserError(f"model: {self.store} {fault}: give that model, and the same model.lora.source")
+        for name, digest in document["digests"].items():
+            if self.digests.get(name, digest) != digest:
+                raise UserError(f"{name} is not what {self.store} has begun with: put it back, or begin another run_dir")
+
     def wait(self) -> None:
-        """Wait, with a progress bar, until a save that was begun has ended; UserError where it can't be written."""
-        if saving := self.saving:
-            with transfer_bar(f"saving checkpoint {saving.step}", saving.nbytes) as bar:
-                while not saving.done:
-                    time.sleep(0.1)
-                    bar.update(saving.written - bar.n)
+        """Wait until a save that was begun has ended, and say so where it takes long; UserError as `save`."""
+        if self.manager.is_saving_in_progress():
+            with transfer_bar(f"saving checkpoint {self.manager.latest_step()}", self.nbytes):
+                self.end_saving()
         self.end_saving()
+
+    def end_saving(self) -> None:
+        with self.failing("written"):
+            self.manager.wait_until_finished()
+
+    def close(self) -> None:
+        with self.failing("written"):
+            self.manager.close()
+
+    def published(self) -> None:
+        """Called by Orbax's thread when a checkpoint is complete."""
+        self.save_timings = {"save/gb_per_second": self.nbytes / 1e9 / max(time.monotonic() - self.begun, 1e-9)}
 
     def timings(self) -> dict[str, float]:
         """The speed of a save that has ended since the last call, summed over processes.
 
         UserError is raised if it couldn't be written: the next `save`, which would say so, may be far away.
         """
-        if self.saving and self.saving.done:
+        if not self.manager.is_saving_in_progress():
             self.end_saving()
         timings, self.save_timings = self.save_timings, {}
         return timings
 
-    def end_saving(self) -> None:
-        """Wait as `wait` does, without a bar."""
-        if saving := self.saving:
-            self.saving = None
-            saving.wait()
-            self.save_timings = {"save/gb_per_second": saving.nbytes / 1e9 / max(saving.seconds, 1e-9)}
+    @contextmanager
+    def failing(self, use: str) -> Iterator[None]:
+        with self.store.failing(CHECKPOINTS, use):
+            yield
 
-    close = end_saving
+
+class Preservation:
+    """Orbax's policy of what is kept: the newest checkpoints, and the best by its score."""
+
+    def __init__(self, store: RunStore, config: CheckpointConfig) -> None:
+        self.store, self.config = store, config
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each of the checkpoints stays, the newest last; UserError where the run was taken from this process."""
+        self.store.check()
+        steps = [info.step for info in checkpoints]
+        kept = {*steps[-self.config.keep :]}
+        if self.config.keep_best:
+            own = {info.step: info.metrics["score"] for info in checkpoints if info.metrics}  # saved by this process
+            scores = {step: own.get(step, self.store.score(step)) for step in steps}
+            scored = [step for step in steps if scores[step] is not None]
+            kept |= {max(scored, key=lambda step: (scores[step], step))} if scored else set()
+        return [step in kept for step in steps]
+
+
+def handler() -> ocp.PyTreeCheckpointHandler:
+    """Orbax's handler of arrays. zstd would take a tenth off the size, and every core for several steps."""
+    return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=RESTORE_GB)
 
 
 def common_steps(store: RunStore) -> list[int]:
     """The steps of the checkpoints that process 0 sees, ascending; all processes must call this."""
     with raise_everywhere():
         return gather_objects(store.steps() if is_writer() else [])[0]
+
+
+def read_document(store: RunStore, step: int) -> dict[str, Any]:
+    """The document of a checkpoint, as process 0 reads it; Damaged, or UserError, in all processes alike."""
+    document = {}
+    with damaged_everywhere(store, step):
+        if is_writer():
+            document = store.document(step)
+    return gather_objects(document)[0]
+
+
+def read_arrays(
+    store: RunStore, step: int, like: Mapping[str, jax.ShapeDtypeStruct], document: Mapping[str, Any]
+) -> dict[str, jax.Array]:
+    """Some arrays of a checkpoint, by name, with the shardings of `like`.
+
+    All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
+    dtype, or another checksum than the document says; UserError where a disk or bucket fails.
+    """
+    place = store.checkpoints / str(step) / "state"
+    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+        stored = by_name(handler().metadata(place).tree)
+        for name, leaf in like.items():
+            if name not in stored:
+                raise Damaged(f"it lacks {name}")
+            found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (stored[name], leaf))
+            if found != wanted:
+                raise Damaged(f"{name} is {found}, not {wanted}")
+        wanted = nested(like)
+        restore = ocp.checkpoint_utils.construct_restore_args(wanted)
+        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
+        arrays = by_name(handler().restore(place, args=args))
+        arrays = {name: arrays[name] for name in like}
+        bar.update(bar.total)
+    sums, recorded = checksums(arrays), document["arrays"]
+    if wrong := [name for name in sums if sums[name] != recorded.get(name)]:
+        more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
+        raise Damaged(f"the checksum of {wrong[0]}{more} differs")
+    return arrays
 
 
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
@@ -127,10 +241,56 @@ def restore_params(store: RunStore, like: Params, step: int | None = None) -> tu
         raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
     step = steps[-1] if step is None else step
     try:
-        arrays, _ = load(store, step, {f"params.{name}": leaf for name, leaf in by_name(like).items()})
+        wanted = {f"params.{name}": leaf for name, leaf in by_name(like).items()}
+        arrays = read_arrays(store, step, wanted, read_document(store, step))
     except Damaged as error:
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
     return step, with_leaves(like, arrays)
+
+
+def damage(error: Exception) -> str | None:
+    """How data that raise this when they are read differ from those that were written; None where other things fail.
+
+    What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
+    bucket that does not answer, no memory. The checkpoint may be sound.
+    """
+    if isinstance(error, MemoryError | UserError) or BUCKET_FAILS.match(str(error)):
+        return None
+    fault = find_fault(error)
+    if fault is not None and not isinstance(fault, MISSING):
+        return None
+    return str(error) if isinstance(error, Damaged) else f"{type(error).__name__}: {brief(error)[:200]}"
+
+
+@contextmanager
+def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
+    """What is `damage` in one process is Damaged in all; an error of the disk or bucket is a UserError."""
+    reason = None
+    with raise_everywhere():
+        try:
+            yield
+        except Exception as error:
+            if (reason := damage(error)) is None:
+                with store.failing(f"{CHECKPOINTS}/{step}", "read"):
+                    raise
+    if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
+        raise Damaged(reasons[0])
+
+
+def nbytes(arrays: Mapping[str, Any]) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
+
+
+def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves as dicts in dicts, one for each part of a dotted path."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *parents, last = name.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    return tree
 
 
 def with_leaves(like: Any, arrays: Mapping[str, jax.Array]) -> Any:

@@ -6,9 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mllm.config.data import ValidationConfig
-from mllm.model.compute_copy import Rounding
 from mllm.model.layout import Params
-from mllm.run.moved import moved_share
 from mllm.run.state import RunState
 
 Measure = Callable[[Params, int], dict[str, float]]
@@ -34,8 +32,6 @@ class Measurements:
     """Measured once, on the last parameters; the best checkpoint does not depend on them."""
     validation: ValidationConfig | None = None
     """SFT's validation, where it is among `repeated`."""
-    rounding: Rounding | None = None
-    """The rounding with which `params/moved` is measured beside any of them; None: it is not."""
 
     def are_due(self, step: int, final: bool) -> bool:
         """Whether something is to be measured after `step` updates; `final` says that there are no more of them."""
@@ -51,8 +47,6 @@ class Measurements:
         """
         assert state.pending_evaluation is not None
         metrics = dict(state.pending_evaluation.metrics)
-        if self.rounding is not None:
-            metrics["params/moved"] = moved_share(state.first_weights, state.train.params, self.rounding)
         due = [measurement for measurement in self.repeated if final or measurement.is_due(state.step)]
         for measurement in due:
             metrics |= measurement.measure(params, state.step)

@@ -32,8 +32,6 @@ class RunState:
     """The lowest loss of SFT's validation so far."""
     validations_without_gain: int = 0
     """How many validations in a row have not lowered it."""
-    first_weights: str = ""
-    """The weights that `mllm.run.moved.sample` has taken of the first parameters."""
 
     @property
     def logged_step(self) -> int:

@@ -1,30 +1,30 @@
-"""Objects of a bucket as files of this machine: models and data, which all other code reads from disk.
+"""Objects of a bucket as files of this machine: models, data and other runs, which all other code reads from disk.
 
-An object is fetched once, and again when its generation or entity tag says that it has changed. A file has
-its name only when it is whole. The folders below `local_place` may be deleted whenever nothing uses them; each fetch
-removes those that nothing has used for `UNUSED_DAYS`, and of more than `MOST_BYTES` those that were used longest ago.
+An object is fetched once, and again when its size or time says that it has changed. A file has its name only when it
+is whole. The folders below `local_place` may be deleted whenever nothing uses them; each fetch removes those that
+nothing has used for `UNUSED_DAYS`, and of more than `MOST_BYTES` those that were used longest ago.
 """
 
 import fcntl
-import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tqdm import tqdm
 
-from mllm.errors import UserError
-from mllm.store.bucket import ABSENT, Bucket, cache_folder, local_place
+from mllm.errors import UserError, brief
+from mllm.store.bucket import bucket_path, cache_folder, local_place
 from mllm.store.names import is_plain
 
 AT_ONCE = 8
 """Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
+PART_BYTES = 2**23
 UNUSED_DAYS, MOST_BYTES = 30, 200 * 10**9
 LOCK = ".lock"
 
@@ -34,16 +34,13 @@ def fetch_files(source: str, key: str) -> list[Path]:
 
     UserError, which names the setting `key`, is raised where there is none, or it can't be had.
     """
-    scheme, _, path = source.partition("://")
-    fixed = re.split(r"[*?[]", path, maxsplit=1)[0]
-    folder, _, prefix = fixed.rpartition("/")
-    url, pattern = f"{scheme}://{folder}", path[len(folder) + 1 :]
-    if fixed == path:
+    url, _, pattern = source.rpartition("/")
+    if "*" in url or "?" in url or "[" in url:
+        raise UserError(f"{key}: {source}: a pattern is only for the last part of a name in a bucket")
+    if not any(sign in pattern for sign in "*?["):
         return fetch(url, [pattern], key)
-    if "**" in pattern:
-        raise UserError(f"{key}: {source}: ** has no meaning in buckets: name the folders")
     with naming(key):
-        names = matching(Bucket(url).names(prefix), pattern)
+        names = matching(url, pattern)
     if not names:
         raise UserError(f"{key}: no object matches {source}: correct the pattern")
     return fetch(url, names, key)
@@ -52,8 +49,7 @@ def fetch_files(source: str, key: str) -> list[Path]:
 def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
     with naming(key):
-        names = Bucket(url).names()
-    wanted = [name for pattern in patterns for name in matching(names, pattern)]
+        wanted = [name for pattern in patterns for name in matching(url, pattern)]
     if not wanted:
         raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
     folder = fetch(url, wanted, key)[0].parent
@@ -63,53 +59,49 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     return folder
 
 
-def matching(names: Sequence[str], pattern: str) -> list[str]:
-    """The names that match a pattern; wildcards stay within a folder."""
-    return [
-        name
-        for name in names
-        if name.count("/") == pattern.count("/") and is_plain(name)
-        if all(map(fnmatchcase, name.split("/"), pattern.split("/")))
-    ]
+def matching(url: str, pattern: str) -> list[str]:
+    """The names of the objects just below a URL that match a pattern, in order."""
+    root = bucket_path(url)
+    names = [path.name for path in root.iterdir()] if root.exists() else []
+    return sorted(name for name in names if is_plain(name) and Path(name).match(pattern))
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
     """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
-    with naming(key):
-        bucket = Bucket(url)
-    folder = local_place(bucket.url, OBJECTS)
+    folder = local_place(url.rstrip("/"), OBJECTS)
 
     def get(name: str) -> Path:
-        path, generation = folder / name, bucket.seen(name) if is_plain(name) else ABSENT
-        if generation == ABSENT:
-            raise UserError(f"{bucket.url}/{name}: there is no such object: correct the URL")
-        mark = path.with_name(f".{path.name}.generation")  # says of which generation the file is, and its size
+        source, path = bucket_path(f"{url}/{name}"), folder / name
+        if not source.exists() or source.is_dir():
+            raise UserError(f"{source}: there is no such object: correct the URL")
+        stat = source.stat()
+        mark = path.with_name(f".{path.name}.generation")  # says of which object the file is
         with suppress(OSError):
-            if mark.read_text() == f"{generation.hex()} {path.stat().st_size}":
+            if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:
                 return path
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
-        with unfinished.open("wb") as file:
-            for data, found in bucket.read_parts(name):
-                if found != generation:
-                    raise UserError(f"{bucket.url}/{name}: has changed while it was read: start again")
+        with unfinished.open("wb") as file, source.open("rb") as content:
+            while data := content.read(PART_BYTES):
                 file.write(data)
                 bar.update(len(data))
+        if (now := source.stat()) != stat:
+            raise UserError(f"{source}: has changed while it was read: start again")
         mark.unlink(missing_ok=True)
         unfinished.replace(path)
-        mark.write_text(f"{generation.hex()} {path.stat().st_size}")
+        mark.write_text(f"{now.mtime} {now.length}")
         return path
 
-    bar = tqdm(desc=f"fetching {bucket.url}", unit="B", unit_scale=True, delay=1, disable=None)
+    bar = tqdm(desc=f"fetching {url}", unit="B", unit_scale=True, delay=1, disable=None)
     with naming(key), locked(folder), bar, ThreadPoolExecutor(AT_ONCE) as pool:
-        prune()
+        prune(cache_folder() / OBJECTS)
         return list(pool.map(get, names))
 
 
-def prune() -> None:
-    """Remove the files of URLs as the module says; not of those that were used within a day, or are being fetched."""
+def prune(root: Path) -> None:
+    """Remove folders below `root` as the module says; not those that were used within a day, or that others hold."""
     places = list[tuple[float, int, Path]]()
-    for place in (cache_folder() / OBJECTS).iterdir():
+    for place in root.iterdir():
         with suppress(OSError):  # another process may be removing them, too
             files = [path.stat() for path in place.rglob("*") if path.is_file()]
             used = max((file.st_mtime for file in files), default=0.0)
@@ -128,14 +120,16 @@ def prune() -> None:
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Let errors begin with the setting, and make errors of this machine's disk UserErrors."""
+    """Let errors begin with the setting, and make errors of this machine's disk, or of the bucket, UserErrors."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
-    except OSError as error:
-        reason = f"{error.filename} can't be written ({error.strerror})"
-        raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
+    except Exception as error:  # gcsfs and aiohttp have many kinds of their own
+        if isinstance(error, OSError) and error.filename:
+            reason = f"{error.filename} can't be written ({error.strerror})"
+            raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
+        raise UserError(f"{key}: the bucket does not answer as it should ({brief(error)}): check it and its credentials") from None
 
 
 @contextmanager
@@ -155,3 +149,10 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
             print(f"waiting for another process that has {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield True
+
+
+def send(folder: Path, url: str, names: Sequence[str]) -> None:
+    """Write files of a folder as objects below a URL, in order; raises what gcsfs raises."""
+    for name in names:
+        with (folder / name).open("rb") as source, (bucket_path(url) / name).open("wb") as target:
+            shutil.copyfileobj(source, target, PART_BYTES)

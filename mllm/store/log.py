@@ -1,123 +1,76 @@
-"""Logs only grow, and are cut when a run resumes. Each method raises UserError where the disk or the bucket refuses.
+"""A log is a file that only grows; a run that resumes cuts it where its checkpoint says that it ended."""
 
-A bucket can't append: there a log is a row of parts, each named by the offset of its first byte.
-"""
-
-import io
+import hashlib
 import os
-import re
-import threading
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-
-from mllm.store.bucket import PART_BYTES, Bucket
-
-Cut = Callable[[Iterable[bytes]], int]
-"""Given a log's lines, how many of its bytes stay."""
+from typing import Any, NamedTuple
 
 
-class FileLog:
-    """A log on a disk, without a buffer here."""
+class Mark(NamedTuple):
+    """How far a log has come."""
 
-    def __init__(self, path: Path, cut: Cut | None, failing: Callable[[], AbstractContextManager[None]]) -> None:
-        """`failing` makes UserErrors of the system's errors."""
-        self.failing = failing
+    size: int
+    """Bytes."""
+    sha256: str
+    """The checksum of these bytes, in hexadecimal digits."""
+
+    @classmethod
+    def of(cls, content: bytes) -> "Mark":
+        return cls(len(content), hashlib.sha256(content).hexdigest())
+
+
+class Log:
+    """A log on a disk, without a buffer here. Each method raises UserError where the disk refuses."""
+
+    def __init__(
+        self,
+        path: Path,
+        size: int,
+        check: Callable[[], None],
+        failing: Callable[[], AbstractContextManager[None]],
+        aside: Path | None = None,
+    ) -> None:
+        """Open a log, of which `size` bytes stay; what was longer is kept whole as `aside`, if that is given.
+
+        `check` raises UserError where the run was taken from this process; `failing` makes UserErrors of the system's
+        errors.
+        """
+        self.check, self.failing = check, failing
         with failing():
-            path.parent.mkdir(parents=True, exist_ok=True)
             self.file = path.open("ab", buffering=0)
-            if cut:
-                with path.open("rb") as lines:
-                    size = cut(lines)
-                self.file.truncate(size)
+            if aside is not None and path.stat().st_size > size:
+                shutil.copyfile(path, aside)
+            self.file.truncate(size)
+            content = path.read_bytes()
+            self.size, self.checksum = len(content), hashlib.sha256(content)
 
     def append(self, record: bytes) -> None:
+        self.check()
         with self.failing():
-            while record:
-                record = record[self.file.write(record) :]
+            left = record
+            while left:
+                left = left[self.file.write(left) :]
+        self.size += len(record)
+        self.checksum.update(record)
 
-    def sync(self) -> None:
-        """Wait until all of the log survives a crash of the machine; nothing happens when it is closed."""
+    def sync(self) -> Mark:
+        """Wait until all of the log survives a crash of the machine."""
         with self.failing():
-            if not self.file.closed:  # a checkpoint may be published after that
+            if not self.file.closed:  # a run saves once more after its log was closed
                 os.fsync(self.file.fileno())
+        return Mark(self.size, self.checksum.hexdigest())
 
     def close(self) -> None:
         with self.failing():
             self.file.close()
 
 
-class PartsLog:
-    """A log in a bucket: `sync` sends what was appended since the last time, in parts of their own.
-
-    Each holder of the run writes a series of parts of its own, with a number above all that it has seen. The log is the
-    highest series that has a part at offset 0; what a holder that has lost the run still sends belongs to a lower one.
-    """
-
-    def __init__(self, bucket: Bucket, name: str, cut: Cut | None, check: Callable[[], None]) -> None:
-        """Write the log anew, in few and large parts. `check` raises UserError where nothing more may be written."""
-        self.bucket, self.name, self.check = bucket, name, check
-        self.unsent, self.part = bytearray(), b""
-        self.sending = threading.Lock()
-        earlier, content = list_parts(bucket, name), read_parts(bucket, name)
-        if cut:
-            content = content[: cut(io.BytesIO(content))]
-        self.check()
-        self.series = 1 + max((series for series, _ in earlier), default=0)
-        self.offset = len(content)
-        for offset in reversed(range(0, len(content), PART_BYTES)):  # the first one makes the series the log
-            self.write(offset, content[offset : offset + PART_BYTES])
-        self.check()
-        bucket.delete(part_name(name, *part) for part in earlier)
-
-    def write(self, offset: int, part: bytes) -> None:
-        self.bucket.replace(part_name(self.name, self.series, offset), part)
-
-    def append(self, record: bytes) -> None:
-        self.check()
-        self.unsent += record
-
-    def sync(self) -> None:
-        with self.sending:
-            while self.unsent:
-                self.check()
-                self.part = self.part or bytes(self.unsent[:PART_BYTES])  # the same again where an attempt has failed
-                self.write(self.offset, self.part)
-                self.offset += len(self.part)
-                del self.unsent[: len(self.part)]
-                self.part = b""
-
-    close = sync
-
-
-Log = FileLog | PartsLog
-
-
-def part_name(name: str, series: int, offset: int) -> str:
-    """The object that holds a log's bytes from `offset` on; the names sort as the numbers do."""
-    return f"{name}.{series:06}.{offset:015}"
-
-
-def list_parts(bucket: Bucket, name: str) -> list[tuple[int, int]]:
-    """The series and offset of each of a log's parts, ascending."""
-    pattern = re.compile(re.escape(name) + r"\.(\d{6})\.(\d{15})")
-    found = [pattern.fullmatch(other) for other in bucket.names(f"{name}.")]
-    return [(int(match[1]), int(match[2])) for match in found if match]
-
-
-def read_parts(bucket: Bucket, name: str) -> bytes:
-    """A log's content, up to the first part that is missing."""
-    while True:
-        parts = list_parts(bucket, name)
-        newest = max((series for series, offset in parts if offset == 0), default=0)
-        begun = [(offset, part_name(name, newest, offset)) for series, offset in parts if series == newest]
-        reads = [(offset, part, bucket.objects.read(part)) for offset, part in begun]
-        content = bytearray()
-        for offset, part, future in reads:
-            found = bucket.result(future, part, "read")
-            if found.state != "value":  # another holder has replaced the series since it was listed
-                break
-            if offset == len(content):
-                content += found.value
-        else:
-            return bytes(content)
+def compare(content: bytes, mark: Any) -> str:
+    """How a log's content differs from what stood there when `mark` was made, in words; empty where it does not."""
+    size, sha256 = mark
+    if len(content) < size:
+        return f"lacks its last {size - len(content):,} bytes"
+    return "has changed" if Mark.of(content[:size]).sha256 != sha256 else ""

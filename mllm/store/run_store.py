@@ -1,18 +1,15 @@
-"""A run's files, logs and checkpoints in one layout, whether they are on a disk or in a bucket.
+"""A run's place, on a disk or in a bucket: its files, its logs, and what its checkpoints say of themselves.
 
     config.yaml                   a run has begun where this is
+    config.json, tokenizer.json   and the other files of a model's folder but its parameters
     lock                          who writes the run
-    heartbeat.json, skipped/...   files as they are
-    metrics.jsonl                 a log; in a bucket a row of parts: see mllm/store/log.py
-    checkpoints/7.json            the sealed manifest of a checkpoint, written last: only it makes a checkpoint
-    checkpoints/7-TOKEN/a/0.1     a chunk of the array `a`; TOKEN is the holder's, so that a process which has lost the
-                                  run never writes into its successor's checkpoints
-    checkpoints/damaged_7.json    the manifest of a checkpoint that was found damaged; its chunks stay as long
+    metrics.jsonl                 a log
+    checkpoints/7/state           arrays, as Orbax's CheckpointManager writes them
+    checkpoints/7/document        JSON: positions, counts, and checksums of arrays and logs; sealed with its own
+    checkpoints/damaged_7         a checkpoint that was found damaged
 
-In a bucket a process may find out late that another one has taken the run. So it first looks at what it is about to
-replace or remove, then checks its lease, and then does it on the condition that nothing has changed since it looked.
-
-Here nothing knows JAX: `mllm.store.checkpoints` writes and reads the arrays, and `mllm.store.lock` holds a run.
+A run in a bucket has a copy of its files on this machine, where they are read and written; it is sent to the bucket
+with each checkpoint. Here nothing knows JAX: `mllm.run.checkpoint` writes and reads the arrays.
 """
 
 import json
@@ -20,24 +17,27 @@ import logging
 import math
 import os
 import re
-import secrets
+import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from mllm.errors import UserError
-from mllm.store.bucket import Bucket, is_bucket, local_place
-from mllm.store.fetch import OBJECTS, fetch
-from mllm.store.folder import UNFINISHED, Folder, sync
-from mllm.store.log import Cut, FileLog, Log, PartsLog, read_parts
+from mllm.store.bucket import bucket_path, is_bucket, local_place
+from mllm.store.fetch import fetch, fetch_folder, naming, send
+from mllm.store.folder import UNFINISHED, failing, write_file
+from mllm.store.log import Log, Mark, compare
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
-MANIFEST = re.compile(r"([0-9]{1,18})\.json")
-ASIDE = re.compile(r"damaged_([0-9]{1,18})(_again)*\.json")
-CHUNKS = re.compile(r"([0-9]{1,18})-[0-9a-f]{8}\.[0-9]+")
-"""The folder of a checkpoint's arrays."""
+STEP = re.compile(r"[0-9]{1,18}")
+LARGEST_DOCUMENT = 2**28
+PUBLISHED = "commit_success.txt"
+"""Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 logger = logging.getLogger(__name__)
 
 
@@ -46,67 +46,63 @@ class Damaged(Exception):
 
 
 class RunStore:
-    """The place of one run: a folder, gs://bucket/path or s3://bucket/path."""
+    """The place of one run: a folder, or gs://bucket/path."""
 
-    def __init__(self, url: str | Path) -> None:
-        """Opens nothing."""
-        self.place: Bucket | Folder = Bucket(str(url)) if is_bucket(url) else Folder(Path(url))
-        self.folder = self.place.path if isinstance(self.place, Folder) else None
-        """The folder on a disk; None in a bucket."""
-        self.url = self.place.url if isinstance(self.place, Bucket) else str(self.folder)
-        self.token = secrets.token_hex(4)
-        """The holder's, in the names of what it writes; the same in all of several processes."""
+    def __init__(self, url: str | Path, copy: Path | None = None) -> None:
+        """Opens nothing. `copy` is a folder with a bucket's files, for who reads them; by default that of a writer."""
+        self.in_bucket = is_bucket(url)
+        self.url = str(url).rstrip("/") if self.in_bucket else str(Path(url))
+        self.folder = copy or (local_place(self.url, "runs") if self.in_bucket else Path(url))
+        """The folder of this machine with the run's files."""
         self.check: Callable[[], None] = lambda: None
-        """Raises UserError where this process may not write any more, or could not send."""
-        self.failure = ""
-        """Why the thread that sends the logs could not, where the fault is this machine's: the run should end."""
+        """Raises UserError where this process may not write any more."""
         self.logs: dict[str, Log] = {}
-        self.replaced: dict[str, bytes] = {}
-        """Files that are replaced all the time, until a bucket has them."""
+        self.sent: dict[str, tuple[int, int]] = {}
+        """Size and time of each file that the bucket has."""
 
     def __str__(self) -> str:
         return self.url
 
+    @cached_property
+    def place(self) -> epath.Path:
+        """Where the run is for everybody; absolute."""
+        return bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
+
     @property
-    def local_folder(self) -> Path:
-        """The folder on a disk; for a run in a bucket one of this machine, for what does not leave it."""
-        folder = self.folder or local_place(self.url, OBJECTS)
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder
+    def checkpoints(self) -> epath.Path:
+        return self.place / CHECKPOINTS
+
+    # Files
 
     def local(self, name: str) -> Path:
         """A file as one of this machine, fetched if it is in a bucket, where it must be."""
-        return self.folder / name if self.folder else fetch(self.url, [name], "run_dir")[0]
-
-    # Files
+        return fetch(self.url, [name], "run_dir")[0] if self.in_bucket else self.folder / name
 
     def is_run(self) -> bool:
         """Whether a run has begun there."""
         return CONFIG in self.entries()
 
+    def entries(self) -> list[str]:
+        """The names of the files and folders just below the run's, in order; none where there is no folder."""
+        with self.failing("", "read"):
+            return sorted(path.name for path in self.place.iterdir()) if self.place.is_dir() else []
+
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file."""
         with self.failing(name, "read"):
-            return self.place.read(name)
-
-    def entries(self, folder: str = "") -> list[str]:
-        """The names of the files and folders just below a folder, in order."""
-        with self.failing(folder, "read"):
-            return self.place.entries(folder)
+            path = self.folder / name
+            return path.read_bytes() if path.is_file() else None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
+        self.check()
         with self.failing(name, "written"):
-            seen = self.place.seen(name)
-            self.check()
-            self.place.replace(name, data, seen)
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Write a file that is replaced all the time: in a bucket only when the logs are sent. Raises OSError."""
-        if isinstance(self.place, Folder):
-            self.place.write(name, data, durable=False)
-        else:
-            self.replaced[name] = data
+            path = self.folder / name
+            if path.parent != self.folder:
+                path.parent.mkdir(exist_ok=True)
+            write_file(path, data)
+        if self.in_bucket:
+            self.send_files()
 
     @contextmanager
     def failing(self, name: str, use: str) -> Iterator[None]:
@@ -114,153 +110,149 @@ class RunStore:
 
         Where a disk does not take what is written it says from which checkpoint the same command goes on.
         """
-        try:
+        with naming("run_dir") if self.in_bucket else failing(self.folder / name, use, self.resumption(use)):
             yield
-        except (OSError, ValueError) as error:
-            if (failure := self.place.failure(error, name, use)) is None:
-                raise
-            resumes = f", and the same command {self.resumption()}" if self.folder and use == "written" else ""
-            raise UserError(f"{failure}{resumes}") from None
 
-    def resumption(self) -> str:
-        """What the same command does next."""
+    def resumption(self, use: str) -> str:
+        """What the same command does next, where something could not be written."""
+        if use != "written":
+            return ""
         try:
             steps = self.steps()
         except UserError:
-            return "resumes"
-        return f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
+            return ", and the same command resumes"
+        next_ = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
+        return f", and the same command {next_}"
 
     # Logs
 
     def read_log(self, name: str) -> bytes:
         """A log's content; empty where there is none."""
-        if isinstance(self.place, Bucket):
-            return read_parts(self.place, name)
         return self.read(name) or b""
 
-    def open_log(self, name: str, cut: Cut | None = None) -> Log:
-        """A log to append to, after it has been cut."""
-        if isinstance(self.place, Bucket):
-            self.logs[name] = PartsLog(self.place, name, cut, self.check)
-        else:
-            self.logs[name] = FileLog(self.place.path / name, cut, lambda: self.failing(name, "written"))
+    def open_log(self, name: str, size: int = 0, aside: str | None = None) -> Log:
+        """A log to append to, of which `size` bytes stay; a longer one is kept whole under the name `aside`, if given."""
+        path = self.folder / name
+        failing = lambda: self.failing(name, "written")  # noqa: E731
+        self.logs[name] = Log(path, size, self.check, failing, self.folder / aside if aside else None)
         return self.logs[name]
 
-    def sync(self) -> None:
-        """Wait until the logs, and what is replaced all the time, survive a crash of the machine."""
+    def compare_logs(self, marks: Mapping[str, Any]) -> str:
+        """The first log that differs from its mark, and how, in words; empty where none does."""
+        found = ((name, compare(self.read_log(name), mark)) for name, mark in marks.items())
+        return next((f"{name} {fault}" for name, fault in found if fault), "")
+
+    def sync(self) -> dict[str, Mark]:
+        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
         self.check()
-        for log in list(self.logs.values()):
-            log.sync()
-        while self.replaced:
-            self.place.write(*self.replaced.popitem())
+        marks = {name: log.sync() for name, log in self.logs.items()}
+        if self.in_bucket:
+            self.send_files()
+        return marks
+
+    # A bucket's copy
+
+    def fetch_files(self) -> None:
+        """Make this machine's folder a copy of the bucket's files but the checkpoints."""
+        with self.failing("", "read"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            for source in self.place.rglob("*") if self.place.exists() else ():
+                name = str(source.relative_to(self.place))
+                if name.partition("/")[0] not in (CHECKPOINTS, LOCK) and not source.is_dir():
+                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (self.folder / name).write_bytes(source.read_bytes())
+                    self.sent[name] = stamp(self.folder / name)
+
+    def send_files(self) -> None:
+        """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
+        files = {str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()}
+        changed = {name: now for name, path in files.items() if self.sent.get(name) != (now := stamp(path))}
+        names = sorted((name for name in changed if not name.endswith(UNFINISHED)), key=lambda name: (name == CONFIG, name))
+        self.check()
+        with self.failing("", "written"):
+            send(self.folder, self.url, names)
+        self.sent |= {name: changed[name] for name in names}
 
     # Checkpoints
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        return sorted(numbers(MANIFEST, self.entries(CHECKPOINTS)).values())
+        with self.failing_to_list():
+            there = [path for path in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+            found = [path for path in there if STEP.fullmatch(path.name)]
+            return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
 
-    def manifest(self, name: int | str) -> dict[str, Any]:
-        """The document of a checkpoint, by its step, or by the name of one that was put aside.
+    @contextmanager
+    def failing_to_list(self) -> Iterator[None]:
+        with naming("run_dir") if self.in_bucket else failing(f"{self.folder}/{CHECKPOINTS}", "read"):
+            yield
+
+    def document(self, step: int | str) -> dict[str, Any]:
+        """The document of a checkpoint.
 
         Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
-        content = self.read(f"{CHECKPOINTS}/{name}.json")
+        path = self.checkpoints / str(step) / "document" / "metadata"
+        with self.failing(f"{CHECKPOINTS}/{step}", "read"):
+            try:
+                content = path.read_bytes() if path.stat().length < LARGEST_DOCUMENT else b""
+            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                raise Damaged("it has no document, or an earlier version of this program wrote it") from None
         try:
-            document = unseal(json.loads(content or b"null"))
+            return unseal(json.loads(content))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
-        if not (CHUNKS.fullmatch(str(document.get("folder"))) and isinstance(document.get("arrays"), dict)):
-            raise Damaged("an earlier version of this program wrote it")
-        return document
 
-    def field(self, step: int | str, name: str) -> Any:
-        """What the document of a checkpoint has under a name; None if it has nothing there, or is damaged."""
+    def score(self, step: int) -> float | None:
+        """The score of a checkpoint, by which it may be the best; None where it has none, or is damaged."""
         with suppress(Damaged):
-            return self.manifest(step).get(name)
+            score = self.document(step).get("score")
+            return score if isinstance(score, float) and math.isfinite(score) else None
         return None
 
-    def folder_of(self, step: int | str) -> str | None:
-        """The folder of a checkpoint's arrays; None if its manifest does not say it any more."""
-        return (folder := self.field(step, "folder")) and f"{CHECKPOINTS}/{folder}"
-
     def best_step(self, steps: list[int]) -> int | None:
-        """The step of the best of these checkpoints; None if none has a score."""
-        found = {step: self.field(step, "best") for step in steps}
-        scores = {step: score for step, score in found.items() if isinstance(score, float) and math.isfinite(score)}
+        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score."""
+        scores = {step: score for step in steps if (score := self.score(step)) is not None}
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
-    def publish(self, step: int, document: Mapping[str, Any], keep: int, keep_best: bool) -> None:
-        """Make a checkpoint of arrays that are written, then remove all but the newest `keep` ones and the best.
-
-        Those that were put aside are removed like the others, when as many newer ones are there.
-        No checkpoint is newer than the logs: they are sent first.
-        """
-        self.sync()
-        with self.failing(f"{CHECKPOINTS}/{step}", "written"):
-            if self.folder:
-                sync(self.folder / CHECKPOINTS / document["folder"])  # tensorstore has synced what is below
-        self.write(f"{CHECKPOINTS}/{step}.json", json.dumps(seal(document)).encode())
-        entries = self.entries(CHECKPOINTS)
-        steps = sorted(numbers(MANIFEST, entries).values())
-        newest, aside = steps[-keep:], numbers(ASIDE, entries)
-        kept = {*newest, *([self.best_step(steps)] if keep_best else [])}
-        dropped: list[int | str] = [step for step in steps if step not in kept]
-        with self.failing(CHECKPOINTS, "written"):
-            for old in dropped + [name for name, step in aside.items() if step < newest[0]]:
-                name = f"{CHECKPOINTS}/{old}.json"
-                seen, folder = self.place.seen(name), self.folder_of(old)
-                self.check()
-                self.place.remove(name, seen)
-                if folder:
-                    self.place.delete_folder(folder)
-
     def put_aside(self, step: int, reason: str) -> None:
-        """Rename the manifest of a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
-        aside, others = f"damaged_{step}", self.entries(CHECKPOINTS)
-        while f"{aside}.json" in others:
+        """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
+        aside, others = f"damaged_{step}", {path.name for path in self.checkpoints.iterdir()}
+        while aside in others:
             aside += "_again"
-        try:
-            self.place.rename(f"{CHECKPOINTS}/{step}.json", f"{CHECKPOINTS}/{aside}.json", self.check)
-        except OSError as error:
-            fault = f"can't be read ({reason}), nor put aside as {aside}.json ({error.strerror})"
-            raise UserError(f"{self.url}/{CHECKPOINTS}/{step}.json: {fault}; rename or remove it") from None
-        logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s.json", step, reason, CHECKPOINTS, aside)
-
-    def remove_unpublished(self) -> None:
-        """Remove what is no checkpoint's: of saves that were cut off. Only the run's holder may do that."""
-        entries = self.entries(CHECKPOINTS)
-        listed = set[str]()
-        for name in entries:
-            if found := ASIDE.fullmatch(name) or MANIFEST.fullmatch(name):
-                try:
-                    listed.add(self.manifest(name.removesuffix(".json"))["folder"])
-                except Damaged:  # any of its step's folders may be the one
-                    listed |= {other for other in entries if other.startswith(f"{found[1]}-")}
         self.check()
-        with self.failing(CHECKPOINTS, "written"):
-            self.place.delete(f"{CHECKPOINTS}/{name}" for name in entries if name.endswith(f".json{UNFINISHED}"))
-            for name in entries:
-                if CHUNKS.fullmatch(name) and name not in listed:
-                    self.place.delete_folder(f"{CHECKPOINTS}/{name}")
+        try:
+            (self.checkpoints / str(step)).rename(self.checkpoints / aside)
+        except OSError as error:
+            fault = f"can't be read ({reason}), nor put aside as {aside} ({error.strerror})"
+            raise UserError(f"{self.url}/{CHECKPOINTS}/{step}: {fault}; rename or remove it") from None
+        logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
 
 
-def numbers(pattern: re.Pattern[str], names: Iterable[str]) -> dict[str, int]:
-    """The steps of manifests whose names match a pattern, by the names without their end."""
-    return {name.removesuffix(".json"): int(found[1]) for name in names if (found := pattern.fullmatch(name))}
+def stamp(path: Path) -> tuple[int, int]:
+    """What changes with a file."""
+    return path.stat().st_size, path.stat().st_mtime_ns
+
+
+READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
+"""The files of a run in a bucket that tools read."""
 
 
 def find_run(run: str, key: str) -> RunStore | None:
-    """The store of a run; None where no run is there.
+    """The store of a run, to be read; None where no run is there.
 
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
     try:
-        store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
-        there = os.path.isfile(store.folder / CONFIG) if store.folder else store.is_run()
-        return store if there else None
+        if not is_bucket(run):
+            store = RunStore(os.path.expanduser(run))
+            return store if os.path.isfile(store.folder / CONFIG) else None
+        if not RunStore(run).is_run():
+            return None
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
+    return RunStore(run, fetch_folder(run, READ, key))
 
 
 def tool_run(run: str) -> RunStore:
