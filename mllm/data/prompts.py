@@ -7,11 +7,14 @@ the model's template takes, is left out like a long one.
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
+import grain
+
 from mllm.config.task import Form, TaskConfig
+from mllm.data.dataset import DataIterator, training_order
 from mllm.data.records import sound_records
-from mllm.data.source import DataIterator, example_index
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import MessagesError, Renderer, encode_prompt
@@ -43,36 +46,36 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
     return replace(renderer, args=args).for_prompts(learned, are_texts)
 
 
-def training_prompts(
-    task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2
-) -> DataIterator[Prompt]:
-    """The task's prompts, for ever: each once in an epoch, in another order in each; so many are read `ahead`.
+class PromptIterator(DataIterator[Prompt]):
+    """A task's prompts, for ever: each once in an epoch, in another order in each.
 
-    All prompts of a list, and the first hundred of problems that are made on demand, are checked at once: UserError
-    as for `usable_prompts`. A later one that can't be used is left out. The iterator's position counts those
-    that are left out, too.
+    One that can't be used is left out, which a warning says the first time; the position counts it, too.
     """
-    examples, name = task.train, task.name
-    checked = examples if isinstance(examples, list) else examples[:CHECKED]
-    usable = usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {name}")
-    warned = len(usable) < len(checked)
 
-    def next_usable(position: int) -> tuple[Prompt, int]:
-        nonlocal warned
-        for place in range(position, position + MOST_SKIPPED):
-            where, prompt = read_prompt(examples, renderer, example_index(place, len(examples), seed))
+    def __init__(self, task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2) -> None:
+        """Check all prompts of a list, or the first hundred of problems that are made on demand: UserError as by
+        `usable_prompts`. So many prompts are read `ahead`."""
+        examples, self.task, self.max_length = task.train, task.name, max_prompt_length
+        checked = examples if isinstance(examples, list) else examples[:CHECKED]
+        usable = usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {task.name}")
+        self.warned = len(usable) < len(checked)
+        prompts = training_order(len(examples), seed).map(partial(read_prompt, examples, renderer))
+        in_turn = prompts.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        super().__init__(in_turn, len(examples), content=task.content, ahead=ahead)
+
+    def take(self) -> Prompt:
+        for _ in range(MOST_SKIPPED):
+            where, prompt = next(self.items)
             if isinstance(prompt, Prompt):
-                if len(prompt.tokens) <= max_prompt_length:
-                    return prompt, place + 1
-                long = f"{len(prompt.tokens)} tokens, and the limit is {max_prompt_length}"
+                if len(prompt.tokens) <= self.max_length:
+                    return prompt
+                long = f"{len(prompt.tokens)} tokens, and the limit is {self.max_length}"
                 prompt = UserError(f"rollout.max_prompt_length: it has {long}")
             problem = f"{where}: {prompt}"
-            if not warned:
-                log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", name, problem)
-                warned = True
-        raise UserError(f"task {name}: {MOST_SKIPPED} prompts in a row can't be used, the last: {problem}")
-
-    return DataIterator(next_usable, len(examples), None, task.content, ahead)
+            if not self.warned:
+                log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", self.task, problem)
+                self.warned = True
+        raise UserError(f"task {self.task}: {MOST_SKIPPED} prompts in a row can't be used, the last: {problem}")
 
 
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:

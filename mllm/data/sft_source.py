@@ -13,9 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from itertools import count, islice, tee
+from itertools import islice, tee
 from typing import Any, Generic, TypeVar
 
+import grain
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
@@ -26,10 +27,11 @@ from mllm.config.dpo import PreferenceForm
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, bucket
 from mllm.data.cache import cached_documents, signed
+from mllm.data.dataset import DataIterator, training_order
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
-from mllm.data.source import WAY_OUT, DataIterator, Step, example_index
-from mllm.data.tasks.task import OnDemand, Task, permute_index
+from mllm.data.source import WAY_OUT, Step
+from mllm.data.tasks.task import OnDemand, Task
 from mllm.data.teacher_lists import TeacherLists
 from mllm.data.tokenizing import Document, Documents, encode_document, encode_preference
 from mllm.errors import UserError
@@ -66,9 +68,8 @@ class RowBatches(ABC, Generic[T]):
         self.documents = documents
         self.batch_size = batch_size
         self.share, self.rows = share, share.part_of(batch_size)
-        self.order_seed = seed if config.shuffle else None
-        self.end = None if config.epochs is None else len(documents) * config.epochs
-        """The position at which the last epoch ends."""
+        self.order = training_order(len(documents), seed if config.shuffle else None, config.epochs)
+        """The documents' numbers in the order of training."""
 
     def train(self) -> DataIterator[T]:
         """Training's batches, for `config.epochs`.
@@ -77,13 +78,12 @@ class RowBatches(ABC, Generic[T]):
         there are too few examples for one batch.
         """
         size = len(self.documents)
-        batches = DataIterator(self.read, size, self.config.epochs, self.documents.content)
         try:
             self.read(0)
         except StopIteration:
             fault = f"{self.config.source} has {size} examples, too few for one batch in {self.config.epochs} epochs"
             raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
-        return batches
+        return DataIterator(BatchDataset(self), size, self.config.epochs, self.documents.content)
 
     def validate(self) -> Iterator[T]:
         """The batches that hold every document once, in order; the last one is padded."""
@@ -103,22 +103,23 @@ class RowBatches(ABC, Generic[T]):
         With packing they are planned, half a minute for a million documents. A warning says how many examples don't
         fill a last batch.
         """
-        if self.end is None:
+        if self.config.epochs is None:
             return most
+        end = len(self.order)
         # A batch holds at most so many tokens; problems that are made on demand have one at least.
         sizes, room = self.documents.sizes, self.batch_size * self.config.max_length
         tokens = int(sizes[:, 0].sum(dtype=np.int64)) if isinstance(sizes, np.ndarray) else len(sizes)
-        if self.config.packing and tokens * (self.config.epochs or 1) >= (most + 1) * room:
+        if self.config.packing and tokens * self.config.epochs >= (most + 1) * room:
             return most
         if self.config.packing:
             plans = tqdm(islice(self.plans(), most), "counting", unit=" batches", delay=2, disable=None)
             examples = [len(plan) for plan in plans]
             batches, planned = len(examples), sum(examples)
         else:
-            batches = min(self.end // self.batch_size, most)
+            batches = min(end // self.batch_size, most)
             planned = batches * self.batch_size
-        if batches < most and planned < self.end:
-            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", self.end - planned)
+        if batches < most and planned < end:
+            log.warning("data.epochs: the last %d examples do not fill a batch and are left out", end - planned)
         return batches
 
     def read(self, position: int) -> tuple[T, int]:
@@ -129,8 +130,7 @@ class RowBatches(ABC, Generic[T]):
     def plans(self, position: int = 0) -> Iterator[BatchPlan]:
         """The plans of training's full batches from a position on."""
         while True:
-            positions = count(position) if self.end is None else range(position, self.end)
-            plan = self.plan(example_index(place, len(self.documents), self.order_seed) for place in positions)
+            plan = self.plan(self.order[place] for place in range(position, len(self.order)))
             if len({row for _, row in plan}) < self.batch_size:
                 return
             yield plan
@@ -154,6 +154,35 @@ class RowBatches(ABC, Generic[T]):
         shape = self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)
         own = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
         return empty_batch(shape), own
+
+
+class BatchDataset(grain.IterDataset[T]):
+    """Training's batches over the order of the documents, as Grain's prefetching reads them."""
+
+    def __init__(self, batches: RowBatches[T]) -> None:
+        super().__init__(batches.order)
+        self.batches = batches
+
+    def __iter__(self) -> "BatchIterator[T]":
+        return BatchIterator(self.batches)
+
+
+class BatchIterator(grain.DatasetIterator[T]):
+    """Training's batches from the first; the state is the position in the order at which the next one begins."""
+
+    def __init__(self, batches: RowBatches[T]) -> None:
+        super().__init__()
+        self.batches, self.position = batches, 0
+
+    def __next__(self) -> T:
+        batch, self.position = self.batches.read(self.position)
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_index": self.position}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.position = state["next_index"]
 
 
 class SftBatches(RowBatches[Batch]):
@@ -323,7 +352,8 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
     count = max(1, round(share * len(documents)))
     if count >= len(documents):
         raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
-    heldout = np.sort([permute_index(i, len(documents), key="validation") for i in range(count)])
+    order = training_order(len(documents), seed=0)
+    heldout = np.sort([order[place] for place in range(count)])
 
     def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
         content = f"{documents.content} {len(indices)}"

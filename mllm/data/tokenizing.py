@@ -77,6 +77,9 @@ class Documents:
     def __len__(self) -> int:
         return len(self.sizes)
 
+    def __getitem__(self, index: int) -> Any:
+        return self.read([index])[0]
+
 
 Encoded = tuple[str, tuple[Document | Preference, bool, bool] | BadRecord]
 """The place of a record, and its document with whether that is all of it and is a text, or what is wrong with it."""

@@ -14,7 +14,7 @@ from mllm.config.distill import DistillConfig
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.packing import pack
-from mllm.data.prompts import training_prompts
+from mllm.data.prompts import PromptIterator
 from mllm.data.source import Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
@@ -62,7 +62,7 @@ class GrpoSource:
         distill: DistillConfig | None = None,
         teacher_pass: TeacherPass | None = None,
     ) -> None:
-        """`logged_samples` None: all. UserError is raised as by `training_prompts`."""
+        """`logged_samples` None: all. UserError is raised as by `PromptIterator`."""
         self.config = config
         self.distill, self.teacher_pass = distill, teacher_pass
         full = distill is not None and distill.estimator == "full"
@@ -76,7 +76,7 @@ class GrpoSource:
         self.update_rows = forward.rows
         self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
         limit, ahead = sampler.options.max_prompt_length, 2 * groups
-        self.prompts = training_prompts(task, sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
+        self.prompts = PromptIterator(task, sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
         logprob_pass = make_logprob_pass(forward)
         self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
             params, shard_batch(forward.mesh, batch)

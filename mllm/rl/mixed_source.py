@@ -1,9 +1,10 @@
 """Distillation's source where some updates learn from the student's completions, and the others from given ones."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
+
+import grain
 
 from mllm.data.sft_source import SftSource
 from mllm.data.source import Step
@@ -13,20 +14,20 @@ from mllm.stopwatch import Stopwatch
 
 
 class MixedSource:
-    """A `mllm.data.source.Source` of two: which one a rollout's updates come from is a hash of the seed and its number.
+    """A `mllm.data.source.Source` of two, which Grain mixes: a rollout's updates are all of the same source.
 
-    So a step's source is known without the steps before, and a rollout's updates are all of the same source.
+    Which one that is depends on the rollout's number alone, so it is known without the steps before.
     """
 
-    def __init__(self, sampled: GrpoSource, given: SftSource, share: float, seed: int) -> None:
-        """`share` of the rollouts are in fact of the `given` source."""
+    def __init__(self, sampled: GrpoSource, given: SftSource, share: float) -> None:
+        """`share` of the rollouts are of the `given` source, evenly spread."""
         self.sampled, self.given = sampled, given
-        self.share, self.seed = share, seed
+        self.order = mixed_order(share)
         self.steps = sampled.steps
         self.needs_reference, self.validation = sampled.needs_reference, given.validation
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
-        given = is_given(self.seed, step // self.sampled.config.updates_per_rollout, self.share)
+        given = self.order[step // self.sampled.config.updates_per_rollout]
         found = (self.given if given else self.sampled).next(params, step, watch, reference)
         tokens = self.given.num_tokens + self.sampled.num_tokens
         return replace(found, metrics=found.metrics | {"num_tokens": tokens, "given": float(given)})
@@ -42,7 +43,7 @@ class MixedSource:
         return self.sampled.resumable(step)
 
 
-def is_given(seed: int, rollout: int, share: float) -> bool:
-    """Whether given completions take the place of this rollout."""
-    digest = hashlib.sha256(f"{seed} {rollout}".encode()).digest()
-    return int.from_bytes(digest[:8]) < share * 2**64
+def mixed_order(share: float) -> grain.MapDataset[bool]:
+    """Whether given completions take the place of each rollout, by its number."""
+    sampled, given = (grain.MapDataset.source([which]).repeat() for which in (False, True))
+    return grain.MapDataset.mix([sampled, given], weights=[1 - share, share])

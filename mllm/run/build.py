@@ -194,7 +194,7 @@ class Run:
                 teacher_pass=self.make_teacher_pass(),
             )
             share = config.distill and config.distill.data_share
-            source = MixedSource(sampled, source, share, config.seed) if source and share else sampled
+            source = MixedSource(sampled, source, share) if source and share else sampled
         assert source is not None
         self.config = config.model_copy(update={"learned": learned})
         return source

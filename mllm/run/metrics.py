@@ -3,28 +3,21 @@
 metrics.jsonl and samples.jsonl are the same, to the byte, however often the run was killed and resumed; timings.jsonl
 holds what depends on the machine. The first of several processes writes everything: metrics, samples and tokens/s of
 all processes, but its own seconds and memory. A line that can't be written is a UserError.
-
-TensorBoard's records are made here: tensorboardX's own writer has a thread, and the run hangs when that can't write.
 """
 
 import json
 import math
-import os
-import socket
-import struct
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import Summary, scalar
 from tqdm import tqdm
 
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
+from mllm.run.events import Events
 from mllm.run.wandb import Wandb
 from mllm.store.log import Log
 from mllm.store.run_store import RunStore
@@ -66,17 +59,12 @@ class RunLog:
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.files: dict[str, Log] = {}
         if is_writer():
-            events = f"{EVENTS}/events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self.files = {name: store.open_log(name, partial(size_until, last_step)) for name in RECORDS}
-            self.files[EVENTS] = store.open_log(events)
-            self.files[EVENTS].append(event(file_version="brain.Event:2"))
-            # TensorBoard hides older files' events from this step on.
-            begin = SessionLog(status=SessionLog.START)
-            self.files[EVENTS].append(event(step=last_step + 1, session_log=begin))
-        self.wandb, self.steps, self.said = None, steps, -1.0
+        self.steps, self.said = steps, -1.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
-        if self.files and config and config.log.wandb:
-            self.wandb = Wandb(store, config)
+        # Weights & Biases follows the events of files that are opened later.
+        self.wandb = Wandb(store, config) if self.files and config and config.log.wandb else None
+        self.events = Events(store.local_folder / EVENTS, last_step + 1) if self.files else None
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -116,20 +104,20 @@ class RunLog:
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
-        if name != "samples.jsonl":
-            numbers = {key: value for key, value in record.items() if key != "changed"}
-            # tensorboardX warns of numbers that aren't finite.
-            drawn = [value for key in numbers if finite[key] is not None for value in scalar(key, numbers[key]).value]
-            self.files[EVENTS].append(event(step=step, summary=Summary(value=drawn)))
-            if self.wandb:
-                self.wandb.send(step, numbers)
+        if name != "samples.jsonl" and self.events:
+            numbers = {key: value for key, value in finite.items() if value is not None and key != "changed"}
+            self.events.write(step, numbers)
 
     def close(self) -> None:
-        for file in self.files.values():
-            file.sync()
-            file.close()
-        if self.wandb:
-            self.wandb.close()
+        try:
+            for file in self.files.values():
+                file.sync()
+                file.close()
+        finally:
+            if self.events:
+                self.events.close()
+            if self.wandb:
+                self.wandb.close()
 
 
 def measured(record: Mapping[str, Any]) -> dict[str, str]:
@@ -154,13 +142,6 @@ def number(record: Mapping[str, Any], key: str) -> str:
     interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
     value = f"{record[key]:.2%}" if key == "params/moved" else f"{record[key]:.3f}"
     return value + f" ({' .. '.join(interval)})" * bool(interval)
-
-
-def event(**content: Any) -> bytes:
-    """A record for TensorBoard: the event's length, a checksum of that, the event, and a checksum of it."""
-    data = Event(wall_time=time.time(), **content).SerializeToString()
-    length = struct.pack("<Q", len(data))
-    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, data))
 
 
 def size_until(step: int, lines: Iterable[bytes]) -> int:

@@ -1,8 +1,9 @@
-"""A run's numbers for Weights & Biases, the same as for TensorBoard. Trouble there never ends or changes a run."""
+"""A run's numbers in Weights & Biases, which reads TensorBoard's events. Trouble there never ends or changes a run."""
 
+import json
 import logging
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,10 @@ def check(log: LogConfig) -> None:
 
 
 class Wandb:
-    """One run there for a run_dir, which resumes with it. After the first error, a warning, nothing more is sent."""
+    """One run there for a run_dir, which resumes with it and gets the events of all files that are opened from now on.
+
+    After the first error, which is a warning, nothing more is sent.
+    """
 
     def __init__(self, store: RunStore, config: Config) -> None:
         """Begin or resume the run."""
@@ -38,26 +42,20 @@ class Wandb:
         with self.optional():
             import wandb
 
-            if (number := store.read(ID)) is None:  # not made from the folder's name, which a new run may get one day
-                store.write(ID, number := secrets.token_hex(8).encode())
             self.run = wandb.init(
                 project=config.log.wandb,
-                id=number.decode(),
+                id=run_id(store),
                 name=Path(store.url).absolute().name,
                 dir=str(store.local_folder),
                 resume="allow",
+                sync_tensorboard=True,
                 config=config.model_dump(mode="json"),
                 allow_val_change=True,
                 settings=wandb.Settings(console="off", quiet=True, init_timeout=SECONDS, finish_timeout=SECONDS),
             )
 
-    def send(self, step: int, record: Mapping[str, Any]) -> None:
-        """Send a step's numbers, to which the step's other records add, unless they were sent before a resume."""
-        if self.run is not None and step >= self.run.starting_step:
-            with self.optional():
-                self.run.log(dict(record), step=step)
-
     def close(self) -> None:
+        """Send what is left; the file of events must be closed by now."""
         if self.run is not None:
             with self.optional():
                 self.run.finish()
@@ -69,3 +67,18 @@ class Wandb:
         except Exception as error:  # from the network, the service's process, or the library itself
             self.run = None
             logger.warning("log.wandb: %s; the run goes on without it", brief(error))
+
+
+def run_id(store: RunStore) -> str:
+    """The id there of the run in a place: random, and kept in the run beside the places that it was made for.
+
+    A moved run keeps it, since its path or its folder's device and inode are known; a copied run gets another.
+    """
+    here = [store.url]
+    if store.folder:
+        about = store.folder.stat()
+        here = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
+    known = json.loads(store.read(ID) or '{"id": null, "places": []}')
+    number = secrets.token_hex(8) if {*here}.isdisjoint(known["places"]) else known["id"]
+    store.write(ID, json.dumps({"id": number, "places": here}).encode())
+    return number

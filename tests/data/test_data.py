@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import grain
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.batch import Batch
+from mllm.data.dataset import training_dataset, training_order
 from mllm.data.sft_source import SftBatches, hold_out, load_documents, task_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
@@ -127,11 +129,41 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_
         assert restored.get_state() == unbroken.get_state()
 
 
+def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path):
+    source, cache = write(tmp_path, some(23)), tmp_path / "cache"
+    read = batches_of(source, packing=False, seed=5, cache=str(cache))
+    for _ in range(9):
+        next(read)
+    state = json.loads(json.dumps(read.get_state()))
+    assert state["grain"] == {"next_index": 36}
+    records = grain.sources.ArrayRecordDataSource([str(path) for path in cache.glob("*/documents.arrayrecord")])
+    plain = iter(grain.MapDataset.source(records).seed(5).shuffle().repeat().to_iter_dataset())
+    plain.set_state(state["grain"])
+    stored = [np.frombuffer(next(plain), np.int32) for _ in range(12)]
+    expected = [tokens for _ in range(3) for tokens in documents(next(read))]
+    assert [np.where(signed < 0, ~signed, signed).tolist() for signed in stored] == expected
+
+
+def test_the_public_data_set_of_data_or_a_task_is_what_training_reads(tmp_path):
+    config = DataConfig(source=write(tmp_path, some(23)), max_length=32, packing=False, epochs=2)
+    whole, _ = load_documents(config, Renderer(BYTES), None)
+    dataset = training_dataset(whole, seed=5, epochs=2)
+    seen = [tokens for batch in SftBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
+    assert seen == [dataset[place].tokens.tolist() for place in range(44)]
+    assert (len(dataset), str(dataset.parents[0])) == (46, "RepeatMapDataset(num_epochs=2)")
+    problems = training_dataset(ARITHMETIC.train, seed=5)
+    assert sorted(problems[place].place for place in range(68)) == sorted(e.place for e in ARITHMETIC.train)
+
+
+def test_the_order_of_more_examples_than_a_run_can_reach_is_known_too():
+    assert len({training_order(2**62, seed=0, epochs=3)[place] for place in range(100)}) == 100
+
+
 def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
     read = batches_of(write(tmp_path, some(8)), packing=False)
     with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(read.get_state())
-    state = {**read.get_state(), "position": 9}
+    state = {**read.get_state(), "grain": {"next_index": 9}}
     with pytest.raises(UserError, match=r"data.epochs: 1: the run has gone through more of its data: raise it"):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
 

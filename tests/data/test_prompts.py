@@ -8,8 +8,8 @@ import pytest
 
 from mllm.config.task import TaskConfig
 from mllm.data import prompts as data
-from mllm.data.prompts import task_renderer, training_prompts, usable_prompts
-from mllm.data.source import DataIterator, example_index
+from mllm.data.dataset import training_order
+from mllm.data.prompts import PromptIterator, task_renderer, usable_prompts
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.errors import StepError, UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
@@ -31,11 +31,11 @@ def on_demand(count: int, bad: set[int]) -> Task:
     return Task("made", OnDemand(lambda i: problem((LONG, BAD)[i % 2] if i in bad else f"{i}", i), range(count)), [])
 
 
-def prompts_of(task: Task, seed: int = 0) -> DataIterator[Any]:
-    return training_prompts(task, BYTES, max_prompt_length=16, seed=seed)
+def prompts_of(task: Task, seed: int = 0) -> PromptIterator:
+    return PromptIterator(task, BYTES, max_prompt_length=16, seed=seed)
 
 
-def texts(prompts: DataIterator[Any], count: int) -> list[str]:
+def texts(prompts: PromptIterator, count: int) -> list[str]:
     return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
 
 
@@ -71,7 +71,8 @@ def test_problems_made_on_demand_are_left_out_and_counted_and_resume_too(caplog:
     for _ in range(160):
         assert next(resumed) == next(prompts)
         assert prompts.get_state() == resumed.get_state()
-    left_out = [place for place in range(prompts.position) if example_index(place, 190, seed=0) in bad]
+    order = training_order(190, seed=0)
+    left_out = [place for place in range(prompts.position) if order[place] in bad]
     assert prompts.position - prompts.given == len(left_out) > 30
 
 

@@ -13,9 +13,10 @@ from test_data import write
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.tasks import calculator, guess
 from mllm.data.tasks import gym as gym_module
+from mllm.data.tasks.arithmetic import permute_index
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
-from mllm.data.tasks.task import Example, Task, permute_index
+from mllm.data.tasks.task import Example, Task
 from mllm.data.turns import tool_calls, tool_schemas
 from mllm.errors import UserError
 

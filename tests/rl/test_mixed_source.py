@@ -1,10 +1,11 @@
 """Distillation's two sources in one: where a run may stop, and what is held out."""
 
+import numpy as np
 import pytest
 from rollouts import grpo_source
 
 from mllm.data.sft_source import SftSource
-from mllm.rl.mixed_source import MixedSource
+from mllm.rl.mixed_source import MixedSource, mixed_order
 
 
 @pytest.fixture
@@ -12,7 +13,14 @@ def mixed():
     """Two updates to a rollout."""
     given = SftSource.__new__(SftSource)
     given.validation = "held out"
-    return MixedSource(grpo_source(num_iterations=2), given, 0.5, seed=0)
+    return MixedSource(grpo_source(num_iterations=2), given, 0.5)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.25, 0.5, 0.7])
+def test_the_share_of_given_completions_is_spread_evenly(share):
+    order = mixed_order(share)
+    given = np.cumsum([order[rollout] for rollout in range(4000)])
+    np.testing.assert_allclose(given, share * np.arange(1, 4001), atol=1 + 4000 * 0.002)
 
 
 def test_a_run_may_stop_between_rollouts_alone_also_where_given_completions_take_their_place(mixed):

@@ -1,9 +1,9 @@
-"""Compiled programs are kept in a folder a process; whatever happens to it, a run computes the same bits."""
+"""Compiled programs are kept in a folder; whatever happens to it, a run computes the same bits."""
 
 import subprocess
 
 import pytest
-from runs import arguments, assert_same_end, free_address, killed_after, outputs, records, spawn
+from runs import arguments, assert_same_end, killed_after, outputs, records, spawn
 from tiny import config
 
 from mllm.stopwatch import CompileClock
@@ -11,14 +11,11 @@ from mllm.stopwatch import CompileClock
 OWN = {"JAX_COMPILATION_CACHE_DIR": ""}  # none of JAX's
 PROCESS = """
 import jax
-from mllm.parallel.processes import ProcessGroup
 from mllm.run.compiling import keep_programs
-from mllm.run.heartbeat import watched
 {}
-with watched():
-    keep_programs()
-    jax.jit(lambda x: x * {})(1.0)
-    print(jax.config.jax_compilation_cache_dir)
+keep_programs()
+jax.jit(lambda x: x * {})(1.0)
+print(jax.config.jax_compilation_cache_dir)
 """
 KILLED = """
 import os
@@ -29,7 +26,7 @@ lru_cache.time = SimpleNamespace(time_ns=lambda: os._exit(9))  # which JAX calls
 
 
 def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest_programs_make_room(tmp_path):
-    folder = tmp_path / "mllm" / "xla" / "0_of_1"
+    folder = tmp_path / "mllm" / "xla"
 
     def start(line="", factor=2, exit_code=0):
         script = PROCESS.format(line, factor)
@@ -47,31 +44,18 @@ def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest
     assert sum(few) <= max(sizes) + 99
 
 
-def test_each_process_writes_a_folder_of_its_own_unless_the_user_names_one(tmp_path):
-    address = free_address()
-    group = [f"ProcessGroup.find({address!r}, 2, {index}).join(60, {{}})" for index in (0, 1)]
-    own, cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "mllm" / "xla"
-    starts = [(line, own) for line in group] + [("", {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})]
-    said = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **given) for line, given in starts])
-    folders = [cache / "0_of_2", cache / "1_of_2", tmp_path / "mine"]
-    assert [text.split("\n")[-2] for text in said] == [str(folder) for folder in folders]
-    for folder in folders[:2]:
-        assert [path for path in folder.iterdir() if "lambda" in path.name]
-        assert folder.stat().st_mode & 0o777 == 0o700
+@pytest.mark.parametrize(("line", "named"), [("jax.process_count = lambda: 2", ""), ("", "mine")])
+def test_several_processes_keep_none_and_a_folder_that_the_user_names_is_jax_s(tmp_path, line, named):
+    own = {"JAX_COMPILATION_CACHE_DIR": named and str(tmp_path / named), "XDG_CACHE_HOME": str(tmp_path)}
+    (said,) = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **own)])
+    assert said == own["JAX_COMPILATION_CACHE_DIR"] + "\n"
+    assert not (tmp_path / "mllm").exists()
 
 
-@pytest.mark.parametrize("why", ["Not a directory", "others can write it"])
-def test_where_the_folder_can_not_be_had_a_line_says_why_and_programs_are_compiled_all_the_same(tmp_path, why):
-    folder = tmp_path / "mllm" / "xla" / "0_of_1"
-    if why == "Not a directory":
-        (tmp_path / "mllm").write_bytes(b"")
-    else:  # and their programs must not run
-        folder.mkdir(parents=True)
-        folder.chmod(0o777)
+def test_where_the_folder_can_not_be_had_jax_warns_and_programs_are_compiled_all_the_same(tmp_path):
+    (tmp_path / "mllm").write_bytes(b"")
     start = spawn(["-c", PROCESS.format("", 2)], subprocess.STDOUT, **OWN, XDG_CACHE_HOME=str(tmp_path))
-    *_, line, kept = outputs([start])[0].splitlines()
-    assert line.startswith(f"{folder}: {why}; so programs are compiled at each start")
-    assert not kept
+    assert "NotADirectoryError" in outputs([start])[0]
 
 
 def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, capsys):
@@ -112,7 +96,7 @@ def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_or_damaged(tmp_
 
     assert "WARNING" not in start(settings, **cache)
     assert records(settings, "timings.jsonl")[0]["time/compile"] > 0
-    folder = tmp_path / "cache" / "mllm" / "xla" / "0_of_1"
+    folder = tmp_path / "cache" / "mllm" / "xla"
     programs = list(folder.glob("*-cache"))
     assert any("train_step" in path.name for path in programs)
     for path in programs[::2]:

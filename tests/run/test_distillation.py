@@ -12,7 +12,6 @@ from mllm.config import load as configs
 from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.mixed_source import is_given
 from mllm.rl.schedule import Room
 from mllm.run import build
 from mllm.run.build import Run
@@ -95,19 +94,12 @@ def test_a_run_with_both_sources_and_adapters_ends_as_one_that_was_never_killed(
     assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
 
 
-def test_the_share_of_given_completions_is_a_hash_of_seed_and_rollout():
-    chosen = np.array([[is_given(seed, rollout, 0.25) for rollout in range(4000)] for seed in (0, 1)])
-    assert (chosen[0] != chosen[1]).any()
-    assert abs(chosen.mean() - 0.25) < 0.03
-    assert [rollout for rollout in range(12) if is_given(0, rollout, 0.25)] == [4, 6]
-
-
-def test_both_sources_are_made_with_the_run_s_seed_and_share_and_leave_room_for_the_teacher(tmp_path, monkeypatch):
+def test_both_sources_are_made_with_the_run_s_share_and_leave_room_for_the_teacher(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
-    settings = distilled(run_dir=str(tmp_path / "run"), seed=7, **BOTH | {"distill": {"data_share": 0.25}})
+    settings = distilled(run_dir=str(tmp_path / "run"), **BOTH | {"distill": {"data_share": 0.25}})
     with Run.build(settings) as begun:
-        assert (begun.source.seed, begun.source.share) == (7, 0.25)
+        assert [begun.source.order[rollout] for rollout in range(8)] == [False, False, False, True] * 2
         assert begun.sampler.room() == Room(8)
         assert asked == [begun.teacher]
 

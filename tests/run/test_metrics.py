@@ -1,5 +1,6 @@
 """What a run writes of itself can be cut back to any step, and is whole JSON."""
 
+import io
 import json
 import math
 import re
@@ -9,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mllm.run import report
+from mllm.run.events import Events
 from mllm.run.metrics import RunLog, last_logged_step, size_until
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
@@ -38,6 +40,37 @@ def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_t
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "kl": null, "reward": 0.5}\n'
     assert EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"] == ["reward"]
     assert "NaN or Inf" not in caplog.text + "".join(capsys.readouterr())
+
+
+def test_plain_tensorboard_reads_the_numbers_of_all_steps_and_hides_those_that_a_resume_does_again(tmp_path):
+    for last, steps, loss in ((-1, (1, 2, 3), 0.5), (1, (2, 3, 4), 0.25)):
+        log = RunLog(RunStore(tmp_path), last, 4)
+        for step in steps:
+            log.write(step, {"loss": loss, "num_tokens": step})
+            log.write_timings(step, {"tokens_per_second": 5.0}, {})
+        log.close()
+    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert sorted(read.Tags()["scalars"]) == ["loss", "num_tokens", "tokens_per_second"]
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 0.5), (2, 0.25), (3, 0.25), (4, 0.25)]
+    assert [event.value for event in read.Scalars("num_tokens")] == [1, 2, 3, 4]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault", ["No space left on device", "Not a directory"])
+def test_events_that_can_not_be_written_are_a_warning_and_nothing_waits_for_them(tmp_path, monkeypatch, caplog, fault):
+    folder = tmp_path / "tensorboard"
+    if fault == "Not a directory":
+        folder = tmp_path / "file" / "tensorboard"
+        folder.parent.write_text("")
+    monkeypatch.setattr(
+        "tensorboardX.record_writer.open_file", lambda path: io.BufferedWriter(io.FileIO("/dev/full", "w"))
+    )
+    events = Events(folder, 0)
+    for step in range(100):  # more than tensorboardX's queue holds
+        events.write(step, {f"number {n}": 0.5 for n in range(20)})
+    events.close()
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning == f"TensorBoard's events can't be written ({fault}); the run goes on without them"
 
 
 def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_last_step(tmp_path, capsys, monkeypatch):

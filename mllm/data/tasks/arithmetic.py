@@ -1,7 +1,9 @@
 """The task `arithmetic`: sums, differences and products, made on demand."""
 
+import hashlib
+
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages, permute_index
+from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages
 from mllm.errors import UserError
 
 
@@ -25,6 +27,28 @@ def arithmetic(config: TaskConfig) -> Task:
 
     train = min(problems - heldout, MAX_LENGTH)
     return Task(config.name, OnDemand(make, range(train)), OnDemand(make, range(problems - heldout, problems)))
+
+
+def permute_index(index: int, size: int, key: str = "") -> int:
+    """The image of `index` under the pseudo-random permutation of range(size) that `key` names; nothing is stored.
+
+    Sizes have no limit here; those of Grain's shuffle, which orders the examples in training, end at 2**63.
+
+    Four Feistel rounds permute the next power of four, and repeating them until the result is in range restricts the
+    permutation to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
+    """
+    half = (max(size - 1, 1).bit_length() + 1) // 2
+    mask = (1 << half) - 1
+    keyed = hashlib.blake2b(key.encode(), digest_size=16)
+    while True:
+        left, right = index >> half, index & mask
+        for turn in range(4):
+            mixer = keyed.copy()
+            mixer.update(turn.to_bytes(1, "little") + right.to_bytes(16, "little"))
+            left, right = right, left ^ (int.from_bytes(mixer.digest(), "little") & mask)
+        index = left << half | right
+        if index < size:
+            return index
 
 
 def near(number: int, choice: int) -> int:

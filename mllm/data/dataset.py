@@ -1,0 +1,103 @@
+"""The order of training's examples as Grain's data sets, and an iterator over them whose position is one integer.
+
+The order depends on the number of examples, the seed and the epochs alone. It is computed at any position, so a run
+goes on with the same examples from its checkpoint, also with another number of processes.
+"""
+
+import sys
+import weakref
+from typing import Any, Generic, TypeVar
+
+import grain
+from grain.experimental import ThreadPrefetchIterDataset
+
+from mllm.data.source import WAY_OUT
+from mllm.errors import StepError, UserError
+
+T = TypeVar("T")
+
+
+def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
+    """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
+
+    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
+    """
+    numbers = grain.MapDataset.range(examples)
+    if seed is not None:
+        numbers = numbers.seed(seed).shuffle()
+    return numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
+
+
+def training_dataset(
+    examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
+) -> grain.MapDataset[T]:
+    """The examples in the order of training, as by `training_order`: a task's problems (`task.train`), or `Documents`.
+
+    Each is made or read when it is asked for, by its position: UserError where that fails.
+    """
+    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
+
+
+class DataIterator(Generic[T]):
+    """Items that a thread of Grain's reads ahead, and a position from which another iterator continues exactly."""
+
+    def __init__(
+        self,
+        items: grain.IterDataset[T],
+        examples: int,
+        epochs: int | None = None,
+        content: str | None = None,
+        ahead: int = 2,
+    ) -> None:
+        """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
+
+        The state of an iterator over `items` is Grain's `{"next_index": position}`. So many items are read `ahead` of
+        the step that needs them.
+        """
+        self.examples = examples
+        self.content = content
+        self.epochs = epochs
+        self.given = 0
+        """How many items were given since training began."""
+        self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
+        # Otherwise the garbage collector may close it in the very thread that closing joins.
+        weakref.finalize(self, self.items.close)
+
+    def __iter__(self) -> "DataIterator[T]":
+        return self
+
+    def __next__(self) -> T:
+        """The next item; StopIteration after the last epoch.
+
+        StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
+        """
+        try:
+            item = self.take()
+        except UserError as error:
+            raise StepError(str(error)) from None
+        self.given += 1
+        return item
+
+    def take(self) -> T:
+        """The next item, which is not counted yet; UserError where an example can't be made or read."""
+        return next(self.items)
+
+    @property
+    def position(self) -> int:
+        """How many examples training has come to since it began, in the order of `training_order`."""
+        return self.items.get_state()["next_index"]
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the items so far: JSON, with the state of Grain's iterator under `grain`."""
+        state = {"examples": self.examples, "given": self.given, "grain": self.items.get_state()}
+        return state if self.content is None else state | {"content": self.content}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a position that `get_state` gave; UserError where the examples are others than then."""
+        if (state["examples"], state.get("content")) != (self.examples, self.content):
+            numbers = f"{state['examples']} then, {self.examples} now"
+            raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
+        if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
+            raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
+        self.given = state["given"]
+        self.items.set_state(state["grain"])
