@@ -15,6 +15,8 @@ class TeacherConfig(Section):
     """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
     step: int | str | None = None
     """The checkpoint of the run that is the source, as `model.step`."""
+    revision: str | None = None
+    """The commit or branch of a hub id, as `model.revision`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of its parameters, activations and products."""
 
@@ -29,6 +31,7 @@ class TeacherConfig(Section):
         return ModelConfig(
             source=self.source,
             step=self.step,
+            revision=self.revision,
             dtype=self.dtype,
             param_dtype=self.dtype,
             remat="none",

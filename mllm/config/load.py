@@ -41,13 +41,12 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     return validate(settings, path, overrides)
 
 
-def load_begun(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in a run's config.yaml; UserError as for `load`.
+def load_run(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in a run's config.yaml, whose paths are absolute; UserError as for `load`.
 
-    The run may be a stranger's: no module beside the file can be imported, and only the model is looked for.
+    The run may be a stranger's: no module beside the file can be imported.
     """
     settings = read(path)
-    places.locate(settings, (path.parent, Path()), places.FOLDERS)
     for override in overrides:
         apply_override(settings, override)
     return validate(settings, path, overrides)

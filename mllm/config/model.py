@@ -49,6 +49,8 @@ class ModelConfig(Section):
     step: int | str | None = None
     """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or the
     number of a step; None: the newest. The run's config.yaml records the number. Not with init random."""
+    revision: str | None = Field(default=None, pattern=r"^[\w.-]+$")
+    """The commit or branch of a hub id; None: the newest. The run's config.yaml records the commit."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Whether training begins with the source's parameters or with random ones; `pretrained` needs a source."""
     architecture: dict[str, Any] | None = None
@@ -82,7 +84,7 @@ class ModelConfig(Section):
         elif (self.source is None) == (self.architecture is None):
             raise impossible("architecture", "init: random takes either a source or an architecture")
         else:
-            self.reject_unused("with init: random", "step")
+            self.reject_unused("with init: random", "step", "revision")
         if isinstance(self.step, str) and self.step not in ("newest", "best"):
             raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
         if self.lora is not None:

@@ -42,7 +42,7 @@ def importable() -> Iterator[None]:
 
 
 def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str] = (*FILES, *FOLDERS)) -> None:
-    """Replace each name of a file or folder in `settings` by its path in the first of `folders` that has it.
+    """Replace each name of a file or folder in `settings` by its absolute path in the first of `folders` that has it.
 
     What none has stays: a hub id, or a file that is missing. So does what is not among `keys`.
     """
@@ -56,7 +56,7 @@ def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str
         value = values.get(name) if isinstance(values, dict) else None
         if not isinstance(value, str) or value in ("", *WORDS) or (hub and sections == ["task"]):
             continue
-        paths = [str(folder / value) for folder in folders]
+        paths = [str(folder.absolute() / os.path.expanduser(value)) for folder in folders]
         values[name] = next(filter(os.path.isdir if key in FOLDERS else is_file, paths), value)
 
 

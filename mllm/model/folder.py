@@ -13,14 +13,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from etils import epath
 from safetensors import SafetensorError
 
 from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
-from mllm.store.bucket import Bucket, cache_folder, is_bucket
-from mllm.store.fetch import OBJECTS, fetch_folder
-from mllm.store.folder import Folder
+from mllm.store.bucket import bucket_path, cache_folder, is_bucket
+from mllm.store.fetch import OBJECTS, fetch_folder, naming, send
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -44,10 +44,11 @@ def local_folder(
     patterns: Sequence[str] = (*SMALL, *WEIGHTS),
     key: str = "model.source",
     last_resort: str = "set model.init=random",
+    revision: str | None = None,
 ) -> Path:
     """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
 
-    From the hub or a bucket, files whose names match `patterns` are fetched. UserError, which names the setting `key`
+    From the hub or a bucket, files whose names match `patterns` are fetched; `revision` is the hub's. UserError, which names the setting `key`
     and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
     """
     if is_bucket(source):
@@ -66,14 +67,23 @@ def local_folder(
     # The hub's client raises its own errors, its HTTP library's and OSError; each means that the hub doesn't give it.
     try:
         # This request comes first, because the download would wait for ever on a hub that never answers.
-        HfApi().model_info(source, timeout=HUB_SECONDS)
+        HfApi().model_info(source, revision=revision, timeout=HUB_SECONDS)
     except Exception as error:
         unreachable = error
     try:
-        return Path(snapshot_download(source, allow_patterns=[*patterns], local_files_only=unreachable is not None))
+        offline = {"local_files_only": unreachable is not None}
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*patterns], **offline))
     except Exception as error:
         reason = f"and the hub did not give it ({brief(unreachable or error)})"
         raise UserError(f"{key}: {missing(source, 'folder')}, {reason}; {way_out}") from None
+
+
+def commit_of(source: str, revision: str | None, key: str) -> str | None:
+    """The commit of a hub id's files; None for a folder or a bucket. UserError, which names `key`, as `local_folder`."""
+    if is_bucket(source) or os.path.isdir(os.path.expanduser(source)):
+        return None
+    folder = local_folder(source, SMALL, key, revision=revision)
+    return folder.name if folder.parent.name == "snapshots" else revision
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -132,17 +142,17 @@ def replacing_in_bucket(url: str) -> Iterator[Path]:
     An earlier export is removed first, and the file without which an export is none is written last. UserError is
     raised as by `replacing`.
     """
-    bucket = Bucket(url)
     refuse_foreign_files(url)
     try:
         (copies := cache_folder() / OBJECTS).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="export_", dir=copies) as folder:
             yield Path(folder)
             files = sorted(Path(folder).iterdir(), key=lambda path: (path.name in LAST, path.name))
-            bucket.delete(bucket.names())
-            with transfer_bar(f"sending to {url}", sum(path.stat().st_size for path in files)) as bar:
+            with naming(url), transfer_bar(f"sending to {url}", sum(path.stat().st_size for path in files)) as bar:
+                if bucket_path(url).exists():
+                    bucket_path(url).rmtree()
                 for path in files:
-                    bucket.write(path.name, path.read_bytes())
+                    send(Path(folder), url, [path.name])
                     bar.update(path.stat().st_size)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{url}: can't be written: {error}") from None
@@ -150,14 +160,11 @@ def replacing_in_bucket(url: str) -> Iterator[Path]:
 
 def refuse_foreign_files(place: str | Path) -> None:
     """Raise UserError where a folder holds files that no export wrote, which replacing it would lose."""
-    if is_bucket(place):
-        names = Bucket(str(place)).names()
-    elif os.path.exists(place) and not os.path.isdir(place):
+    folder = bucket_path(str(place)) if is_bucket(place) else epath.Path(place)
+    if folder.exists() and not folder.is_dir():
         raise UserError(f"{place}: is a file; choose another folder for the export")
-    else:
-        names = [entry.name + "/" * entry.is_dir() for entry in os.scandir(place)] if os.path.isdir(place) else []
-    files = Bucket(str(place)) if is_bucket(place) else Folder(Path(place))
-    described = README in names and (files.read(README) or b"").startswith(REPLACED.encode())
+    names = [path.name + "/" * path.is_dir() for path in folder.iterdir()] if folder.is_dir() else []
+    described = README in names and (folder / README).read_bytes().startswith(REPLACED.encode())
     if foreign := [name for name in names if name and not (described if name == README else EXPORTED.fullmatch(name))]:
         raise UserError(f"{place}/{min(foreign)}: no export wrote this, and it would be lost; choose another folder")
 

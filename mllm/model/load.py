@@ -23,7 +23,7 @@ from mllm.model.folder import SMALL, local_folder, read_json
 from mllm.model.int8 import is_int8, quantize
 from mllm.model.layout import Layout, Params, count
 from mllm.model.lora import Lora, initial_adapters, split_adapters
-from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids
+from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids, stop_strings
 from mllm.store.bucket import is_bucket
 
 MOST_PARAMETERS = 10**13
@@ -46,6 +46,8 @@ class Policy:
     source: str | None
     """Where the pretrained parameters are, which are fetched when they are read; None: they are random."""
     seed: int
+    revision: str | None = None
+    """The commit of a source on the hub."""
     read: Callable[[], Params] | None = None
     """Reads the parameters of a run that is the source; None: they are read as `source` says."""
     lora: Lora | None = None
@@ -94,7 +96,7 @@ class Policy:
         if self.read is not None:
             return self.read()
         if self.source is not None:
-            return weights.load(local_folder(self.source), self.stored)
+            return weights.load(local_folder(self.source, revision=self.revision), self.stored)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
@@ -109,15 +111,15 @@ class Policy:
         return create()
 
 
-def load_policy(config: Config, mesh: Mesh, stop: Sequence[str] = ()) -> Policy:
+def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    `stop` adds texts to those of the model and the configuration. UserError is raised as by `load_model`, and if a
+    UserError is raised as by `load_model`, and if a
     row may be longer than the model's positions.
     """
     packed = config.data is None or config.data.packing
     configured = () if config.rollout is None else config.rollout.stop
-    policy = load_model(config.model, mesh, packed=packed, stop=(*stop, *configured), seed=config.seed)
+    policy = load_model(config.model, mesh, packed=packed, stop=configured, seed=config.seed)
     rows = {} if config.data is None else {"data.max_length": config.data.max_length}
     if config.rollout is not None:
         several = config.rollout.turns > 1
@@ -158,12 +160,13 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         architecture=architecture,
         tokenizer=tokenizer,
         stop_ids=stop_ids(tokenizer, folder, stop),
-        stop_texts=tuple(stop),
+        stop_texts=tuple(dict.fromkeys((*stop_strings(folder), *stop))),
         attention=attention,
         graphdef=graphdef,
         params=layout.abstract_parameters(params, int8=model.lora is not None and model.lora.base == "int8"),
         source=model.source if model.init == "pretrained" else None,
         seed=seed,
+        revision=model.revision,
         lora=lora,
         adapters=adapters,
         learned=learned,
@@ -184,5 +187,5 @@ def find_model(config: ModelConfig) -> tuple[Path | None, Architecture]:
             known = f"the architectures known by name ({', '.join(PRESETS)})"
             raise UserError(f"model.source: {source} is neither a folder nor one of {known}")
         return None, PRESETS[source]
-    folder = local_folder(source, SMALL)
+    folder = local_folder(source, SMALL, revision=config.revision)
     return folder, weights.read_config(folder)

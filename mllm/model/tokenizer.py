@@ -162,6 +162,16 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
     return tuple(dict.fromkeys(ids))
 
 
+def stop_strings(folder: Path | None) -> list[str]:
+    """The texts in a folder's generation_config.json that end a completion; UserError where it is unreadable."""
+    path = folder / "generation_config.json" if folder else None
+    found = read_json(path).get("stop_strings") if path and path.is_file() else None
+    texts = [found] if isinstance(found, str) else found or []
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise UserError(f"{path}: stop_strings: expected texts: repair or remove it")
+    return texts
+
+
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
     token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))

@@ -202,6 +202,7 @@ def save(
     dtype: DTypeLike = jnp.bfloat16,
     dithered: bool = False,
     stop_ids: Sequence[int] = (),
+    stop_texts: Sequence[str] = (),
     pad_id: int | None = None,
     learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
@@ -212,14 +213,27 @@ def save(
     replaced as `replacing` says. `also` writes further files into the folder (`tokenizer.save_pretrained`). UserError
     is raised as by `replacing`.
     """
-    generation = {"eos_token_id": list(stop_ids) or None, "pad_token_id": pad_id}
     with replacing(place) as unfinished:
         write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
-        ours = {LEARNED: learned} if learned == "texts" else {}
-        write_json(unfinished / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
-        write_json(unfinished / "generation_config.json", {k: v for k, v in generation.items() if v is not None})
         if also is not None:
             also(unfinished)
+        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, learned)
+
+
+def write_settings(
+    folder: Path,
+    config: Architecture,
+    dtype: DTypeLike,
+    stop_ids: Sequence[int] = (),
+    stop_texts: Sequence[str] = (),
+    pad_id: int | None = None,
+    learned: Form | None = None,
+) -> None:
+    """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion."""
+    ours = {LEARNED: learned} if learned == "texts" else {}
+    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
+    ends = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id, "stop_strings": list(stop_texts)}
+    write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
 
 
 def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: str = SINGLE) -> None:

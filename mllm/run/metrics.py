@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -31,7 +31,6 @@ MEASURED = {
     "validation preferred": "validation/rewards/accuracies",
     "test reward": "test/reward",
     "test accuracy": "test/greedy_accuracy",
-    "weights moved": "params/moved",
 }
 """What is measured beside the updates, by its name on the terminal."""
 LEARNED = {
@@ -48,23 +47,31 @@ WITHOUT_REWARDS = {"loss": "loss", "preferred": "rewards/accuracies"}
 class RunLog:
     """The files of a run that grow by a line a step. In all processes but the first there are none."""
 
-    def __init__(self, store: RunStore, last_step: int, steps: int, config: Config | None = None) -> None:
-        """Open the files, and cut off the lines after `last_step`, which is -1 for a run that begins.
+    def __init__(
+        self,
+        store: RunStore,
+        last_step: int,
+        steps: int,
+        config: Config | None = None,
+        marks: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Open the files, and cut off what was written after `marks`, those of the checkpoint from which a run goes on.
 
-        `steps` is the number of the last one. The first line of metrics.jsonl after one of the configuration's
-        `changes` has it under `changed`. None: there are no changes and no `log.wandb`.
+        `last_step` is the last one with lines there, -1 for a run that begins; `steps` is the number of the last one of
+        all. The first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None:
+        there are no changes and no `log.wandb`.
         """
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.files: dict[str, Log] = {}
         if is_writer():
-            self.files = {name: store.open_log(name, partial(size_until, last_step)) for name in RECORDS}
+            self.files = {name: store.open_log(name, marks[name][0] if marks else 0) for name in RECORDS}
         self.steps, self.said = steps, -1.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         # Weights & Biases follows the events of files that are opened later.
         self.wandb = Wandb(store, config) if self.files and config and config.log.wandb else None
-        self.events = Events(store.local_folder / EVENTS, last_step + 1) if self.files else None
+        self.events = Events(store.folder / EVENTS, last_step + 1) if self.files else None
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -140,39 +147,16 @@ def functions_of(record: Mapping[str, Any], place: str = "") -> dict[str, str]:
 def number(record: Mapping[str, Any], key: str) -> str:
     """A measured number, an accuracy with its 95 % interval."""
     interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
-    value = f"{record[key]:.2%}" if key == "params/moved" else f"{record[key]:.3f}"
-    return value + f" ({' .. '.join(interval)})" * bool(interval)
-
-
-def size_until(step: int, lines: Iterable[bytes]) -> int:
-    """The bytes of JSON lines that stay: those before the first of a later step, or that a crash left incomplete."""
-    end = 0
-    for line in lines:
-        found = step_of(line)
-        if found is None or found > step:
-            break
-        end += len(line)
-    return end
+    return f"{record[key]:.3f}" + f" ({' .. '.join(interval)})" * bool(interval)
 
 
 def last_logged_step(store: RunStore) -> int:
-    """The step up to which metrics.jsonl has every line, the first of which may be 0 or 1; -1 if it has none."""
-    last = -1
-    for line in store.read_log("metrics.jsonl").splitlines(keepends=True):
-        found = step_of(line)
-        if found is None or (found != last + 1 and (last, found) != (-1, 1)):
-            break
-        last = found
-    return last
-
-
-def step_of(line: bytes) -> int | None:
-    """The step of a JSON line; None if a crash left it incomplete."""
-    try:
-        step = json.loads(line)["step"] if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
-        return None
-    return step if isinstance(step, int) else None
+    """The step of the last complete line of metrics.jsonl; -1 if it has none."""
+    for line in reversed(store.read_log("metrics.jsonl").splitlines(keepends=True)):
+        with suppress(ValueError, KeyError, TypeError):
+            if line.endswith(b"\n"):
+                return int(json.loads(line)["step"])
+    return -1
 
 
 def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:

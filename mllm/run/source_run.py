@@ -1,4 +1,4 @@
-"""A run as another run's `model.source`: its sizes, tokenizer and stop tokens, and the parameters of a checkpoint.
+"""A run as a model: its folder has the sizes, the tokenizer and the stop tokens, its checkpoints the parameters.
 
 The parameters are the run's masters, in the dtype in which its optimizer updated them; nothing is exported between.
 The adapters of a run that trained some are merged into its model.
@@ -27,10 +27,8 @@ from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
-OWN = ("dtype", "param_dtype", "compute_rounding", "remat", "attention", "lora")
-"""Settings of a model that are not taken from the run that is its source."""
-MOST_RUNS = 50
-"""The most runs of which each begins with the next."""
+OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, "step": None, "revision": None}
+"""Settings of a model that is read from a run's folder."""
 
 
 def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -> Policy:
@@ -41,10 +39,16 @@ def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -
     source = source or SourceRun.open(config.model)
     if source is None:
         return load.load_policy(config, mesh)
-    policy = load.load_policy(config.model_copy(update={"model": source.model}), mesh, source.stop)
-    learned = policy.learned if policy.adapters else source.config.learned
-    read = partial(source.read_parameters, config.model.step, policy.stored)
-    return replace(policy, read=read, learned=learned)
+    model = config.model.model_copy(update={"source": str(source.store.folder), "step": None})
+    policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
+    return replace(policy, read=partial(source.read_parameters, config.model.step, policy.stored, model))
+
+
+def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
+    """The policy that a run trains; nothing outside of its folder is read before the parameters below adapters are."""
+    model = config.model.model_copy(update={**OF_THE_FOLDER, "source": str(store.folder)})
+    policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
+    return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
 
 
 @dataclass(frozen=True)
@@ -54,17 +58,12 @@ class SourceRun:
     store: RunStore
     config: Config
     """Its own."""
-    model: ModelConfig
-    """The model that begins with it, as if the run's own model were its source."""
-    stop: tuple[str, ...]
-    """Texts that stop the run's model beside the tokens of its own source."""
 
     @classmethod
-    def open(cls, model: ModelConfig, runs: tuple[str, ...] = ()) -> "SourceRun | None":
-        """The run that is a model's source; None if it begins with other parameters. `runs` begin with it, in turn.
+    def open(cls, model: ModelConfig) -> "SourceRun | None":
+        """The run that is a model's source; None if it begins with other parameters.
 
-        UserError is raised where its configuration can't be read, no run is there and `model.step` is given, or it
-        begins with itself.
+        UserError is raised where its configuration can't be read, or no run is there and `model.step` is given.
         """
         if not model.source or model.init != "pretrained":
             return None
@@ -72,15 +71,7 @@ class SourceRun:
             if model.step is not None:
                 raise UserError(f"model.step: no run is at {model.source}: give its run_dir, or remove the step")
             return None
-        if store.url in runs or len(runs) == MOST_RUNS:
-            what = "itself" if store.url in runs else f"more than {MOST_RUNS} runs, one after the other"
-            raise UserError(f"model.source: {store} begins with {what}: give a run's export (tools/export.py)")
-        config = configs.load_begun(store.local(CONFIG))
-        below = cls.open(config.model, (*runs, store.url))
-        theirs, stop = (below.model, below.stop) if below else (config.model, ())
-        own = {name: getattr(model, name) for name in OWN} | {"tokenizer": model.tokenizer or theirs.tokenizer}
-        stop = (*stop, *(config.rollout.stop if config.rollout else ()))
-        return cls(store, config, theirs.model_copy(update=own), stop)
+        return cls(store, configs.load_run(store.folder / CONFIG))
 
     def pin(self, config: Config) -> Config:
         """A new run's configuration with the step's number, which may not be the newest or best one later."""
@@ -108,11 +99,14 @@ class SourceRun:
             raise UserError(f"model.step: {self.store} has no checkpoint {step}{kept}; there are {steps}")
         return found
 
-    def read_parameters(self, step: int | str | None, like: Params) -> Params:
-        """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none."""
+    def read_parameters(self, step: int | str | None, like: Params, model: ModelConfig) -> Params:
+        """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
+
+        `model` says how a matrix is rounded that loses bits.
+        """
         step = self.choose_step(step)
         if self.config.model.lora is not None:
-            return self.merged_parameters(step, like)
+            return self.merged_parameters(step, like, model)
         dtype = self.config.model.param_dtype
 
         def stored_as(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -120,11 +114,11 @@ class SourceRun:
 
         stored = jax.tree.map(stored_as, like, is_leaf=is_int8)
         _, params = restore_params(self.store, stored, step)
-        return self.narrow(params, like)
+        return narrowed(params, like, model)
 
-    def merged_parameters(self, step: int, like: Params) -> Params:
+    def merged_parameters(self, step: int, like: Params, model: ModelConfig) -> Params:
         """The same of a run that trained adapters: they are added to its model's matrices in float32."""
-        policy = load_policy(self.config, jax.tree.leaves(like)[0].sharding.mesh)
+        policy = load_own_policy(self.store, self.config, jax.tree.leaves(like)[0].sharding.mesh)
         if policy.exported != policy.architecture:
             fault = f"{self.store} parted the head from the embedding"
             raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
@@ -132,19 +126,19 @@ class SourceRun:
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
-            return self.narrow(merge_all_adapters(params, policy.lora), like)
+            return narrowed(merge_all_adapters(params, policy.lora), like, model)
 
         return merge(policy.complete(adapters))
 
-    def narrow(self, params: Params, like: Params) -> Params:
-        """The parameters in the dtypes of `like`; the matrices that lose bits are rounded as the new run's copies,
-        or made int8.
-        """
-        wanted, dithered = by_name(like, is_int8), Rounding.of(self.model).dithered
 
-        def rounded(leaf: Array, name: str) -> Any:
-            if is_int8(one := wanted[name]):
-                return jax.jit(quantize, out_shardings=jax.tree.map(lambda x: x.sharding, one))(leaf)
-            return leaf if leaf.dtype == one.dtype else narrow(leaf, Rounding(one.dtype, dithered), name)
+def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
+    """The parameters in the dtypes of `like`; matrices that lose bits become the model's compute copies, or int8."""
+    wanted, dithered = by_name(like, is_int8), Rounding.of(model).dithered
 
-        return map_parameters(rounded, params)
+    def rounded(leaf: Array, name: str) -> Any:
+        target = wanted[name]
+        if is_int8(target):
+            return jax.jit(quantize, out_shardings=jax.tree.map(lambda x: x.sharding, target))(leaf)
+        return leaf if leaf.dtype == target.dtype else narrow(leaf, Rounding(target.dtype, dithered), name)
+
+    return map_parameters(rounded, params)

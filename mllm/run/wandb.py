@@ -46,7 +46,7 @@ class Wandb:
                 project=config.log.wandb,
                 id=run_id(store),
                 name=Path(store.url).absolute().name,
-                dir=str(store.local_folder),
+                dir=str(store.folder),
                 resume="allow",
                 sync_tensorboard=True,
                 config=config.model_dump(mode="json"),
@@ -75,7 +75,7 @@ def run_id(store: RunStore) -> str:
     A moved run keeps it, since its path or its folder's device and inode are known; a copied run gets another.
     """
     here = [store.url]
-    if store.folder:
+    if not store.in_bucket:
         about = store.folder.stat()
         here = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
     known = json.loads(store.read(ID) or '{"id": null, "places": []}')
