@@ -11,14 +11,12 @@ from mllm.stopwatch import CompileClock
 OWN = {"JAX_COMPILATION_CACHE_DIR": ""}  # none of JAX's
 PROCESS = """
 import jax
-from mllm.parallel.processes import ProcessGroup
+from mllm.parallel.group import join
 from mllm.run.compiling import keep_programs
-from mllm.run.heartbeat import watched
 {}
-with watched():
-    keep_programs()
-    jax.jit(lambda x: x * {})(1.0)
-    print(jax.config.jax_compilation_cache_dir)
+keep_programs()
+jax.jit(lambda x: x * {})(1.0)
+print(jax.config.jax_compilation_cache_dir)
 """
 KILLED = """
 import os
@@ -49,7 +47,7 @@ def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest
 
 def test_each_process_writes_a_folder_of_its_own_unless_the_user_names_one(tmp_path):
     address = free_address()
-    group = [f"ProcessGroup.find({address!r}, 2, {index}).join(60, {{}})" for index in (0, 1)]
+    group = [f"join({address!r}, 2, {index}, {{}})" for index in (0, 1)]
     own, cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "mllm" / "xla"
     starts = [(line, own) for line in group] + [("", {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})]
     said = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **given) for line, given in starts])

@@ -12,7 +12,6 @@ from states import like, make_state, opened
 from test_checkpoint import assert_equal, flip_bits, truncate
 
 from mllm.config.model import MeshConfig
-from mllm.parallel import watch
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.parallel.processes import gather_objects, is_writer
 from mllm.store import arrays as stored_arrays
@@ -80,7 +79,6 @@ def restore_in_two(run_dir, url):
                 damage(store, step, "params.norm")
         gather_objects(None)
         assert checkpoints.restore(like(mesh)).step == 1
-    watch.watch.finish(None)
 
 
 @pytest.mark.slow
