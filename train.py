@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.stall_limit is not None and not options.stall_limit > 0:
         raise UserError("--stall-limit: give seconds above 0, more than the longest phase and loading take")
+    if min(options.wait, options.heartbeat) < 1:
+        raise UserError("--wait and --heartbeat: give whole seconds from 1")
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cluster or group != (None, None, None):
         from mllm.parallel.group import join
 
-        join(*group, config.model_dump(mode="json"), options.wait, options.heartbeat)
+        join(group, config.model_dump(mode="json"), options.wait, options.heartbeat)
     return train(config, options.change, options.stall_limit)
 
 

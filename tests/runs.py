@@ -92,7 +92,7 @@ def start_group(command: list[str], processes: int, devices: int, **variables: s
 def join_group() -> None:
     """In a process that `start_group` started: connect to the others."""
     group = train.make_parser().parse_args(["--config", ""])
-    join(group.coordinator, group.processes, group.process, {}, 60)
+    join((group.coordinator, group.processes, group.process), {}, 60)
 
 
 def free_address() -> str:

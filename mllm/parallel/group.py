@@ -41,19 +41,16 @@ leaving = threading.Lock()
 
 
 def join(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    settings: Mapping[str, Any],
-    wait: int = 300,
-    heartbeat: int = 60,
+    group: tuple[str | None, int | None, int | None], settings: Mapping[str, Any], wait: int = 300, heartbeat: int = 60
 ) -> None:
-    """Connect to the other processes, before any other use of JAX, which finds in a cluster what is None.
+    """Connect to the other processes, before any other use of JAX.
 
-    UserError is raised where that fails or process 0's port is taken, and in all processes where one has other settings
+    `group` is process 0's host:port, the number of processes, and which one this is; JAX finds in a cluster what is
+    None. UserError is raised where that fails or the port is taken, and in all processes where one has other settings
     or programs. If not all come within `wait` seconds, this one ends with code RESTART. JAX aborts it when another one
     has been silent for `heartbeat` seconds.
     """
+    coordinator, processes, process = group
     late = f"--coordinator: not all processes came to {coordinator or 'process 0'} within {wait} s (--wait)"
     watchdog = threading.Timer(wait, leave, (RESTART, late))  # JAX's own limit ends in a stack trace
     watchdog.daemon = True
@@ -63,9 +60,7 @@ def join(
         if coordinator and process == 0:  # where JAX would crash if the port is taken
             bound = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
             socket.create_server(("", int(bound.rpartition(":")[2]))).close()
-        jax.distributed.initialize(
-            coordinator, processes, process, initialization_timeout=wait + 60, heartbeat_timeout_seconds=heartbeat
-        )
+        jax.distributed.initialize(*group, initialization_timeout=wait + 60, heartbeat_timeout_seconds=heartbeat)
     except Exception as error:  # a cluster's environment may raise any
         given = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
         raise UserError(f"{given}: {brief(error)}; --cluster finds what is not given, in clusters JAX knows") from None

@@ -18,7 +18,8 @@ from tiny import config
 from mllm.errors import RESTART
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
-CONFIG = config(steps=40, mesh={"dp": 2}, eval=None, checkpoint={"every": 4}, log={"samples": 2})
+EVEN = {"rewards": [{"name": "user_rewards:even_characters"}]}
+CONFIG = config(steps=40, mesh={"dp": 2}, task=EVEN, eval=None, checkpoint={"every": 4}, log={"samples": 2})
 LOST = {RESTART, -signal.SIGABRT}
 """The exit codes of a process that has lost another one: its own, or that of JAX's coordination service."""
 KILLED, MISTAKE = {-signal.SIGKILL}, {2}

@@ -284,7 +284,7 @@ def ends(what):
     """In each of two processes: join, with other settings in one of them, or let one fail in the midst of the work."""
     options = train.make_parser().parse_args(["--config", ""])
     group, number = (options.coordinator, options.processes, options.process), options.process
-    group_module.join(*group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}}, 60)
+    group_module.join(group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}}, 60)
     with group_module.watched(2.0 if what == "stall" else None) as watch:
         for step in range(1000):
             watch.mark(step, "update")
@@ -370,7 +370,7 @@ def test_an_impossible_flag_is_refused_with_what_was_given(flags, message, monke
     monkeypatch.setattr(jax.config, "update", lambda *_: None)
     monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
     with pytest.raises(UserError, match=message):
-        group_module.join(*flags, {})
+        group_module.join(flags, {})
 
 
 def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone(monkeypatch):

@@ -47,7 +47,7 @@ def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest
 
 def test_each_process_writes_a_folder_of_its_own_unless_the_user_names_one(tmp_path):
     address = free_address()
-    group = [f"join({address!r}, 2, {index}, {{}})" for index in (0, 1)]
+    group = [f"join(({address!r}, 2, {index}), {{}})" for index in (0, 1)]
     own, cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path)}, tmp_path / "mllm" / "xla"
     starts = [(line, own) for line in group] + [("", {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "mine")})]
     said = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **given) for line, given in starts])
