@@ -5,8 +5,8 @@ The same command again resumes from the newest checkpoint in run_dir, and ends a
 Several processes train one model, over the devices of all, if each gets --coordinator HOST:PORT (of process 0),
 --processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
 --cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
-Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 another process was lost,
-or --stall-limit reached: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
+Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 or 134 another process was
+lost, 75 too where --stall-limit is reached: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.
@@ -35,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.stall_limit is not None and not options.stall_limit > 0:
         raise UserError("--stall-limit: give seconds above 0, more than the longest phase and loading take")
+    if min(options.wait, options.heartbeat) < 1:
+        raise UserError("--wait and --heartbeat: give whole seconds from 1")
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
@@ -43,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan(config, options.target)
         return 0
 
-    from mllm.parallel.processes import ProcessGroup
+    group = options.coordinator, options.processes, options.process
+    if options.cluster or group != (None, None, None):
+        from mllm.parallel.group import join
 
-    flags = options.coordinator, options.processes, options.process
-    if group := ProcessGroup.of_cluster(options.wait) if options.cluster else ProcessGroup.find(*flags):
-        group.join(options.wait, config.model_dump(mode="json"))
+        join(group, config.model_dump(mode="json"), options.wait, options.heartbeat)
     return train(config, options.change, options.stall_limit)
 
 
@@ -70,8 +72,11 @@ def make_parser() -> ArgumentParser:
     several.add_argument("--coordinator", default=address, metavar="HOST:PORT", help="where process 0 listens")
     several.add_argument("--processes", default=count, type=int, metavar="N", help="how many train this model")
     several.add_argument("--process", default=index, type=int, metavar="I", help="which one this is, from 0")
-    several.add_argument("--cluster", action="store_true", help="find all of these in the cluster's environment")
+    several.add_argument("--cluster", action="store_true", help="find what is not given in the cluster's environment")
     several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
+    several.add_argument(
+        "--heartbeat", type=int, default=60, metavar="SECONDS", help="of silence after which one is lost (default 60)"
+    )
     return parser
 
 

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -18,8 +17,8 @@ import numpy as np
 import train
 from mllm.config.load import dump
 from mllm.config.schema import Config
+from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import ProcessGroup
 from mllm.run.checkpoint import by_name, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
@@ -93,18 +92,14 @@ def start_group(command: list[str], processes: int, devices: int, **variables: s
 def join_group() -> None:
     """In a process that `start_group` started: connect to the others."""
     group = train.make_parser().parse_args(["--config", ""])
-    found = ProcessGroup.find(group.coordinator, group.processes, group.process)
-    assert found
-    found.join(60, {})
+    join((group.coordinator, group.processes, group.process), {}, 60)
 
 
 def free_address() -> str:
-    """A coordinator's address; its port and the one below are free."""
-    while True:
-        with socket.socket() as free, socket.socket() as below, suppress(OSError):
-            free.bind(("localhost", 0))
-            below.bind(("localhost", free.getsockname()[1] - 1))
-            return f"localhost:{free.getsockname()[1]}"
+    """A coordinator's address, whose port is free."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return f"localhost:{free.getsockname()[1]}"
 
 
 def spawn(command: list[str], stderr: int, **variables: str) -> subprocess.Popen:

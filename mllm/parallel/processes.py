@@ -1,121 +1,28 @@
-"""Several processes that train one model: how they connect, which rows each of them has, and how they share values.
+"""Several processes that train one model: which rows each of them has, and how they share values.
 
 What only one process knows it shares by `gather_objects`, as JSON and numbers: nothing that comes from another process
-is unpickled. Process 0 writes the run's files. A process that dies takes the others with it, and the same command
-resumes.
+is unpickled. Process 0 writes the run's files.
 """
 
 import base64
 import json
-import os
-import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax._src.clusters import ClusterEnv  # the coordinator's address is needed before JAX connects to it
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mllm.errors import RESTART, CommonError, StepError, UserError, brief
-from mllm.parallel import meeting
+from mllm.errors import CommonError, StepError, UserError
 
 T = TypeVar("T")
 FRAME = 4096
 """Bytes of the first message in `exchange`; only longer values take a second one."""
 ARRAY = "array of"
 """The key of an object that stands for an array in `pack`: its dtype, shape and bytes."""
-
-
-class ProcessGroup(NamedTuple):
-    """The processes of a run, and which of them this one is."""
-
-    coordinator: str
-    """host:port where process 0 listens."""
-    processes: int
-    process: int
-    devices: Sequence[int] | None = None
-    """This process's devices among its machine's; None: all."""
-
-    @classmethod
-    def find(cls, coordinator: str | None, processes: int | None, process: int | None) -> "ProcessGroup | None":
-        """The group that the flags describe; None if none of the three is given.
-
-        UserError is raised if some of them are missing, or impossible.
-        """
-        if (coordinator, processes, process) == (None, None, None):
-            return None
-        if coordinator is None or processes is None or process is None:
-            flags = "--coordinator, --processes and --process"
-            variables = "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
-            raise UserError(f"{flags}: several processes need all three, or {variables}")
-        host, _, port = coordinator.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-            raise UserError(f"--coordinator: {coordinator}: expected host:port, of process 0")
-        if not 0 <= process < processes:
-            raise UserError(f"--process: {process}: expected 0 to {processes - 1}, since --processes is {processes}")
-        return cls(coordinator, processes, process)
-
-    @classmethod
-    def of_cluster(cls, seconds: int) -> "ProcessGroup":
-        """The group of a cluster that JAX recognizes (TPU pods, Slurm); UserError where it finds none."""
-        reason = "neither a TPU pod nor Slurm, Open MPI, or Kubernetes with its package"
-        try:
-            found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, seconds)
-        except Exception as error:  # whatever a cluster's environment raises that is not as JAX expects
-            found, reason = (None,) * 4, brief(error)
-        address, processes, process, devices = found
-        if address is None or processes is None or process is None:
-            raise UserError(f"--cluster: none found ({reason}); give --coordinator, --processes and --process")
-        return cls(address, processes, process, devices)
-
-    def join(self, seconds: int, settings: Mapping[str, Any]) -> None:
-        """Connect to the other processes, before any other use of JAX.
-
-        UserError is raised where process 0's port is taken, or a process has other settings or programs.
-        If they are not all there within `seconds`, the process ends with an error in one line and exit code RESTART:
-        JAX's own time limit would abort it with a C++ stack trace.
-        """
-
-        missing = [] if self.process else [*range(1, self.processes)]
-
-        def give_up() -> None:
-            silent = "process 0 does not answer or " if self.process else ""
-            late = f"{silent}not all {self.processes} processes came to {self.coordinator} within {seconds} s"
-            if missing:
-                late += f"; missing: process {', '.join(map(str, missing)):.60}"
-            print(f"error: --coordinator: {late}", file=sys.stderr, flush=True)
-            os._exit(RESTART)
-
-        # The trainer handles SIGTERM itself.
-        jax.config.update("jax_enable_preemption_service", False)
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        watchdog = threading.Timer(seconds, give_up)
-        watchdog.daemon = True
-        watchdog.start()
-        try:
-            bound = meeting.begin(meeting.Member.of(self.process, self.processes, settings), self.coordinator, missing)
-            jax.distributed.initialize(
-                coordinator_address=meeting.relay(self.coordinator) if self.process else self.coordinator,
-                coordinator_bind_address=bound,
-                num_processes=self.processes,
-                process_id=self.process,
-                local_device_ids=self.devices,
-                cluster_detection_method="deactivate",
-                initialization_timeout=seconds + 60,
-                heartbeat_timeout_seconds=24 * 60 * 60,  # the watch notices first, and says which process is silent
-                shutdown_timeout_seconds=30,
-            )
-        except jax.errors.JaxRuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            message = f"--coordinator: {self.coordinator} can't be opened ({reason}); take another port"
-            raise UserError(message) from None
-        finally:
-            watchdog.cancel()
 
 
 def is_writer() -> bool:
@@ -146,13 +53,14 @@ def exchange(value: T) -> list[T]:
     """What each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
-    message = np.frombuffer(pack([jax.process_index(), value]), np.uint8)
-    lengths, frames = multihost_utils.process_allgather((np.int32(message.size), pad_or_cut(message, FRAME)))
-    if max(lengths) > FRAME:
-        # Lengths are powers of two, because JAX compiles a program for each.
-        frames = multihost_utils.process_allgather(pad_or_cut(message, 1 << (int(max(lengths)) - 1).bit_length()))
-    values = dict(unpack(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
-    return [values[process] for process in range(jax.process_count())]
+    message, size = np.frombuffer(pack([jax.process_index(), value]), np.uint8), FRAME
+    while True:
+        padded = np.pad(message[:size], (0, max(0, size - message.size)))
+        lengths, frames = multihost_utils.process_allgather((np.int32(message.size), padded))
+        if max(lengths) <= size:
+            values = dict(unpack(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
+            return [values[process] for process in range(jax.process_count())]
+        size = 1 << (int(max(lengths)) - 1).bit_length()  # a power of two: JAX compiles a program for each size
 
 
 def pack(value: Any) -> bytes:
@@ -176,11 +84,6 @@ def unpack(message: bytes) -> Any:
         return np.frombuffer(base64.b64decode(content), np.dtype(name)).reshape(shape)
 
     return json.loads(message, object_hook=restore)
-
-
-def pad_or_cut(message: np.ndarray, size: int) -> np.ndarray:
-    """The first `size` bytes of a message, or a shorter one with zeros behind it."""
-    return np.pad(message[:size], (0, max(0, size - message.size)))
 
 
 @contextmanager

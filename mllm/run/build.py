@@ -35,16 +35,16 @@ from mllm.errors import UserError
 from mllm.model.compute_copy import Rounding
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, warn_of_mismatch
+from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh, shard_batch, sharding
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
-from mllm.parallel.watch import Watch
 from mllm.rl.evaluation import make_evaluation
 from mllm.rl.grpo_source import GrpoSource, TeacherPass
 from mllm.rl.mixed_source import MixedSource
 from mllm.rl.rewards import RewardRunner
 from mllm.rl.rollout import Sampler
 from mllm.rl.schedule import room_that_fits
-from mllm.run import folder, heartbeat, report, wandb
+from mllm.run import folder, report, wandb
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
 from mllm.run.measurements import Measurement, Measurements
@@ -80,7 +80,7 @@ class Run:
         All processes must enter this. `change` permits other settings than the run has had. Without a new phase for
         `stall_limit` seconds the run ends.
         """
-        with ExitStack() as stack, heartbeat.watched(stall_limit) as watch:
+        with ExitStack() as stack, watched(stall_limit) as watch:
             yield cls(config, change, stack, watch)
 
     def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
@@ -130,7 +130,6 @@ class Run:
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
         with raise_everywhere():
             folder.write(self.store, self.config)
-        watch.publish = partial(heartbeat.publish, self.store, is_writer())
         fixed: Any = self.reference or self.frozen
         fixed = {"student": fixed, "teacher": self.teacher_params} if self.teacher_params else fixed
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))

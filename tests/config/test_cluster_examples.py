@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_the_manifest_s_job_tells_a_restart_from_a_mistake_and_its_arguments_are
     pod = job["spec"]["template"]["spec"]
     assert (pod["restartPolicy"], pod["subdomain"]) == ("Never", "grpo")
     rules = [(rule["action"], rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]]
-    assert rules == [("FailJob", [2]), ("Ignore", [RESTART])]
+    assert rules == [("FailJob", [2]), ("Ignore", [RESTART, 128 + signal.SIGABRT])]
     (container,) = pod["containers"]
     assert container["command"][:2] == ["python", "train.py"]
     check(container["command"][2:])

@@ -125,6 +125,7 @@ OVERRIDES = {
     "steps": "steps: expected key.sub=value",
     "--steps=10": "--steps=10: no option; a setting has no dashes: steps=10",
     "--stall-limit=nan": "--stall-limit: give seconds above 0",
+    "--heartbeat=0": "--wait and --heartbeat: give whole seconds from 1",
     "--data.max-length": "--data.max-length: no option; a setting has no dashes: data.max_length=",
     "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
