@@ -14,10 +14,6 @@ Form = Literal["texts", "chats"]
 """What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
 
 
-SERVER_URL = re.compile(r"""url:https?://(\[[\da-fA-F:.]+\]|[\w.-]+)(:\d+)?(/[!"$->@-~]*)?""", re.ASCII)
-"""A server's URL, whose path has any characters but ? and #."""
-REWARD_TOKEN = "MLLM_REWARD_TOKEN"
-"""The environment variable with the secret of servers that give rewards or are environments."""
 CODE_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 """`package.module:function`."""
 ENVIRONMENT = "environment"
@@ -28,25 +24,12 @@ class RewardConfig(Section):
     """A reward function; docs/rewards.md has the details."""
 
     name: str
-    """`exact_match`, `flexible_match`, `math`, `format`, `overlong`, `task` (its own scorer),
-    `package.module:function`, or `url:http(s)://...`."""
+    """`exact_match`, `flexible_match`, `math`, `format`, `overlong`, `task` (its own scorer), or
+    `package.module:function`."""
     weight: float = 1.0
     """The factor in the sum of rewards; 0: it is only logged."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
-
-    @model_validator(mode="after")
-    def check_url(self) -> Self:
-        check_server(self.name, "name", ", all else into args")
-        return self
-
-
-def check_server(name: str, key: str, otherwise: str = "") -> None:
-    """Raise for a server's URL that would show a secret, or is none."""
-    if name.startswith("url:") and not SERVER_URL.fullmatch(name):
-        hidden = "without a user, a query or a fragment, which metrics, logs and config.yaml would show"
-        ways = f"a secret belongs into the environment variable {REWARD_TOKEN}{otherwise}"
-        raise impossible(key, f"expected url:http(s)://HOST/PATH {hidden}: {ways}")
 
 
 class ArithmeticConfig(Section):
@@ -120,8 +103,7 @@ class TaskConfig(Section):
     """What a completion is paid for; each name stands once. With an environment, whose own reward is added, none by
     default."""
     environment: str | None = None
-    """What answers the assistant, `package.module:Class` or `url:http(s)://...`; docs/environments.md has the
-    details."""
+    """What answers the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
     keep_thoughts: bool | None = None
@@ -151,10 +133,8 @@ class TaskConfig(Section):
             raise impossible("id", "task hub needs the id of a data set")
         if not (self.rewards or self.environment):
             raise impossible("rewards", "give at least one, or an environment")
-        if (name := self.environment) is not None:
-            check_server(name, "environment")
-            if not name.startswith("url:") and not CODE_NAME.fullmatch(name):
-                raise impossible("environment", f"{name}: expected package.module:Class, or url:http(s)://HOST/PATH")
+        if self.environment is not None and not CODE_NAME.fullmatch(self.environment):
+            raise impossible("environment", f"{self.environment}: expected package.module:Class")
         for name in self.tools or ():
             if not CODE_NAME.fullmatch(name):
                 raise impossible("tools", f"{name}: expected package.module:function")

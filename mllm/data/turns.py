@@ -15,6 +15,7 @@ from typing import Any
 
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Message, Renderer, Tokenizer, control_tokens, encode, encode_prompt, render
+from mllm.strict_json import check, refuse, whole_characters
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ ANSWER = "The-answer-is-42."
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 LONGEST_ERROR = 1000
+DEEPEST = 40
+"""The most levels of a tool call, which crosses to the trainer in a message of a few more."""
 
 
 def prompt_tokens(renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> list[int]:
@@ -73,7 +76,7 @@ def readable(tokenizer: Tokenizer, message: Message) -> Message:
         return f"{found.group()[0]} {found.group()[1:]}"
 
     def clean(value: Any) -> Any:
-        return control_tokens(tokenizer).sub(broken, value.encode(errors="replace").decode())
+        return control_tokens(tokenizer).sub(broken, whole_characters(value))
 
     return {name: clean(value) if isinstance(value, str) else value for name, value in message.items()}
 
@@ -152,11 +155,11 @@ def json_calls(text: str) -> list[Call]:
     calls, rest = list[Call](), text.strip()
     while rest or not calls:
         try:
-            value, end = json.JSONDecoder(strict=False, parse_constant=no_json).raw_decode(rest)
+            value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(rest)
             arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
             if isinstance(arguments, str):  # as OpenAI's
-                arguments = json.loads(arguments, parse_constant=no_json)
-            json.dumps(value, ensure_ascii=False).encode()  # half characters can be escaped
+                arguments = json.loads(arguments, parse_constant=refuse)
+            check([value, arguments], DEEPEST)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"a tool call is not JSON: {error}") from None
         if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
@@ -176,8 +179,8 @@ def tagged_call(text: str) -> Call:
         if not closed:
             raise ValueError(f"the parameter {name:.40} has no </parameter> at its end")
         try:
-            arguments[name] = json.loads(value, parse_constant=no_json)
-            json.dumps(arguments[name], ensure_ascii=False).encode()
+            arguments[name] = json.loads(value, parse_constant=refuse)
+            check(arguments[name], DEEPEST)
         except (ValueError, RecursionError):
             arguments[name] = value.removeprefix("\n").removesuffix("\n")
     return head.strip().removeprefix("<function=").removesuffix(">"), arguments
@@ -185,9 +188,4 @@ def tagged_call(text: str) -> Call:
 
 def failed_call(error: Exception) -> str:
     """The answer to a call that does not parse, or whose tool raised the error."""
-    return f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR].encode(errors="replace").decode()
-
-
-def no_json(constant: str) -> None:
-    """ValueError is raised for NaN and Infinity, which Python would read."""
-    raise ValueError(f"{constant} is no number")
+    return whole_characters(f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR])

@@ -1,7 +1,7 @@
 """The process's side of conversations: environments and tools as users write them, see docs/environments.md.
 
-An environment is an object of a class with tools (TRL's `environment_factory`) or with `step` (also skyrl-gym's); a
-server is one, too. Many live in a process, each for its conversation. `Player` is called as a reward function is, with
+An environment is an object of a class with tools (TRL's `environment_factory`) or with `step` (also skyrl-gym's). Many
+live in a process, each for its conversation. `Player` is called as a reward function is, with
 the trainer's moves for samples: time limits, failures and coroutines are those of reward_process. No JAX is imported.
 """
 
@@ -11,19 +11,17 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
-from uuid import uuid4
 
+from mllm import strict_json
 from mllm.data.tasks.task import Example
 from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.rl.reward_functions import ask, imported, server
+from mllm.rl.reward_functions import imported
 from mllm.rl.reward_process import Notes, Reward, file_of, judge
+from mllm.strict_json import whole_characters
 
-LONGEST_TURN = 2**19
-"""The most bytes of a `Turn` as JSON."""
 NO_TOOLS = ("reset", "init", "get_reward", "close")
 """Public methods of an environment that are no tools."""
 Messages = list[dict[str, Any]]
@@ -56,32 +54,6 @@ class Turn(NamedTuple):
     """At the end the environment's public attributes that JSON can hold."""
 
 
-class Server:
-    """An environment behind a URL: a request as the conversation begins, one after each turn, and one to take leave."""
-
-    __slots__ = ("ask", "fields")  # so that no attribute is a value
-
-    def __init__(self, url: str, token: str, seconds: float) -> None:
-        self.ask, self.fields = partial(ask, url, token, seconds=seconds), dict[str, Any](over=True)
-
-    async def reset(self, messages: Messages, row: dict[str, Any], seed: int) -> Any:
-        self.fields = {"id": uuid4().hex, "messages": messages, "seed": seed, "row": row, "over": False}
-        return (await self.step("")).get("observation")
-
-    async def step(self, completion: str) -> dict[str, Any]:
-        answer = json.loads(await asyncio.to_thread(self.ask, self.fields))
-        if not isinstance(answer, dict):
-            raise TypeError(f"expected a JSON object with observation, reward and done, got {answer!r:.100}")
-        self.fields["over"] |= bool(answer.get("done"))
-        return {"reward": None, "done": False} | answer
-
-    async def close(self) -> None:
-        if not self.fields["over"]:
-            self.fields["over"] = True
-            with suppress(Exception):  # it may have been the server that failed
-                await self.step("")
-
-
 class Player:
     """Holds the conversations of a process; called with a move, it returns the reward, and notes the `Turn`."""
 
@@ -94,9 +66,7 @@ class Player:
         self.make: Callable[..., Any] = object
         kind: Any = object
         self.file = ""
-        if environment and environment.startswith("url:"):
-            self.make, kind = partial(Server, *server(environment), seconds), Server
-        elif environment:
+        if environment:
             self.make = kind = imported("task.environment", environment)
             if not isinstance(kind, type):
                 raise UserError(f"task.environment: {environment} is not a class")
@@ -149,8 +119,7 @@ class Player:
                 raise LookupError("its environment was lost with its process")
             else:
                 turn, reward = await self.take_turn(move, *self.held[number])
-            if (size := len(json.dumps(turn))) > LONGEST_TURN:
-                raise ValueError(f"what it said and its values take {size:,} bytes, and the limit is {LONGEST_TURN:,}")
+            strict_json.dump([[*turn]])  # as deep as in the message to the trainer
             if turn.done or judge(reward)[0] == "not_a_number":
                 await self.close(number)
         except BaseException:
@@ -234,7 +203,7 @@ async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> 
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
-        return str(await settled(tools[name](**arguments))).encode(errors="replace").decode(), False
+        return whole_characters(str(await settled(tools[name](**arguments)))), False
     except Exception as error:
         return failed_call(error), True
 
@@ -250,9 +219,9 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any], further: Ma
 def public_values(own: Any) -> dict[str, Any]:
     found = {}
     for name, value in getattr(own, "__dict__", {}).items():
-        with suppress(TypeError, ValueError, RecursionError):
+        with suppress(ValueError):
             if not name.startswith("_"):
-                found[name] = json.loads(json.dumps(value))
+                found[name] = strict_json.load(strict_json.dump(value))
     return found
 
 
@@ -274,4 +243,4 @@ def as_messages(said: Any) -> Messages:
         for one in found
     ):
         raise TypeError(f"expected a text or messages, got {said!r:.100}")
-    return [{"role": one["role"], "content": one["content"].encode(errors="replace").decode()} for one in found]
+    return [{"role": one["role"], "content": whole_characters(one["content"])} for one in found]

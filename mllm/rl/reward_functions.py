@@ -1,24 +1,14 @@
-"""The built-in reward functions, how others are found by name, and what is asked over HTTP.
+"""The built-in reward functions, and how others are found by name.
 
 A function takes its arguments by name: see reward_process. No JAX is imported here.
 """
 
-import contextlib
-import http.client
 import importlib
-import json
-import os
 import re
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
-from mllm.config.task import REWARD_TOKEN
 from mllm.data.tasks.answers import final_answer, last_element
 from mllm.data.tasks.task import Example, Scorer
 from mllm.errors import UserError, need
@@ -32,12 +22,6 @@ THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
 MATH_SECONDS = 1
-PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0)
-"""Seconds before each further request to a server that failed."""
-LONGEST_ANSWER = 2**26
-QUOTED = 200
-NOT_SENT = ("examples", "answer", "environments", "log_extra", "log_metric")
-"""Arguments that a server does not get: three of them it has by other names."""
 
 
 def exact_match(completion: str, answer: str | None, example: Example) -> float:
@@ -123,20 +107,10 @@ def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
         if scorer is None:
             raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
         return scorer
-    if name.startswith("url:"):
-        return partial(post, *server(name))
     if ":" not in name:
-        known = f"{', '.join(BUILT_IN)}, task, package.module:function, or url:..."
+        known = f"{', '.join(BUILT_IN)}, task, or package.module:function"
         raise UserError(f"task.rewards: there is no reward {name}: {known}")
     return imported("task.rewards", name)
-
-
-def server(name: str) -> tuple[str, str]:
-    """The address in `url:...`, and the secret for it; UserError where no header can hold that."""
-    token = os.environ.get(REWARD_TOKEN, "")
-    if not token.isascii() or not token.isprintable():
-        raise UserError(f"{REWARD_TOKEN}: no header can hold its line ends or special characters: remove them")
-    return name.removeprefix("url:"), token
 
 
 def imported(key: str, name: str) -> Callable[..., Any]:
@@ -148,62 +122,4 @@ def imported(key: str, name: str) -> Callable[..., Any]:
         raise UserError(f"{key}: {name} can't be imported: {type(error).__name__}: {error}") from None
     if not callable(found):
         raise UserError(f"{key}: {name} is not a function")
-    return found
-
-
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect would send completions and the token to a place that the configuration does not name."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def post(url: str, token: str, /, **arguments: Any) -> list[Any]:
-    """The rewards that the server gives for a batch, where null says that it does not apply to a completion.
-
-    The request's body is a JSON object with a batched function's arguments, except for `examples`; the answer is
-    a list, or an object with the list `rewards`.
-    """
-    return listed_rewards(ask(url, token, {name: arguments[name] for name in arguments if name not in NOT_SENT}))
-
-
-def ask(url: str, token: str, body: Mapping[str, Any], seconds: float | None = None) -> bytes:
-    """What the server answers to a JSON object.
-
-    Connections that fail, and the statuses 429 and 5xx, are tried again; any other status raises. `seconds` limit the
-    wait for each byte; the limit for all of it is the caller's, who ends the process.
-    """
-
-    def plain(value: Any) -> Any:
-        return vars(value) if isinstance(value, SimpleNamespace) else str(value)
-
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-    request = urllib.request.Request(url, json.dumps(body, default=plain).encode(), headers)
-    for pause in (*PAUSES, None):
-        try:
-            with urllib.request.build_opener(NoRedirects).open(request, timeout=seconds) as response:
-                answer: bytes = response.read(LONGEST_ANSWER)
-                return answer
-        except urllib.error.HTTPError as error:
-            said = error.read(QUOTED).decode(errors="replace")
-            followed = ", and no redirect is followed" * (error.code in range(300, 400))
-            problem = f"HTTP {error.code} {error.reason}{followed}: {said}"
-            if error.code != 429 and error.code < 500:
-                raise ValueError(problem) from None
-        except (urllib.error.URLError, http.client.HTTPException, ConnectionError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        if pause is not None:
-            time.sleep(pause)
-    raise ConnectionError(f"{len(PAUSES) + 1} tries: {problem}")
-
-
-def listed_rewards(answer: bytes) -> list[Any]:
-    """The list in a server's answer; ValueError where there is none."""
-    found = None
-    with contextlib.suppress(ValueError):
-        found = json.loads(answer)
-    found = found.get("rewards") if isinstance(found, dict) else found
-    if not isinstance(found, list):
-        text = answer[:QUOTED].decode(errors="replace")
-        raise ValueError(f"expected a JSON list, or an object with the list rewards; the answer was {text!r}")
     return found
