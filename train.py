@@ -152,8 +152,6 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 log.write_timings(step, watch.timings() | checkpoints.timings(), metrics)
         except Interrupted:  # in a rollout, whose step counts as not begun, or in an evaluation, which stays pending
             finished, stopping = False, True
-        if not finished:
-            fatal_error = fatal_error or run.interrupt.fault
 
         # Save what is not saved yet. With keep_best a step whose evaluation is pending is left out: nothing could
         # compare it with the others.

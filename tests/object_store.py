@@ -106,7 +106,7 @@ class ObjectStore:
         return {"kind": "storage#object", "name": name, "bucket": BUCKET, "generation": generation, **size}
 
     def names_from(self, query: Mapping[str, str]) -> dict[str, object]:
-        """The list of the objects whose names are in a range, or begin alike; folders apart where they are asked for."""
+        """The list of the objects whose names are in a range, or begin alike; folders apart, if the query says so."""
         first, last = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
         prefix, items, folders = query.get("prefix", ""), [], set()
         for name, (content, generation) in sorted(self.objects.items()):
@@ -122,7 +122,9 @@ class ObjectStore:
         """A step of an upload: the first request of one in several, one of the others, or an upload as a whole."""
         if query["uploadType"] == "multipart":
             boundary = b"--" + headers["Content-Type"].partition("boundary=")[2].strip("'\"").encode()
-            about, content = (part.partition(b"\n\n")[2] or part.partition(b"\r\n\r\n")[2] for part in body.split(boundary)[1:3])
+            about, content = (
+                part.partition(b"\n\n")[2] or part.partition(b"\r\n\r\n")[2] for part in body.split(boundary)[1:3]
+            )
             return 200, {}, json.dumps(self.put(json.loads(about)["name"], content.removesuffix(b"\n"))).encode()
         if "upload_id" not in query:
             number = str(next(self.generations))
@@ -140,7 +142,9 @@ class ObjectStore:
         text, parts = body.decode(), []
         for number, found in enumerate(re.findall(r"(DELETE) (\S+) HTTP", text), 1):
             status, _, _ = self.answer(*found, {}, b"")
-            parts.append(f"--end\nContent-Type: application/http\nContent-ID: response-{number}\n\nHTTP/1.1 {status} OK\n\n\n")
+            parts.append(
+                f"--end\nContent-Type: application/http\nContent-ID: response-{number}\n\nHTTP/1.1 {status} OK\n\n\n"
+            )
         return 200, {"Content-Type": "multipart/mixed; boundary=end"}, "".join([*parts, "--end--"]).encode()
 
 

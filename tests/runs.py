@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from mllm.store.checkpoints import load
 
 import train
 from mllm.config.load import dump
@@ -25,7 +26,6 @@ from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
-from mllm.store.checkpoints import load
 from mllm.store.run_store import RunStore
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state

@@ -10,13 +10,12 @@ lacks config.json, so that nothing takes it for a model.
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import CONFIG, find_run, tool_run
+from mllm.store.run_store import CONFIG, find_run
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -52,47 +51,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def save_model(config: "Config", policy: "Policy", step: int, params: "Params", dtype: str, run: str, out: str) -> str:
-    """Write the model's folder; returns a line of its README that says how many weights have moved in bfloat16."""
+    """Write the model's folder; returns a line of its README for who samples from it."""
     from mllm.model import weights
     from mllm.model.compute_copy import Rounding
     from mllm.model.folder import README, REPLACED
     from mllm.model.lora import merge_all_adapters
 
     merged, dithered = merge_all_adapters(params, policy.lora), Rounding.of(config.model).dithered
-    line = count_moved(policy, params, merged, tool_run(run).field(step, "first_weights"))
+    line = ""
     how = "dithered" if dithered else "rounded to nearest"
     what = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {how}"}[dtype]
     if policy.learned == "texts" and policy.tokenizer.chat_template:
-        line += " It has learned texts: give it prompts without the chat template."
-    text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}. {line}\n\n"
+        line = " It has learned texts: give it prompts without the chat template."
+    text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}.{line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
 
     def add_files(folder: Path) -> None:
         policy.tokenizer.save_pretrained(folder)
         (folder / README).write_text(text, encoding="utf-8")
 
-    ids = {"stop_ids": policy.stop_ids, "pad_id": policy.tokenizer.pad_token_id, "learned": policy.learned}
-    weights.save(out, policy.exported, merged, dtype=dtype, dithered=dithered, also=add_files, **ids)
+    weights.save(
+        out,
+        policy.exported,
+        merged,
+        dtype=dtype,
+        dithered=dithered,
+        stop_ids=policy.stop_ids,
+        stop_texts=policy.stop_texts,
+        pad_id=policy.tokenizer.pad_token_id,
+        learned=policy.learned,
+        also=add_files,
+    )
     return line
-
-
-def count_moved(policy: "Policy", params: "Params", merged: "Params", first: str | None) -> str:
-    """The share of sampled weights that have moved in bfloat16, dithered and rounded to nearest, as a sentence."""
-    import jax.numpy as jnp
-
-    from mllm.model.compute_copy import Rounding
-    from mllm.model.int8 import is_int8
-    from mllm.run.checkpoint import by_name
-    from mllm.run.moved import moved_share, sample
-
-    now, start = by_name(merged), "the run's first ones"
-    if policy.lora is not None:
-        base, start = by_name(policy.split(params)[1], is_int8), "those without adapters"
-        first, now = sample(base), {name: now[name] for name in base}
-    if not first:
-        return "How many weights have moved is not known of this run."
-    share, nearest = (moved_share(first, now, Rounding(jnp.dtype("bfloat16"), how)) for how in (True, False))
-    return f"In bfloat16 {share:.2%} of the sampled weights differ from {start}, rounded to nearest {nearest:.2%}."
 
 
 def restore(
@@ -109,14 +99,14 @@ def restore(
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import restore_params
-    from mllm.run.source_run import load_policy
+    from mllm.run.source_run import load_own_policy
 
     other = [f"model.dtype={dtype}"] if dtype else []
     other += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
-    config = configs.load_begun(store.local(CONFIG), other)
+    config = configs.load_run(store.folder / CONFIG, other)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
-    policy = replace(load_policy(config, make_mesh(MeshConfig())), learned=config.learned)
+    policy = load_own_policy(store, config, make_mesh(MeshConfig()))
     step, params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)
 
@@ -127,9 +117,10 @@ def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: st
 
     assert policy.lora is not None
     source = config.model.source if config.model.init == "pretrained" else None
-    base = f"{source}/export" if policy.read else source  # what was read is a run
+    of_a_run = source is not None and find_run(source, "model.source") is not None
+    base = f"{source}/export" if of_a_run else source
     peft.save(out, policy.lora, adapters, base, policy.learned)
-    if policy.read:
+    if of_a_run:
         return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
     return base or "random parameters"
 

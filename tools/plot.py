@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: curves.png in the first run")
     options = parser.parse_intermixed_args(arguments)
     runs = [tool_run(run) for run in options.runs]
-    out = options.out or runs[0].local_folder / "curves.png"
+    out = options.out or runs[0].folder / "curves.png"
     figure = draw({str(run): read_run(run) for run in runs})
     try:
         out = out.with_suffix(out.suffix or ".png")

@@ -88,7 +88,7 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
     left_out = len(samples) - len(held)
     data = {"run": str(run), "left_out": left_out, "samples": [sample.model_dump() for sample in held]}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
-    path = run.local_folder / "samples.html"
+    path = run.folder / "samples.html"
     try:
         path.unlink(missing_ok=True)  # in another's run it may be a link that leads anywhere
         path.write_text(page, encoding="utf-8")

@@ -16,7 +16,7 @@ from mllm.config.dpo import DpoConfig
 from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
 from mllm.config.section import Section, impossible
-from mllm.config.task import ENVIRONMENT, ChatTemplate, EvalConfig, Form, TaskConfig
+from mllm.config.task import ENVIRONMENT, ChatTemplate, EvalConfig, TaskConfig
 
 
 class CheckpointConfig(Section):
@@ -128,8 +128,6 @@ class Config(Section):
     """What is saved, and when."""
     log: LogConfig = LogConfig()
     """What is logged besides the metrics."""
-    learned: Form | None = None
-    """What the run learns from: a record in its config.yaml, for runs that begin with it and for tools."""
     changes: tuple[Change, ...] = ()
     """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
 

@@ -6,10 +6,7 @@ second sequence, its prompt with another's completion, only serves to estimate K
 its own. The reference's log-probabilities are computed once, before training, and kept on disk beside the documents.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +20,8 @@ from mllm.data.sft_source import BatchPlan, RowBatches, SftSource
 from mllm.data.source import WAY_OUT, Step
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.parallel.processes import gather_objects, raise_everywhere
+from mllm.parallel.processes import raise_everywhere
 from mllm.stopwatch import Stopwatch
-from mllm.store.fetch import locked, naming
-from mllm.store.folder import Folder
 
 LogprobPass = Callable[[Params, Batch], Float[np.ndarray, "B T"]]
 """The log-probabilities of the labels in this process's rows under any parameters; all processes must call it."""
@@ -100,14 +95,6 @@ def row_sums(logprobs: Float[np.ndarray, "B T"], batch: Batch) -> list[Float[np.
     return [np.bincount(row, values)[1:] for row, values in zip(batch.segments, logprobs, strict=True)]
 
 
-def read_reference(path: Path, examples: int) -> Float[np.ndarray, "N 2"] | None:
-    """What a file has of so many examples; None where there is none, or it is damaged."""
-    content = path.read_bytes() if path.exists() else b""
-    digest, content = content[:32], content[32:]
-    sound = len(content) == 8 * examples and hashlib.sha256(content).digest() == digest
-    return np.frombuffer(content, np.float32).reshape(-1, 2) if sound else None
-
-
 class PreferenceSource(SftSource):
     """A `mllm.data.source.Source` over batches of preferences."""
 
@@ -125,24 +112,14 @@ class PreferenceSource(SftSource):
             size, config = self.batches.batch_size, self.batches.config
             self.heldout = PreferenceBatches(config, self.validation, size, share=self.rows)
 
-    def set_reference(self, params: Params, checksum: str, how: Any, folder: Path) -> None:
-        """Take these parameters as the reference: all processes must call this before training.
+    def set_reference(self, params: Params, checksum: str) -> None:
+        """Compute the log-probabilities of these parameters, the reference, which is known by their `checksum`.
 
-        Its log-probabilities are read from the folder, or computed and written there. A file is known by the documents,
-        the parameters' `checksum`, and `how` they are computed, JSON: so it holds the very bits that computing them
-        again would give.
+        All processes must call this before training.
         """
         self.checksum = checksum
         for batches in filter(None, (self.batches, self.heldout)):
-            known = [VERSION, batches.documents.content, checksum, how]
-            name = f"{hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]}.reference"
-            found = read_reference(folder / name, len(batches.documents))
-            if not all(gather_objects(found is not None)):
-                found = batches.compute_reference(params, self.logprobs)
-                with naming("data.cache"), locked(folder):
-                    content = found.tobytes()
-                    Folder(folder).write(name, hashlib.sha256(content).digest() + content)
-            batches.reference = found
+            batches.reference = batches.compute_reference(params, self.logprobs)
 
     def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
         preferences = self.read(watch)

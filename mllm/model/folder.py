@@ -48,8 +48,9 @@ def local_folder(
 ) -> Path:
     """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
 
-    From the hub or a bucket, files whose names match `patterns` are fetched; `revision` is the hub's. UserError, which names the setting `key`
-    and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local cache, gives.
+    From the hub, at a `revision`, or a bucket, files whose names match `patterns` are fetched. UserError, which names
+    the setting `key` and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local
+    cache, gives.
     """
     if is_bucket(source):
         return fetch_folder(source, patterns, key)
@@ -71,15 +72,15 @@ def local_folder(
     except Exception as error:
         unreachable = error
     try:
-        offline = {"local_files_only": unreachable is not None}
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[*patterns], **offline))
+        offline, wanted = unreachable is not None, [*patterns]
+        return Path(snapshot_download(source, revision=revision, allow_patterns=wanted, local_files_only=offline))
     except Exception as error:
         reason = f"and the hub did not give it ({brief(unreachable or error)})"
         raise UserError(f"{key}: {missing(source, 'folder')}, {reason}; {way_out}") from None
 
 
 def commit_of(source: str, revision: str | None, key: str) -> str | None:
-    """The commit of a hub id's files; None for a folder or a bucket. UserError, which names `key`, as `local_folder`."""
+    """The commit of a hub id's files; None for a folder or a bucket. UserError as `local_folder`."""
     if is_bucket(source) or os.path.isdir(os.path.expanduser(source)):
         return None
     folder = local_folder(source, SMALL, key, revision=revision)

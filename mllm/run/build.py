@@ -16,6 +16,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import cache, cached_property, partial
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,18 +24,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from mllm.config.schema import Config
+from mllm.config.task import Form
 from mllm.data.batch import Batch
-from mllm.data.cache import folder_of
+from mllm.data.cache import tokenizer_digest
 from mllm.data.preference_source import PreferenceSource
 from mllm.data.prompts import task_renderer
 from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import UserError
-from mllm.model.compute_copy import Rounding
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, warn_of_mismatch
+from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh, shard_batch, sharding
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
@@ -48,10 +51,9 @@ from mllm.run import folder, report, wandb
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
 from mllm.run.measurements import Measurement, Measurements
-from mllm.run.metrics import RunLog, last_logged_step
-from mllm.run.moved import sample
+from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import SourceRun, load_policy
+from mllm.run.source_run import SourceRun, load_policy, pin_commit
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.store.checksum import checksums
@@ -90,13 +92,12 @@ class Run:
         self.mesh = make_mesh(config.mesh)
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
-        self.interrupt.find_fault = lambda: self.store.failure
         with raise_everywhere():
             wandb.check(config.log)
             source_run = SourceRun.open(config.model)
             begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
             if not begun:
-                config = pin_teacher(source_run.pin(config) if source_run else config)
+                config = pin_teacher(source_run.pin(config) if source_run else pin_commit(config))
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
             self.rewards: RewardRunner | None = None
@@ -108,7 +109,7 @@ class Run:
             self.policy = policy = load_policy(config, self.mesh, source_run)
             self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
             self.forward = Forward.of(config, policy.graphdef, self.mesh, teacher and teacher.graphdef)
-            self.source = self.make_source()
+            self.source, learned = self.make_source()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
@@ -128,14 +129,37 @@ class Run:
             scored = {"teacher": self.teacher_params} if config.teacher_in_update else {}
             self.train_step = partial(train_step, **scored)
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
-        with raise_everywhere():
-            folder.write(self.store, self.config)
         fixed: Any = self.reference or self.frozen
         fixed = {"student": fixed, "teacher": self.teacher_params} if self.teacher_params else fixed
-        self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed)))
+        self.checkpoints = stack.enter_context(
+            closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
+        )
+        with raise_everywhere():
+            folder.write(self.store, config, None if begun else partial(self.write_model, learned))
 
-    def make_source(self) -> Source:
-        """The source of the algorithm's batches; `self.sampler`, too, since what is learned decides how it is asked."""
+    def digests(self) -> dict[str, str]:
+        """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
+
+        Those of examples are compared by the sources, and frozen parameters by their checksums.
+        """
+        policy, task = self.policy, self.task
+        ends = [policy.stop_ids, policy.stop_texts]
+        found = {
+            "model.source: the architecture": digest(asdict(policy.architecture)),
+            "model.tokenizer: the tokenizer, or its chat template,": tokenizer_digest(policy.tokenizer),
+            "model.source: what ends a completion": digest(ends),
+        }
+        return found | ({"task: the list of problems": task.content} if task and task.content else {})
+
+    def write_model(self, learned: Form | None, place: Path) -> None:
+        """Write the files of the model's folder but its parameters, with which tools and other runs find them."""
+        policy, dtype = self.policy, self.config.model.dtype
+        policy.tokenizer.save_pretrained(place)
+        pad = policy.tokenizer.pad_token_id
+        write_settings(place, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, pad, learned)
+
+    def make_source(self) -> tuple[Source, Form | None]:
+        """The source of the algorithm's batches, and what is learned; `self.sampler`, too, which that decides."""
         source: Any
         config, policy, task = self.config, self.policy, self.task
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
@@ -195,8 +219,7 @@ class Run:
             share = config.distill and config.distill.data_share
             source = MixedSource(sampled, source, share) if source and share else sampled
         assert source is not None
-        self.config = config.model_copy(update={"learned": learned})
-        return source
+        return source, learned
 
     def make_teacher_pass(self) -> TeacherPass | None:
         """What adds the teacher's opinion of sampled tokens to their advantages; None where it is not asked."""
@@ -221,18 +244,12 @@ class Run:
 
         Adapters that are no change yet are no part of it.
         """
-        config, policy = self.config, self.policy
+        policy = self.policy
         assert isinstance(self.source, PreferenceSource)
-        assert config.data is not None
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
         checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
-        model = config.model.model_dump(include={"dtype", "param_dtype", "compute_rounding"})
-        attention = policy.attention.attention.kernel if policy.attention.attention else None
-        shape = [config.head.impl, self.mesh.devices.shape, config.rows, config.data.packing]
-        sizes = asdict(policy.architecture), policy.lora.scale if policy.lora and policy.adapters else None
-        how = [model, *sizes, attention, shape, self.mesh.devices.flat[0].device_kind, jax.__version__]
         self.watch.mark(0, "reference")
-        self.source.set_reference(initial, checksum, how, folder_of(config.data) / "references")
+        self.source.set_reference(initial, checksum)
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, the validation and the test set, as far as the run has them."""
@@ -255,7 +272,7 @@ class Run:
             batches = SftBatches(config.data, self.source.validation, config.batch_size, share=rows)
             validate = make_validation(self.forward, batches.validate, self.interrupt.poll)
             repeated.append(Measurement(validate, validation.every))
-        return Measurements(repeated, at_end, validation, Rounding.of(config.model))
+        return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
         """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
@@ -263,10 +280,7 @@ class Run:
         The source is at its position then, and the log ends with its last line.
         """
         trained, self.trained = self.trained, None
-        with raise_everywhere():
-            logged = last_logged_step(self.store) if is_writer() else -1
-        like = abstract_state(self.policy.trained, self.optimizer)
-        state = self.checkpoints.restore(like, gather_objects(logged)[0])
+        state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
         if state is not None:
             self.source.seek(state.position)
         else:
@@ -275,13 +289,12 @@ class Run:
                 trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
             pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None
             train = init_state(trained, self.optimizer)
-            first = sample(train.params)
-            state = RunState(0, train, self.source.position(), pending_evaluation=pending, first_weights=first)
+            state = RunState(0, train, self.source.position(), pending_evaluation=pending)
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
             print(report.start_lines(self.mesh, policy, head, config.changes, state.step), file=sys.stderr)
-        log = RunLog(self.store, state.logged_step, self.source.steps, self.config)
+        log = RunLog(self.store, state.logged_step, self.source.steps, self.config, self.checkpoints.ends)
         self.log = self.stack.enter_context(closing(log))
         return state
 

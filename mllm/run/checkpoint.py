@@ -5,16 +5,17 @@
     7/metrics    {"score": x} of a run with `checkpoint.keep_best`
 
 Orbax writes while training goes on, publishes a checkpoint as a whole, and removes old ones and what killed saves have
-left. It returns flipped bits as numbers, so the arrays' checksums are compared here. A checkpoint that can't be read, or
-isn't what was written, is put aside with a warning, and the next older one is taken. All processes take part.
+left. It returns flipped bits as numbers, so the arrays' checksums are compared here. A checkpoint that can't be read,
+or isn't what was written, is put aside with a warning, and the next older one is taken. All processes take part.
 """
 
+import logging
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -24,6 +25,7 @@ from mllm.errors import UserError, brief
 from mllm.model.layout import Params
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
+from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
@@ -32,8 +34,11 @@ from mllm.train.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that say what is on a disk; after all others of the system the disk or the machine has failed."""
-BUCKET_FAILS = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL")
+BUCKET_FAILS = re.compile(
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL"
+)
 """How tensorstore's errors begin that say nothing of what a bucket holds."""
+logger = logging.getLogger(__name__)
 RESTORE_GB = 1
 """Arrays of this many gigabytes are read at a time."""
 
@@ -42,19 +47,31 @@ class Checkpoints:
     """The checkpoints of one run, by step."""
 
     def __init__(
-        self, store: RunStore, config: CheckpointConfig, frozen: Any = None, digests: Mapping[str, str] | None = None
+        self,
+        store: RunStore,
+        config: CheckpointConfig,
+        frozen: Any = None,
+        digests: Mapping[str, str] | None = None,
+        begun: bool = False,
     ) -> None:
-        """Removes what saves have left that were cut off; UserError where it can't.
+        """Removes what saves have left that were cut off.
 
         `frozen` are parameters that are not saved, but known again: those below adapters, of a reference or a teacher.
-        `digests` are of everything else outside of the run that it depends on.
+        `digests` are of everything else outside of the run that it depends on. UserError is raised where the run has
+        `begun` and its checkpoints are gone, or something can't be read or written.
         """
         self.store, self.config, self.digests = store, config, dict(digests or {})
         self.frozen = checksums(by_name(frozen)) if frozen else {}
-        self.nbytes, self.begun, self.save_timings = 0, 0.0, dict[str, float]()
+        self.ends: Ends | None = None
+        """Where the logs end that belong to the checkpoint that was restored."""
+        self.nbytes, self.started, self.save_timings = 0, 0.0, dict[str, float]()
+        with raise_everywhere():
+            if is_writer() and begun:
+                check_there(store, config)
         with self.failing("written"):
             self.manager = ocp.CheckpointManager(
                 store.checkpoints,
+                metadata={"written_by": "mllm"},  # it tells a run's empty directory from a disk that is not mounted
                 item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=Preservation(store, config),
@@ -80,7 +97,7 @@ class Checkpoints:
         metrics = {"score": score} if self.config.keep_best and score is not None else None
         with self.failing("written"):
             self.manager.wait_until_finished()
-            self.nbytes, self.begun = nbytes(arrays), time.monotonic()
+            self.nbytes, self.started = nbytes(arrays), time.monotonic()
             self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore(self, like: TrainState) -> RunState | None:
@@ -97,9 +114,11 @@ class Checkpoints:
             try:
                 document = read_document(self.store, step)
                 with damaged_everywhere(self.store, step):
-                    fault = self.store.compare_logs(document["logs"]) if is_writer() else ""
-                    if fault:
-                        raise Damaged(fault)
+                    ends = (
+                        Ends.of(self.store, document["logs"], steps[0], fell_back=bool(damaged))
+                        if is_writer()
+                        else None
+                    )
                 self.check_dependencies(document)
                 arrays = read_arrays(self.store, step, by_name(like), document)
                 state = RunState.from_document(step, with_leaves(like, arrays), document)
@@ -111,6 +130,7 @@ class Checkpoints:
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
             self.manager.reload()
+            self.ends = ends
             return state
         if steps:
             fault = f"none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]})"
@@ -118,14 +138,16 @@ class Checkpoints:
         return None
 
     def check_dependencies(self, document: Mapping[str, Any]) -> None:
-        """UserError where frozen parameters, or anything else outside of the run, are not what they were at the save."""
+        """UserError where frozen parameters, or anything else outside of the run, are not as at the save."""
         # Only what both know: a change of grpo.beta adds a reference, or takes it away.
         if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):
             fault = "belongs to a run with other frozen parameters, or another reference"
             raise UserError(f"model: {self.store} {fault}: give that model, and the same model.lora.source")
         for name, digest in document["digests"].items():
             if self.digests.get(name, digest) != digest:
-                raise UserError(f"{name} is not what {self.store} has begun with: put it back, or begin another run_dir")
+                raise UserError(
+                    f"{name} is not what {self.store} has begun with: put it back, or begin another run_dir"
+                )
 
     def wait(self) -> None:
         """Wait until a save that was begun has ended, and say so where it takes long; UserError as `save`."""
@@ -144,7 +166,7 @@ class Checkpoints:
 
     def published(self) -> None:
         """Called by Orbax's thread when a checkpoint is complete."""
-        self.save_timings = {"save/gb_per_second": self.nbytes / 1e9 / max(time.monotonic() - self.begun, 1e-9)}
+        self.save_timings = {"save/gb_per_second": self.nbytes / 1e9 / max(time.monotonic() - self.started, 1e-9)}
 
     def timings(self) -> dict[str, float]:
         """The speed of a save that has ended since the last call, summed over processes.
@@ -162,6 +184,42 @@ class Checkpoints:
             yield
 
 
+class Ends(NamedTuple):
+    """Where the logs end that belong to a checkpoint."""
+
+    sizes: Mapping[str, int]
+    """The bytes of each log."""
+    asides: Mapping[str, str]
+    """The names under which logs are kept that have more than that, and will not have the same again."""
+
+    @classmethod
+    def of(cls, store: RunStore, marks: Mapping[str, Any], newest: int, fell_back: bool) -> "Ends":
+        """Where they end by the marks of a checkpoint.
+
+        Damaged is raised where lines are missing, or have changed, that are made again from an older one. Timings are
+        not: they are kept beside. Where a run `fell_back` from its `newest` checkpoint all logs are.
+        """
+        faults = store.compare_logs(marks)
+        for name, fault in faults.items():
+            if name != TIMINGS:
+                raise Damaged(f"{name} {fault}")
+            logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, name, fault, newest)
+        kept = [*marks] if fell_back else [*faults]
+        sizes = {name: min(size, len(store.read_log(name))) for name, (size, _) in marks.items()}
+        return cls(sizes, {name: f"{name}.until_{newest}" for name in kept})
+
+
+def check_there(store: RunStore, config: CheckpointConfig) -> None:
+    """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
+    place, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
+    if not (store.checkpoints / "metadata").exists():
+        raise UserError(f"{place}: what was there when the run began is missing: {way_out}")
+    logged = last_logged_step(store)
+    if config.every and logged > 2 * config.every and not any(store.checkpoints.glob("[0-9]*")):
+        due = f"{METRICS} has step {logged}, and checkpoints were due from step {config.every} on"
+        raise UserError(f"{place}: is empty, but {due}: {way_out}")
+
+
 class Preservation:
     """Orbax's policy of what is kept: the newest checkpoints, and the best by its score."""
 
@@ -169,7 +227,7 @@ class Preservation:
         self.store, self.config = store, config
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of the checkpoints stays, the newest last; UserError where the run was taken from this process."""
+        """Whether each of the checkpoints stays, the newest last; UserError where the run is not this process's now."""
         self.store.check()
         steps = [info.step for info in checkpoints]
         kept = {*steps[-self.config.keep :]}
@@ -194,7 +252,7 @@ def common_steps(store: RunStore) -> list[int]:
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:
     """The document of a checkpoint, as process 0 reads it; Damaged, or UserError, in all processes alike."""
-    document = {}
+    document: dict[str, Any] = {}
     with damaged_everywhere(store, step):
         if is_writer():
             document = store.document(step)
@@ -218,9 +276,9 @@ def read_arrays(
             found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (stored[name], leaf))
             if found != wanted:
                 raise Damaged(f"{name} is {found}, not {wanted}")
-        wanted = nested(like)
-        restore = ocp.checkpoint_utils.construct_restore_args(wanted)
-        args = ocp.args.PyTreeRestore(item=wanted, restore_args=restore, partial_restore=True)
+        tree = nested(like)
+        restore = ocp.checkpoint_utils.construct_restore_args(tree)
+        args = ocp.args.PyTreeRestore(item=tree, restore_args=restore, partial_restore=True)
         arrays = by_name(handler().restore(place, args=args))
         arrays = {name: arrays[name] for name in like}
         bar.update(bar.total)

@@ -3,30 +3,36 @@
 Which settings may differ when the run goes on: always, with `--change`, or never.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mllm.config.load import differences, dump, read
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
+from mllm.model.folder import EXPORTED
 from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
 from mllm.store.folder import UNFINISHED
-from mllm.store.lock import hold
-from mllm.store.run_store import CONFIG, LOCK, RunStore
+from mllm.store.holder import hold
+from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, RunStore
 
 FREE = {
-    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "learned", "changes"),
+    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
     *("grpo.row_length", "optimizer.max_skipped"),
     *("task.reward_workers", "data.cache"),
 }
 """Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
 
 PLACES = {
-    *("data.source", "data.validation.source", "task.train", "task.test", "task.path"),
-    *("teacher.source", "distill.teacher_logprobs"),
+    **dict.fromkeys(("model.source", "model.tokenizer"), "digests"),
+    **dict.fromkeys(("task.train", "task.test", "task.path"), "digests"),
+    **dict.fromkeys(("data.source", "data.validation.source", "distill.teacher_logprobs"), "position"),
+    "teacher.source": "frozen",
 }
-"""Settings that say where data are. The same data may be elsewhere: their content is compared when they are read."""
+"""Settings that say where data are, and the part of a checkpoint's document by which a resume knows that the same data
+are there; so they may be elsewhere then."""
 
 CHANGEABLE = {
     "steps",
@@ -78,20 +84,29 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
 
 def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     """The configuration of the run that is there and its newest checkpoint's step; None in an empty place."""
-    for path in (store.folder, *store.folder.parents) if store.folder else ():
+    for path in () if store.in_bucket else (store.folder, *store.folder.parents):
         if path.is_file():
             raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
     if CONFIG in entries:
         return read(store.local(CONFIG)), max(store.steps(), default=0)
-    # A run that was killed before it began leaves these two.
-    if {*entries} - {CONFIG + UNFINISHED, LOCK}:
+    # A run that was killed before it began leaves these.
+    left = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
+    if {*entries} - left - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():
         raise UserError(f"run_dir: {store} holds other files and no config.yaml; give an empty or new folder")
     return None
 
 
-def write(store: RunStore, config: Config) -> None:
-    """Write the run's config.yaml, in the first of several processes; UserError where it can't be written."""
+def write(store: RunStore, config: Config, write_model: Callable[[Path], None] | None = None) -> None:
+    """Write the run's config.yaml, in the first of several processes; UserError where it can't be written.
+
+    `write_model` writes the files of a model's folder, which come first: where config.yaml is, a run has begun.
+    """
+    if is_writer() and write_model:
+        with TemporaryDirectory() as made:
+            write_model(Path(made))
+            for path in sorted(Path(made).iterdir()):
+                store.write(path.name, path.read_bytes())
     if is_writer():
         store.write(CONFIG, dump(config).encode())
 
@@ -107,9 +122,12 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
     UserError is raised for a setting that may not differ.
     """
     for name in ("model", "teacher"):
-        section, step = getattr(config, name), (old.get(name) or {}).get("step")
+        section, begun = getattr(config, name), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the one that has this number
-            config = config.model_copy(update={name: section.model_copy(update={"step": step})})
+            section = section.model_copy(update={"step": begun.get("step")})
+        if section and section.revision is None:
+            section = section.model_copy(update={"revision": begun.get("revision")})
+        config = config.model_copy(update={name: section})
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]
     # A run that is older than the setting lacks it.
     for key, before, after in differences({"chat_template": "auto"} | old, config.model_dump(mode="json")):

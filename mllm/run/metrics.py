@@ -22,7 +22,7 @@ from mllm.run.wandb import Wandb
 from mllm.store.log import Log
 from mllm.store.run_store import RunStore
 
-RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
+METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
 MEASURED = {
@@ -53,9 +53,9 @@ class RunLog:
         last_step: int,
         steps: int,
         config: Config | None = None,
-        marks: Mapping[str, Sequence[Any]] | None = None,
+        ends: Any = None,
     ) -> None:
-        """Open the files, and cut off what was written after `marks`, those of the checkpoint from which a run goes on.
+        """Open the files, and cut off what was written after the `ends` of a checkpoint from which a run goes on.
 
         `last_step` is the last one with lines there, -1 for a run that begins; `steps` is the number of the last one of
         all. The first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None:
@@ -66,7 +66,9 @@ class RunLog:
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.files: dict[str, Log] = {}
         if is_writer():
-            self.files = {name: store.open_log(name, marks[name][0] if marks else 0) for name in RECORDS}
+            for name in RECORDS:
+                size, aside = (ends.sizes[name], ends.asides.get(name)) if ends else (0, None)
+                self.files[name] = store.open_log(name, size, aside)
         self.steps, self.said = steps, -1.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         # Weights & Biases follows the events of files that are opened later.

@@ -97,10 +97,8 @@ def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
 
 
 def places(store: RunStore) -> Iterator[tuple[str, str]]:
-    entries = store.entries()
     for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
-        there = name in entries and not (store.folder and (store.folder / name).stat().st_size == 0)
-        if there or any(entry.startswith(f"{name}.") for entry in entries):
+        if (found := store.place / name).exists() and (found.is_dir() or found.stat().length):
             path = f"{store}/{name}"
             opened_by = f"tensorboard --logdir {shlex.quote(path)}"
             yield name.partition(".")[0], opened_by if name == "tensorboard" else path

@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -30,10 +29,6 @@ class Interrupt:
         self.received = 0
         """The signal's number; 0: none has come."""
         self.holding = False
-        self.find_fault: Callable[[], str] = lambda: ""
-        """Why the run must stop without a signal; empty: nothing is wrong."""
-        self.fault = ""
-        """What `find_fault` has said in any of the processes."""
         self.previous: dict[int, Any] = {}
         self.reading_end, self.writing_end = socket.socketpair()
 
@@ -57,12 +52,11 @@ class Interrupt:
                 print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
 
     def agree(self) -> bool:
-        """Whether any of the processes must stop; `received` and `fault` are then the same in all of them."""
-        received, faults = zip(*gather_objects((self.received, self.find_fault())), strict=True)
+        """Whether any of the processes must stop; `received` is then the same in all of them."""
+        received = gather_objects(self.received)
         if any(received):  # else one that has come meanwhile would be lost
             self.received = max(received)
-        self.fault = next(filter(None, faults), "")
-        return any(received) or bool(self.fault)
+        return any(received)
 
     def poll(self) -> None:
         """Raise `Interrupted` if any of the processes must stop; all of them must call this."""
@@ -71,7 +65,7 @@ class Interrupt:
 
     def poll_alone(self) -> None:
         """Raise `Interrupted` if the only process must stop; several go on to where all of them ask."""
-        if (self.received or self.find_fault()) and jax.process_count() == 1:
+        if self.received and jax.process_count() == 1:
             raise Interrupted
 
     def __exit__(self, *_: object) -> None:

@@ -18,6 +18,7 @@ from mllm.config.schema import Config
 from mllm.errors import UserError
 from mllm.model import load
 from mllm.model.compute_copy import Rounding
+from mllm.model.folder import commit_of
 from mllm.model.int8 import is_int8, quantize
 from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
@@ -49,6 +50,15 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
     model = config.model.model_copy(update={**OF_THE_FOLDER, "source": str(store.folder)})
     policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
     return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
+
+
+def pin_commit(config: Config) -> Config:
+    """A new run's configuration with the commit of its model on the hub, which may have a newer one later."""
+    model = config.model
+    if model.init != "pretrained" or not model.source:
+        return config
+    commit = commit_of(model.source, model.revision, "model.source")
+    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
 
 
 @dataclass(frozen=True)

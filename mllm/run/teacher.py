@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jax.sharding import Mesh
 
 from mllm.config.schema import Config
 from mllm.errors import UserError
+from mllm.model.folder import commit_of
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
 from mllm.run.source_run import SourceRun, load_policy
@@ -36,13 +38,15 @@ def load_teacher(config: Config, mesh: Mesh, student: Tokenizer) -> Policy | Non
 
 
 def pin_teacher(config: Config) -> Config:
-    """A new run's configuration with the number of its teacher's step, where that is a run's."""
+    """A new run's configuration with the number of its teacher's step, where that is a run's, or its commit."""
     if config.teacher is None:
         return config
     with naming():
         run = SourceRun.open(config.teacher.model(config.model))
-        step = run.choose_step(config.teacher.step) if run else None
-    return config.model_copy(update={"teacher": config.teacher.model_copy(update={"step": step})})
+        pinned: dict[str, Any] = {"step": run.choose_step(config.teacher.step)} if run else {}
+        if not run:
+            pinned["revision"] = commit_of(config.teacher.source, config.teacher.revision, "model.source")
+    return config.model_copy(update={"teacher": config.teacher.model_copy(update=pinned)})
 
 
 def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:

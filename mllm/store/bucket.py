@@ -13,7 +13,7 @@ SCHEME = "gs://"
 
 
 def is_bucket(place: object) -> bool:
-    """Whether a path of a configuration names something in a bucket; UserError for a storage that nothing here reads."""
+    """Whether a path of a configuration names something in a bucket; UserError for a storage that isn't known."""
     if not isinstance(place, str) or "://" not in place or place.startswith(SCHEME):
         return isinstance(place, str) and place.startswith(SCHEME)
     way_out = "mount it as a file system, or copy the folder after the run"

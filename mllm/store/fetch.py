@@ -129,7 +129,9 @@ def naming(key: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename} can't be written ({error.strerror})"
             raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
-        raise UserError(f"{key}: the bucket does not answer as it should ({brief(error)}): check it and its credentials") from None
+        raise UserError(
+            f"{key}: the bucket does not answer as it should ({brief(error)}): check it and its credentials"
+        ) from None
 
 
 @contextmanager

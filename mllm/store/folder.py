@@ -47,7 +47,9 @@ def failing(place: object, use: str, resumption: str = "") -> Iterator[None]:
         if (fault := find_fault(error)) is None:
             raise
         reason = fault.strerror or brief(fault)
-        raise UserError(f"{place}: can't be {use} ({reason}); {REMEDY.get(fault.errno or 0, 'check it')}{resumption}") from None
+        raise UserError(
+            f"{place}: can't be {use} ({reason}); {REMEDY.get(fault.errno or 0, 'check it')}{resumption}"
+        ) from None
 
 
 def write_file(path: Path, data: bytes) -> None:

@@ -131,16 +131,15 @@ class RunStore:
         return self.read(name) or b""
 
     def open_log(self, name: str, size: int = 0, aside: str | None = None) -> Log:
-        """A log to append to, of which `size` bytes stay; a longer one is kept whole under the name `aside`, if given."""
-        path = self.folder / name
-        failing = lambda: self.failing(name, "written")  # noqa: E731
-        self.logs[name] = Log(path, size, self.check, failing, self.folder / aside if aside else None)
-        return self.logs[name]
+        """A log to append to, of which `size` bytes stay; a longer one is kept whole under the name `aside`, if any."""
+        place, kept = self.folder / name, self.folder / aside if aside else None
+        self.logs[name] = log = Log(place, size, self.check, lambda: self.failing(name, "written"), kept)
+        return log
 
-    def compare_logs(self, marks: Mapping[str, Any]) -> str:
-        """The first log that differs from its mark, and how, in words; empty where none does."""
-        found = ((name, compare(self.read_log(name), mark)) for name, mark in marks.items())
-        return next((f"{name} {fault}" for name, fault in found if fault), "")
+    def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
+        """How logs differ from their marks, in words, those that do."""
+        found = {name: compare(self.read_log(name), mark) for name, mark in marks.items()}
+        return {name: fault for name, fault in found.items() if fault}
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
@@ -168,7 +167,9 @@ class RunStore:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
         files = {str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()}
         changed = {name: now for name, path in files.items() if self.sent.get(name) != (now := stamp(path))}
-        names = sorted((name for name in changed if not name.endswith(UNFINISHED)), key=lambda name: (name == CONFIG, name))
+        names = sorted(
+            (name for name in changed if not name.endswith(UNFINISHED)), key=lambda name: (name == CONFIG, name)
+        )
         self.check()
         with self.failing("", "written"):
             send(self.folder, self.url, names)
@@ -179,7 +180,7 @@ class RunStore:
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
         with self.failing_to_list():
-            there = [path for path in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
+            there = list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
             found = [path for path in there if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
 

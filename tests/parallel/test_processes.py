@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
+from mllm.store.lock import hold, lock
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
     arguments,
@@ -63,7 +64,6 @@ from mllm.rl import trajectories
 from mllm.run.checkpoint import by_name
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
-from mllm.store.lock import hold, lock
 from mllm.store.run_store import RunStore
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}

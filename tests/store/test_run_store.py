@@ -13,6 +13,7 @@ from random import Random
 from unittest.mock import Mock
 
 import pytest
+from mllm.store.lock import hold
 from runs import ROOT, environment
 from test_full_disk import limited_files
 
@@ -21,7 +22,6 @@ from mllm.run.metrics import RunLog
 from mllm.store import lock
 from mllm.store.bucket import Bucket, LeaseLost
 from mllm.store.folder import Folder
-from mllm.store.lock import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore
 
 disk = pytest.mark.parametrize("place", ["disk"], indirect=True)

@@ -44,7 +44,7 @@ def difference(one: RunStore, two: RunStore) -> str:
     if lines != others:
         same = [line == other for line, other in zip(lines, others, strict=False)]
         found.append(f"metrics.jsonl from line {(*same, False).index(False) + 1} on")
-    arrays, other_arrays = (run.manifest(run.steps()[-1])["arrays"] for run in (one, two))
+    arrays, other_arrays = (run.document(run.steps()[-1])["arrays"] for run in (one, two))
     if names := sorted(name for name in arrays | other_arrays if arrays.get(name) != other_arrays.get(name)):
         found.append(f"{len(names)} of {len(arrays)} arrays, as {names[0]}")
     return f"they differ in {' and '.join(found)}" if found else ""
