@@ -18,7 +18,7 @@ class CompileClock:
         self.depth = 0  # a trace has others in it
         self.notice = threading.Timer(0, print)
 
-    def begin(self, event: str, value: float, fun_name: str | int = "", **_: str | int) -> None:
+    def begin(self, event: str, value: float | int, fun_name: str | int = "", **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.began = self.began if self.depth else time.perf_counter()
             self.depth += 1

@@ -13,20 +13,19 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from mllm.store.checkpoints import load
 
 import train
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
-from mllm.run.checkpoint import by_name, with_leaves
+from mllm.run.checkpoint import by_name, read_arrays, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
-from mllm.store.run_store import RunStore
+from mllm.store.run_store import tool_run
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
 
@@ -120,11 +119,11 @@ def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
 
 def checkpoints(config: Config) -> list[int]:
     """The steps of the run's checkpoints."""
-    return RunStore(config.run_dir).steps()
+    return tool_run(config.run_dir).steps()
 
 
 def records(config: Config, name: str = "metrics.jsonl") -> list[dict]:
-    return read_records(RunStore(config.run_dir), name)
+    return read_records(tool_run(config.run_dir), name)
 
 
 def checksums(folder: Path) -> dict[str, str]:
@@ -138,7 +137,7 @@ def killed_after(config: Config, step: int, folder: Path) -> Config:
     copy = changed(config, run_dir=str(folder))
     shutil.copytree(config.run_dir, folder)
     for newer in [number for number in checkpoints(config) if number > step]:
-        (folder / "checkpoints" / f"{newer}.json").unlink()
+        shutil.rmtree(folder / "checkpoints" / str(newer))
     assert checkpoints(copy)[-1] == step
     return copy
 
@@ -147,8 +146,9 @@ def newest(config: Config) -> RunState:
     """The state in the run's newest checkpoint."""
     policy = load_policy(config, make_mesh(config.mesh))
     like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
-    store = RunStore(config.run_dir)
-    arrays, document = load(store, step := store.steps()[-1], by_name(like))
+    store = tool_run(config.run_dir)
+    document = store.document(step := store.steps()[-1])
+    arrays = read_arrays(store, step, by_name(like), document)
     return RunState.from_document(step, with_leaves(like, arrays), document)
 
 
@@ -161,7 +161,7 @@ def assert_same_end(one: Config, other: Config) -> None:
     for (path, leaf), same in zip(leaves, jax.tree.leaves(yours.train), strict=True):
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert RunStore(one.run_dir).read_log(name) == RunStore(other.run_dir).read_log(name), name
+        assert tool_run(one.run_dir).read_log(name) == tool_run(other.run_dir).read_log(name), name
 
 
 def assert_same_metrics(mine: Config, yours: Config) -> None:

@@ -71,7 +71,8 @@ class Checkpoints:
         with self.failing("written"):
             self.manager = ocp.CheckpointManager(
                 store.checkpoints,
-                metadata={"written_by": "mllm"},  # it tells a run's empty directory from a disk that is not mounted
+                # It tells a run's empty directory from a disk that is not mounted; a bucket has no directories.
+                metadata=None if store.in_bucket else {"written_by": "mllm"},
                 item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=Preservation(store, config),
@@ -212,7 +213,7 @@ class Ends(NamedTuple):
 def check_there(store: RunStore, config: CheckpointConfig) -> None:
     """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
     place, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
-    if not (store.checkpoints / "metadata").exists():
+    if not store.in_bucket and not (store.checkpoints / "metadata").exists():
         raise UserError(f"{place}: what was there when the run began is missing: {way_out}")
     logged = last_logged_step(store)
     if config.every and logged > 2 * config.every and not any(store.checkpoints.glob("[0-9]*")):

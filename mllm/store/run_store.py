@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
@@ -156,12 +156,11 @@ class RunStore:
         with self.failing("", "read"):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
-            for source in self.place.rglob("*") if self.place.exists() else ():
-                name = str(source.relative_to(self.place))
-                if name.partition("/")[0] not in (CHECKPOINTS, LOCK) and not source.is_dir():
-                    (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (self.folder / name).write_bytes(source.read_bytes())
-                    self.sent[name] = stamp(self.folder / name)
+            for source in files_below(self.place, (CHECKPOINTS, LOCK)):
+                path = self.folder / (name := str(source.relative_to(self.place)))
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(source.read_bytes())
+                self.sent[name] = stamp(path)
 
     def send_files(self) -> None:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
@@ -196,10 +195,10 @@ class RunStore:
         """
         path = self.checkpoints / str(step) / "document" / "metadata"
         with self.failing(f"{CHECKPOINTS}/{step}", "read"):
-            try:
-                content = path.read_bytes() if path.stat().length < LARGEST_DOCUMENT else b""
-            except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                raise Damaged("it has no document, or an earlier version of this program wrote it") from None
+            there = path.exists() and not path.is_dir() and path.stat().length < LARGEST_DOCUMENT
+            content = path.read_bytes() if there else b""
+        if not there:
+            raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
             return unseal(json.loads(content))
         except (ValueError, RecursionError) as error:
@@ -229,6 +228,13 @@ class RunStore:
             fault = f"can't be read ({reason}), nor put aside as {aside} ({error.strerror})"
             raise UserError(f"{self.url}/{CHECKPOINTS}/{step}: {fault}; rename or remove it") from None
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
+
+
+def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.Path]:
+    """All files below a folder, none where it is missing, without the folders and files of some names just in it."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.name not in but:
+            yield from files_below(path) if path.is_dir() else [path]
 
 
 def stamp(path: Path) -> tuple[int, int]:

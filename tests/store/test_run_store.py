@@ -1,49 +1,48 @@
-"""A run's files, logs and lock are the same on a disk and in a bucket; a failure of either is one line."""
+"""A run's files, logs and holder are the same on a disk and in a bucket; a failure of either is one line."""
 
 import errno
 import fcntl
 import logging
 import os
-import re
+import shutil
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
-from random import Random
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
-from mllm.store.lock import hold
 from runs import ROOT, environment
+from states import make_state, opened
 from test_full_disk import limited_files
 
+from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
+from mllm.run.checkpoint import Preservation
 from mllm.run.metrics import RunLog
-from mllm.store import lock
-from mllm.store.bucket import Bucket, LeaseLost
-from mllm.store.folder import Folder
-from mllm.store.run_store import CONFIG, LOCK, RunStore
+from mllm.store import folder as folders
+from mllm.store.bucket import bucket_path, is_bucket
+from mllm.store.holder import hold
+from mllm.store.run_store import CONFIG, LOCK, RunStore, tool_run
 
 disk = pytest.mark.parametrize("place", ["disk"], indirect=True)
-buckets = pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
 google = pytest.mark.parametrize("place", ["gs"], indirect=True)
 
 # Files
 
 
-def test_files_are_written_whole_listed_and_removed(store):
-    assert (store.read(CONFIG), store.entries(), store.is_run()) == (None, [], False)
-    for name in (CONFIG, "skipped/step_2.npz", "checkpoints/7-x/a/0.1"):
-        store.write(name, name.encode())
-        store.write(name, name.encode() * 2)
-    assert store.read("skipped/step_2.npz") == b"skipped/step_2.npz" * 2
+def test_files_are_written_whole_and_read_by_others(store):
+    assert (store.entries(), store.is_run()) == ([], False)
+    with hold(store):
+        for name in ("skipped/step_2.npz", CONFIG):
+            store.write(name, name.encode())
+            store.write(name, name.encode() * 2)
+        assert store.read("skipped/step_2.npz") == b"skipped/step_2.npz" * 2
     assert store.local(CONFIG).read_bytes() == CONFIG.encode() * 2
-    assert (store.entries(), store.is_run()) == (["checkpoints", CONFIG, "skipped"], True)
-    assert (store.entries("skipped"), store.entries("nowhere")) == (["step_2.npz"], [])
-    store.place.rename(CONFIG, "other.yaml", store.check)
-    store.place.delete_folder("checkpoints")
-    store.place.delete(["skipped/step_2.npz", "nothing"])
-    assert [name for name in store.entries() if store.entries(name) or name != "skipped"] == ["other.yaml"]
+    assert store.is_run()
+    assert {*store.entries()} - {LOCK} == {CONFIG, "skipped"}
+    assert tool_run(store.url).read(CONFIG) == CONFIG.encode() * 2
 
 
 MESSAGES = {
@@ -52,7 +51,7 @@ MESSAGES = {
     errno.EFBIG: "(File too large); allow larger files there, and",
     errno.EACCES: "(Permission denied); allow access there, and",
     errno.EROFS: "(Read-only file system); allow writing there, and",
-    errno.EIO: "(Input/output error); check the disk, and",
+    errno.EIO: "(Input/output error); check it, and",
 }
 
 
@@ -62,98 +61,73 @@ def tensorstore_error(number, *_):
 
 @pytest.mark.parametrize("error", [OSError, tensorstore_error])
 @pytest.mark.parametrize("number", MESSAGES, ids=errno.errorcode.get)
-def test_the_message_names_the_remedy_and_the_checkpoint_that_goes_on(tmp_path, monkeypatch, error, number):
-    store = RunStore(tmp_path)
-    for name in ("8.json", "10.json", "12-0123abcd.0/a/0", "damaged_14.json"):
-        store.write(f"checkpoints/{name}", b"")
+def test_the_message_names_the_remedy_and_the_checkpoint_that_goes_on(tmp_path, error, number):
+    for name in ("8", "10", "damaged_14", "12.orbax-checkpoint-tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     failed = ValueError("a save failed")
     failed.__cause__ = error(number, os.strerror(number))
-    monkeypatch.setattr(Folder, "write", Mock(side_effect=failed))
-    with pytest.raises(UserError) as failure:
-        store.write("checkpoints/12", b"")
-    place = f"{tmp_path}/checkpoints/12"
-    line = f"{place}: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
+    with pytest.raises(UserError) as failure, RunStore(tmp_path).failing("checkpoints", "written"):
+        raise failed
+    line = f"{tmp_path}/checkpoints: can't be written {MESSAGES[number]} the same command goes on from checkpoint 10"
     assert str(failure.value) == line
-    other = ValueError("INVALID_ARGUMENT: shape")
-    assert store.place.failure(other, "a", "read") is None  # no fault of the disk
+    with pytest.raises(ValueError, match="shape"), folders.failing("a", "read"):
+        raise ValueError("INVALID_ARGUMENT: shape")  # no fault of the disk
 
 
 # Logs
 
 
-def after(store, *records, lines=None):
-    """The log when it has been cut to some lines, and records were appended, each of which was sent."""
-    log = store.open_log("metrics.jsonl", None if lines is None else lambda all: sum(map(len, list(all)[:lines])))
-    for record in records:
-        log.append(record)
-        log.sync()
-    log.close()
-    return store.read_log("metrics.jsonl")
-
-
-def test_a_log_grows_and_is_cut_anywhere(store):
-    assert store.read_log("metrics.jsonl") == b""
-    assert after(store, b"1\n", b"2\n3\n", b"4\n") == b"1\n2\n3\n4\n"
-    assert after(store, b"5\n") == b"1\n2\n3\n4\n5\n"
-    assert after(store, b"x\n", lines=2) == b"1\n2\nx\n"  # in the midst of a part
-    assert after(store, lines=1) == b"1\n"
-    assert after(store, b"y\n", b"z\n", lines=0) == b"y\nz\n"
-
-
-@google
-def test_parts_that_a_lost_holder_has_left_are_no_part_of_a_log(store):
-    after(store, b"1\n", b"2\n")
-    assert after(store, b"3\n") == b"1\n2\n3\n"
-    for series, offset in ((1, 0), (1, 6), (2, 9), (3, 6)):  # another start's, one after a gap, one without a beginning
-        store.write(f"metrics.jsonl.{series:06}.{offset:015}", b"?\n")
-    assert store.read_log("metrics.jsonl") == b"1\n2\n3\n"
-    assert after(store, b"4\n") == b"1\n2\n3\n4\n"
-    assert store.entries() == [f"metrics.jsonl.000004.{offset:015}" for offset in (0, 6)]
+def test_a_log_grows_is_cut_anywhere_and_knows_what_it_holds(store):
+    with hold(store):
+        assert store.read_log("metrics.jsonl") == b""
+        log = store.open_log("metrics.jsonl")
+        log.append(b"1\n2\n")
+        mark = store.sync()["metrics.jsonl"]
+        log.append(b"3\n")
+        log.close()
+        assert store.compare_logs({"metrics.jsonl": mark}) == {}
+        store.write(CONFIG, b"")
+    with hold(again := RunStore(store.url)):
+        assert again.read_log("metrics.jsonl") == b"1\n2\n3\n"
+        again.open_log("metrics.jsonl", mark.size, "before").append(b"x\n")
+        assert again.read_log("metrics.jsonl") == b"1\n2\nx\n"
+        assert again.read("before") == b"1\n2\n3\n"
+        assert again.sync()["metrics.jsonl"].size == 6
+        (again.folder / "metrics.jsonl").write_bytes(b"1\n?\n")
+        assert again.compare_logs({"metrics.jsonl": mark}) == {"metrics.jsonl": "has changed"}
 
 
 @google
-def test_a_bucket_has_what_was_appended_and_replaced_when_the_run_is_let_go(store):
+def test_a_bucket_has_the_logs_with_each_checkpoint_and_at_the_end(store, server):
     with hold(store):
         store.write(CONFIG, b"{}")
-        store.open_log("metrics.jsonl").append(b"1\n")
-        store.replace("heartbeat.json", b"{}")
-        assert store.entries() == [CONFIG, LOCK]
-    assert store.entries() == [CONFIG, "heartbeat.json", "metrics.jsonl.000001.000000000000000"]
-
-
-@google
-def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(store, server, monkeypatch):
-    monkeypatch.setattr(lock, "SENDING_SECONDS", 0.05)
-    told = ""
-    with suppress(UserError), hold(store):  # which raises what it could not send, too
         log = store.open_log("metrics.jsonl")
         log.append(b"1\n")
-        while not any("metrics" in name for name in server.written):
-            time.sleep(0.01)
-        server.fault = lambda method, path: "503"
-        try:
-            while True:
-                log.append(b"1\n")
-                time.sleep(0.02)
-        except UserError as error:
-            told = str(error)
-    assert re.search(r"can't be written \(.*\); check the bucket", told)
+        assert "metrics.jsonl" not in store.entries()
+        store.sync()
+        assert (store.place / "metrics.jsonl").read_bytes() == b"1\n"
+        written = len(server.written)
+        store.sync()
+        assert not [name for name in server.written[written:] if not name.endswith(LOCK)]  # nothing is sent twice
+        log.append(b"2\n")
+    assert (store.place / "metrics.jsonl").read_bytes() == b"1\n2\n"
+    assert LOCK not in store.entries()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "tensorboard"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
 def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
-    RunStore(tmp_path).write("checkpoints/3.json", b"")
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     log = RunLog(RunStore(tmp_path), -1, 1)
     file = log.files[name]
     with open("/dev/full", "wb") as full:
         os.dup2(full.fileno(), file.file.fileno())
-    place = rf"{name}\S*: can't be written \(No space left on device\); make room, .* from checkpoint 3$"
+    place = rf"{name}: can't be written \(No space left on device\); make room, .* from checkpoint 3$"
     with pytest.raises(UserError, match=place):  # noqa: PT012
         log.write(1, {"loss": 1.0}, [{"completion": "1"}])
         log.write_timings(1, {"tokens_per_second": 1.0}, {})
     if name == "metrics.jsonl":  # its line must be the last: where it stands, the step's samples stand, too
         assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
-    with pytest.raises(UserError, match=rf"{name}\S*: can't be written \(Invalid argument\)"):
+    with pytest.raises(UserError, match=rf"{name}: can't be written \(Invalid argument\)"):
         log.close()  # no buffer tries to write a second time; /dev/full can't be synced
     assert "Traceback" not in capfd.readouterr().err
 
@@ -165,14 +139,14 @@ def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
     file.close()
 
 
-# The lock
+# The holder
 
 
 def holding(url):
     """Another process that holds a run."""
     program = (
-        "import sys; from mllm.store import lock; from mllm.store.run_store import RunStore; lock.RENEWALS = 600\n"
-        "with lock.hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+        "import sys; from mllm.store import holder; from mllm.store.run_store import RunStore; holder.SECONDS = 0.5\n"
+        "with holder.hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
     )
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", program, url]
@@ -181,23 +155,17 @@ def holding(url):
     return process
 
 
-@pytest.mark.parametrize("place", ["disk", "gs"], indirect=True)
-def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, capsys):
-    store.write(CONFIG, b"{}")
+def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url):
     process = holding(url)
     try:
         for _ in range(2):  # a refusal leaves the holder's lock as it was
-            with pytest.raises(UserError, match=rf"^run_dir: .* is in use by process {process.pid} on .*; wait for it"):
+            with pytest.raises(UserError, match=rf"^run_dir: .* is in use by .*process {process.pid} on .*; wait for"):
                 hold(store).__enter__()
     finally:
         process.kill()
         process.communicate()
-    assert str(process.pid) in store.read(LOCK).decode()
-    capsys.readouterr()
     with hold(store):
-        assert str(os.getpid()) in store.read(LOCK).decode()
-    assert "waiting" not in capsys.readouterr().err  # since it is known to be dead
-    assert not store.read(LOCK)
+        assert str(os.getpid()).encode() in (store.place / LOCK).read_bytes()
 
 
 @pytest.mark.parametrize("there", [".", "there", "there/is/no/folder"])
@@ -207,6 +175,54 @@ def test_a_run_that_did_not_begin_leaves_the_folder_as_it_found_it(tmp_path, the
     with hold(RunStore(tmp_path / there)):
         assert (tmp_path / there).is_dir()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def move(folder):
+    folder.rename(folder.with_name("moved"))
+
+
+def replace(folder):
+    """Another run is held where the first one was."""
+    move(folder)
+    hold(RunStore(folder)).__enter__()
+
+
+@disk
+@pytest.mark.parametrize("change", [move, replace, shutil.rmtree], ids=["moved", "replaced", "removed"])
+def test_a_folder_that_is_moved_removed_or_replaced_under_a_run_ends_it_and_nothing_is_made_there(store, change):
+    with hold(store):
+        store.write(CONFIG, b"{}")
+        log = store.open_log("metrics.jsonl")
+        with opened(store) as checkpoints:
+            change(store.folder)
+            before = sorted(store.folder.parent.rglob("*"))
+            attempts = (
+                lambda: log.append(b"1\n"),
+                lambda: store.write("a", b""),
+                lambda: checkpoints.save(make_state(1), ""),
+                lambda: Preservation(store, CheckpointConfig()).should_preserve([], context=None),
+            )
+            for attempt in attempts:
+                with pytest.raises(UserError, match=r"^run_dir: .* was moved, removed or replaced while"):
+                    attempt()
+    assert sorted(store.folder.parent.rglob("*")) == before
+
+
+@google
+def test_a_lease_that_another_process_took_or_that_can_not_be_renewed_ends_the_run(store, server):
+    with suppress(UserError), hold(store):  # which sends at its end, too
+        store.check()
+        server.fault = lambda method, path: "503" if LOCK in path else None
+        time.sleep(0.6)
+        with pytest.raises(UserError, match=r"the lease of .* could not be renewed; the same command resumes"):
+            store.write("a", b"")
+        server.fault = lambda method, path: None
+        taken = threading.Event()
+        with hold(RunStore(store.url)):  # it has expired
+            taken.set()
+            time.sleep(0.2)
+            with pytest.raises(UserError, match=r"was taken by another process|could not be renewed"):
+                store.write("a", b"")
 
 
 @disk
@@ -231,44 +247,36 @@ def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock
         flock(file, operation)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with hold(store), pytest.raises(UserError, match="in use by"), hold(store):
+    with hold(store), pytest.raises(UserError, match="in use by"), hold(RunStore(store.url)):
         pass
 
 
-# Requests to a bucket
+# URLs
 
 
-@pytest.mark.parametrize("wrong", ["gs://", "s3://", "gs://A_B!/run"])
+@pytest.mark.parametrize("wrong", ["gs://", "gs://a/../b"])
 def test_a_url_without_a_bucket_is_refused(wrong):
-    with pytest.raises(UserError, match=r"is no place in a bucket: give (gs|s3)://bucket/path"):
-        Bucket(wrong).read("config.yaml")
+    with pytest.raises(UserError, match=r"is no place in a bucket: give gs://bucket/path"):
+        bucket_path(wrong)
 
 
-@buckets
-@pytest.mark.parametrize("fault", ["429", "503", "reset", "lost"])
-def test_requests_that_fail_are_repeated(url, server, fault):
-    objects = Bucket(url)
-    dice = Random(0)
-    server.fault = lambda method, path: fault if dice.random() < 0.5 else None
-    objects.write("a", b"1")
-    content, generation = objects.read_generation("a")
-    assert content == b"1"
-    assert objects.names() == objects.entries() == ["a"]
-    assert objects.replace("a", b"2", generation)
-    assert objects.read("a") == b"2"
-    with pytest.raises(LeaseLost, match="was taken by another process"):
-        objects.replace("a", b"3", generation)
-    objects.remove("a", generation)
-    objects.delete(["a"])
-    assert objects.read("a") is None
-    assert server.faults[fault] >= 3
+def test_other_buckets_are_refused_with_a_way_out():
+    assert (is_bucket("gs://a/b"), is_bucket("runs/a"), is_bucket(None)) == (True, False, False)
+    with pytest.raises(UserError, match=r"^s3://a/b: of buckets only gs:// is known: mount it as a file system"):
+        is_bucket("s3://a/b")
 
 
-@buckets
-def test_a_bucket_that_fails_for_good_is_one_line(url, server):
-    server.fault = lambda method, path: "503"
-    with pytest.raises(UserError, match=rf"^{url}/a: can't be read \(All 8 retry attempts .*\); check the bucket"):
-        Bucket(url).read("a")
-    server.fault = lambda method, path: "403"
-    with pytest.raises(UserError, match=rf"^{url}/a: can't be written \(.*\); check the bucket and its credentials"):
-        Bucket(url).write("a", b"")
+def test_a_bucket_needs_gcsfs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=r"needs the package gcsfs: pip install -e '\.\[gcs\]'"):
+        bucket_path("gs://a/b")
+
+
+@google
+@pytest.mark.parametrize("status", ["403", "404"])
+def test_a_bucket_that_refuses_is_one_line(store, server, status):
+    with patch.dict(os.environ, {}), hold(store):
+        store.write(CONFIG, b"{}")
+    server.fault = lambda method, path: status
+    with pytest.raises(UserError, match=r"run_dir: .*check the bucket and its credentials|no config.yaml"):
+        tool_run(store.url)
