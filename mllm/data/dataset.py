@@ -17,25 +17,25 @@ from mllm.errors import StepError, UserError
 T = TypeVar("T")
 
 
-def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
-    """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
-
-    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
-    """
-    numbers = grain.MapDataset.range(examples)
-    if seed is not None:
-        numbers = numbers.seed(seed).shuffle()
-    return numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
-
-
 def training_dataset(
     examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
 ) -> grain.MapDataset[T]:
-    """The examples in the order of training, as by `training_order`: a task's problems (`task.train`), or `Documents`.
+    """The examples of a task (`task.train`) or of data (`Documents`) in the order of training, each once in an epoch.
 
-    Each is made or read when it is asked for, by its position: UserError where that fails.
+    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end. An example
+    is made or read when its position is asked for: UserError where that fails.
     """
-    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
+    return in_order(grain.MapDataset.source(examples), seed, epochs)
+
+
+def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
+    """The numbers, from 0, of so many examples in the same order, which is known without reading any."""
+    return in_order(grain.MapDataset.range(examples), seed, epochs)
+
+
+def in_order(examples: grain.MapDataset[T], seed: int | None, epochs: int | None) -> grain.MapDataset[T]:
+    shuffled = examples if seed is None else examples.seed(seed).shuffle()
+    return shuffled.repeat(epochs if epochs and len(examples) * epochs <= sys.maxsize else None)
 
 
 class DataIterator(Generic[T]):

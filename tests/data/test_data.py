@@ -150,7 +150,7 @@ def test_the_public_data_set_of_data_or_a_task_is_what_training_reads(tmp_path):
     dataset = training_dataset(whole, seed=5, epochs=2)
     seen = [tokens for batch in SftBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
     assert seen == [dataset[place].tokens.tolist() for place in range(44)]
-    assert (len(dataset), str(dataset.parents[0])) == (46, "RepeatMapDataset(num_epochs=2)")
+    assert (len(dataset), str(dataset)) == (46, "RepeatMapDataset(num_epochs=2)")
     problems = training_dataset(ARITHMETIC.train, seed=5)
     assert sorted(problems[place].place for place in range(68)) == sorted(e.place for e in ARITHMETIC.train)
 
