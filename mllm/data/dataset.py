@@ -34,6 +34,7 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
 
 def in_order(examples: grain.MapDataset[T], seed: int | None, epochs: int | None) -> grain.MapDataset[T]:
+    """The examples of one epoch in the order of all; epochs too long to be gone through never end."""
     shuffled = examples if seed is None else examples.seed(seed).shuffle()
     return shuffled.repeat(epochs if epochs and len(examples) * epochs <= sys.maxsize else None)
 
@@ -44,19 +45,20 @@ class DataIterator(Generic[T]):
     def __init__(
         self,
         items: grain.IterDataset[T],
+        order: grain.MapDataset[int],
         examples: int,
         epochs: int | None = None,
         content: str | None = None,
         ahead: int = 2,
     ) -> None:
-        """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
+        """An epoch has `examples` positions of the order; `content` is a hash of the examples, where it is known.
 
         The state of an iterator over `items` is Grain's `{"next_index": position}`. So many items are read `ahead` of
         the step that needs them.
         """
-        self.examples = examples
-        self.content = content
-        self.epochs = epochs
+        self.examples, self.epochs, self.content = examples, epochs, content
+        self.first = [order[place] for place in range(min(examples, 8))]
+        """What the order is known by: another version of Grain may have another one."""
         self.given = 0
         """How many items were given since training began."""
         self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
@@ -89,14 +91,16 @@ class DataIterator(Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the items so far: JSON, with the state of Grain's iterator under `grain`."""
-        state = {"examples": self.examples, "given": self.given, "grain": self.items.get_state()}
+        state = {"examples": self.examples, "first": self.first, "given": self.given, "grain": self.items.get_state()}
         return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave; UserError where the examples are others than then."""
+        """Continue from a position that `get_state` gave; UserError where the examples or their order differ."""
         if (state["examples"], state.get("content")) != (self.examples, self.content):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
+        if state["first"] != self.first:
+            raise UserError("data: the run began with another order of these examples: install the Grain it began with")
         if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
         self.given = state["given"]

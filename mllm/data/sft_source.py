@@ -83,7 +83,7 @@ class RowBatches(ABC, Generic[T]):
         except StopIteration:
             fault = f"{self.config.source} has {size} examples, too few for one batch in {self.config.epochs} epochs"
             raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
-        return DataIterator(BatchDataset(self), size, self.config.epochs, self.documents.content)
+        return DataIterator(BatchDataset(self), self.order, size, self.config.epochs, self.documents.content)
 
     def validate(self) -> Iterator[T]:
         """The batches that hold every document once, in order; the last one is padded."""

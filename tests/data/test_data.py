@@ -163,6 +163,8 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
     read = batches_of(write(tmp_path, some(8)), packing=False)
     with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(read.get_state())
+    with pytest.raises(UserError, match=r"data: the run began with another order of these examples: install"):
+        batches_of(write(tmp_path, some(8)), seed=1).set_state(read.get_state())
     state = {**read.get_state(), "grain": {"next_index": 9}}
     with pytest.raises(UserError, match=r"data.epochs: 1: the run has gone through more of its data: raise it"):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
