@@ -6,37 +6,54 @@ goes on with the same examples from its checkpoint, also with another number of 
 
 import sys
 import weakref
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
+from jaxtyping import Int
 
 from mllm.data.source import WAY_OUT
 from mllm.errors import StepError, UserError
 
 T = TypeVar("T")
+FEW = 10_000
+"""Grain's shuffle takes 30 to 50 ms an epoch for any number of fewer examples; these are permuted by numpy at once."""
 
 
 def training_dataset(
     examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
 ) -> grain.MapDataset[T]:
-    """The examples of a task (`task.train`) or of data (`Documents`) in the order of training, each once in an epoch.
+    """The examples of a task (`task.train`) or of data (`Documents`) in the order of training.
 
-    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end. An example
-    is made or read when its position is asked for: UserError where that fails.
+    An example is made or read when its position is asked for: UserError where that fails.
     """
-    return in_order(grain.MapDataset.source(examples), seed, epochs)
+    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
 
 
 def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
-    """The numbers, from 0, of so many examples in the same order, which is known without reading any."""
-    return in_order(grain.MapDataset.range(examples), seed, epochs)
+    """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
+
+    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
+    """
+    few = examples < FEW
+    numbers = grain.MapDataset.range(examples)
+    if seed is not None and not few:
+        numbers = numbers.seed(seed).shuffle()
+    numbers = numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
+    return numbers.map_with_index(partial(shuffle_few, examples, seed)) if few and seed is not None else numbers
 
 
-def in_order(examples: grain.MapDataset[T], seed: int | None, epochs: int | None) -> grain.MapDataset[T]:
-    """The examples of one epoch in the order of all; epochs too long to be gone through never end."""
-    shuffled = examples if seed is None else examples.seed(seed).shuffle()
-    return shuffled.repeat(epochs if epochs and len(examples) * epochs <= sys.maxsize else None)
+def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:
+    """The number at a position in the shuffled order, in place of the one in the ascending order."""
+    epoch, place = divmod(position, examples)
+    return int(permutation(examples, seed, epoch)[place])
+
+
+@lru_cache(16)
+def permutation(examples: int, seed: int, epoch: int) -> Int[np.ndarray, " N"]:
+    return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
 class DataIterator(Generic[T]):
@@ -58,7 +75,7 @@ class DataIterator(Generic[T]):
         """
         self.examples, self.epochs, self.content = examples, epochs, content
         self.first = [order[place] for place in range(min(examples, 8))]
-        """What the order is known by: another version of Grain may have another one."""
+        """What the order is known by: another version of Grain or numpy may have another one."""
         self.given = 0
         """How many items were given since training began."""
         self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
@@ -100,7 +117,7 @@ class DataIterator(Generic[T]):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
         if state["first"] != self.first:
-            raise UserError("data: the run began with another order of these examples: install the Grain it began with")
+            raise UserError("data: the run began with another order of them: install the Grain and numpy it began with")
         if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
         self.given = state["given"]
