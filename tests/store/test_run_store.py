@@ -140,7 +140,7 @@ def test_a_thread_sends_logs_and_its_error_is_raised_where_more_is_appended(stor
     assert re.search(r"can't be written \(.*\); check the bucket", told)
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl", "tensorboard"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timings.jsonl"])
 def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd, name):
     RunStore(tmp_path).write("checkpoints/3.json", b"")
     log = RunLog(RunStore(tmp_path), -1, 1)
