@@ -3,7 +3,8 @@
 A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: documents in an ArrayRecord file, their sizes, mapped into memory, and a summary with checksums, which is
 written last, and compared whenever the cache is opened. A lock lets one process of a host make it while others wait.
-The processes of a run each tokenize a share of the records, and pass it on to all.
+The processes of a run each tokenize a share of the records, and pass it on to all. Whenever a cache is made, those that
+nothing has used for long are removed, by the limits of `mllm.store.fetch`.
 """
 
 import hashlib
@@ -14,7 +15,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
 from mllm.store.bucket import cache_folder
-from mllm.store.fetch import locked
+from mllm.store.fetch import LOCK, locked, prune
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def cached_documents(
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
     assert summary is not None
+    with suppress(OSError):  # it may be another user's
+        (folder / LOCK).touch()  # its time is that of the last use
     for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
         if summary[name]:
             log.warning("%s: %s: %d %s", origin.key, origin.source, summary[name], what)
@@ -114,6 +117,7 @@ def make_together(
         encoded = mismatched(encoded, config.max_length)
     with locked(folder, wait=False) as has_lock:
         if has_lock and read_summary(folder) is None:
+            prune(place for place in folder.parent.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
             make(folder, origin, config, encoded, content)
         elif process_count() > 1:
             deque(encoded, maxlen=0)

@@ -6,15 +6,30 @@ goes on with the same examples from its checkpoint, also with another number of 
 
 import sys
 import weakref
+from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
+from jaxtyping import Int
 
 from mllm.data.source import WAY_OUT
 from mllm.errors import StepError, UserError
 
 T = TypeVar("T")
+FEW = 10_000
+"""Grain's shuffle takes 30 to 50 ms an epoch for any number of fewer examples; these are permuted by numpy at once."""
+
+
+def training_dataset(
+    examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
+) -> grain.MapDataset[T]:
+    """The examples of a task (`task.train`) or of data (`Documents`) in the order of training.
+
+    An example is made or read when its position is asked for: UserError where that fails.
+    """
+    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
 
 
 def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
@@ -22,20 +37,23 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
     The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
     """
+    few = examples < FEW
     numbers = grain.MapDataset.range(examples)
-    if seed is not None:
+    if seed is not None and not few:
         numbers = numbers.seed(seed).shuffle()
-    return numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
+    numbers = numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
+    return numbers.map_with_index(partial(shuffle_few, examples, seed)) if few and seed is not None else numbers
 
 
-def training_dataset(
-    examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
-) -> grain.MapDataset[T]:
-    """The examples in the order of training, as by `training_order`: a task's problems (`task.train`), or `Documents`.
+def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:
+    """The number at a position in the shuffled order, in place of the one in the ascending order."""
+    epoch, place = divmod(position, examples)
+    return int(permutation(examples, seed, epoch)[place])
 
-    Each is made or read when it is asked for, by its position: UserError where that fails.
-    """
-    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
+
+@lru_cache(16)
+def permutation(examples: int, seed: int, epoch: int) -> Int[np.ndarray, " N"]:
+    return np.random.default_rng([seed, epoch]).permutation(examples)
 
 
 class DataIterator(Generic[T]):
@@ -44,19 +62,20 @@ class DataIterator(Generic[T]):
     def __init__(
         self,
         items: grain.IterDataset[T],
+        order: grain.MapDataset[int],
         examples: int,
         epochs: int | None = None,
         content: str | None = None,
         ahead: int = 2,
     ) -> None:
-        """An epoch has `examples` positions; `content` is a hash of the examples, where it is known.
+        """An epoch has `examples` positions of the order; `content` is a hash of the examples, where it is known.
 
         The state of an iterator over `items` is Grain's `{"next_index": position}`. So many items are read `ahead` of
         the step that needs them.
         """
-        self.examples = examples
-        self.content = content
-        self.epochs = epochs
+        self.examples, self.epochs, self.content = examples, epochs, content
+        self.first = [order[place] for place in range(min(examples, 8))]
+        """What the order is known by: another version of Grain or numpy may have another one."""
         self.given = 0
         """How many items were given since training began."""
         self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
@@ -89,14 +108,16 @@ class DataIterator(Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the items so far: JSON, with the state of Grain's iterator under `grain`."""
-        state = {"examples": self.examples, "given": self.given, "grain": self.items.get_state()}
+        state = {"examples": self.examples, "first": self.first, "given": self.given, "grain": self.items.get_state()}
         return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave; UserError where the examples are others than then."""
+        """Continue from a position that `get_state` gave; UserError where the examples or their order differ."""
         if (state["examples"], state.get("content")) != (self.examples, self.content):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
+        if state["first"] != self.first:
+            raise UserError("data: the run began with another order of them: install the Grain and numpy it began with")
         if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
         self.given = state["given"]

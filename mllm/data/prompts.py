@@ -59,9 +59,10 @@ class PromptIterator(DataIterator[Prompt]):
         checked = examples if isinstance(examples, list) else examples[:CHECKED]
         usable = usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {task.name}")
         self.warned = len(usable) < len(checked)
-        prompts = training_order(len(examples), seed).map(partial(read_prompt, examples, renderer))
+        order = training_order(len(examples), seed)
+        prompts = order.map(partial(read_prompt, examples, renderer))
         in_turn = prompts.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        super().__init__(in_turn, len(examples), content=task.content, ahead=ahead)
+        super().__init__(in_turn, order, len(examples), content=task.content, ahead=ahead)
 
     def take(self) -> Prompt:
         for _ in range(MOST_SKIPPED):

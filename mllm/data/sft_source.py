@@ -10,11 +10,11 @@ import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, tee
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import grain
 import numpy as np
@@ -53,8 +53,11 @@ BatchPlan = list[tuple[int, int]]
 T = TypeVar("T")
 
 
-class RowBatches(ABC, Generic[T]):
-    """Batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share."""
+class RowBatches(grain.IterDataset[T], ABC):
+    """Training's batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share.
+
+    They are a data set of Grain's, over the order of the documents.
+    """
 
     def __init__(
         self,
@@ -64,12 +67,16 @@ class RowBatches(ABC, Generic[T]):
         seed: int = 0,
         share: RowShare = ALL_ROWS,
     ) -> None:
+        self.order = training_order(len(documents), seed if config.shuffle else None, config.epochs)
+        """The documents' numbers in the order of training."""
+        super().__init__(self.order)
         self.config = config
         self.documents = documents
         self.batch_size = batch_size
         self.share, self.rows = share, share.part_of(batch_size)
-        self.order = training_order(len(documents), seed if config.shuffle else None, config.epochs)
-        """The documents' numbers in the order of training."""
+
+    def __iter__(self) -> "BatchIterator[T]":
+        return BatchIterator(self.read)
 
     def train(self) -> DataIterator[T]:
         """Training's batches, for `config.epochs`.
@@ -83,7 +90,7 @@ class RowBatches(ABC, Generic[T]):
         except StopIteration:
             fault = f"{self.config.source} has {size} examples, too few for one batch in {self.config.epochs} epochs"
             raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
-        return DataIterator(BatchDataset(self), size, self.config.epochs, self.documents.content)
+        return DataIterator(self, self.order, size, self.config.epochs, self.documents.content)
 
     def validate(self) -> Iterator[T]:
         """The batches that hold every document once, in order; the last one is padded."""
@@ -156,26 +163,15 @@ class RowBatches(ABC, Generic[T]):
         return empty_batch(shape), own
 
 
-class BatchDataset(grain.IterDataset[T]):
-    """Training's batches over the order of the documents, as Grain's prefetching reads them."""
-
-    def __init__(self, batches: RowBatches[T]) -> None:
-        super().__init__(batches.order)
-        self.batches = batches
-
-    def __iter__(self) -> "BatchIterator[T]":
-        return BatchIterator(self.batches)
-
-
 class BatchIterator(grain.DatasetIterator[T]):
     """Training's batches from the first; the state is the position in the order at which the next one begins."""
 
-    def __init__(self, batches: RowBatches[T]) -> None:
+    def __init__(self, read: Callable[[int], tuple[T, int]]) -> None:
         super().__init__()
-        self.batches, self.position = batches, 0
+        self.read, self.position = read, 0
 
     def __next__(self) -> T:
-        batch, self.position = self.batches.read(self.position)
+        batch, self.position = self.read(self.position)
         return batch
 
     def get_state(self) -> dict[str, int]:

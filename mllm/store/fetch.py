@@ -9,7 +9,7 @@ import fcntl
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -94,20 +94,20 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
 
     bar = tqdm(desc=f"fetching {url}", unit="B", unit_scale=True, delay=1, disable=None)
     with naming(key), locked(folder), bar, ThreadPoolExecutor(AT_ONCE) as pool:
-        prune(cache_folder() / OBJECTS)
+        prune((cache_folder() / OBJECTS).iterdir())
         return list(pool.map(get, names))
 
 
-def prune(root: Path) -> None:
-    """Remove folders below `root` as the module says; not those that were used within a day, or that others hold."""
-    places = list[tuple[float, int, Path]]()
-    for place in root.iterdir():
+def prune(places: Iterable[Path]) -> None:
+    """Remove the files in such folders as the module says; not of those that were used within a day, or are locked."""
+    found = list[tuple[float, int, Path]]()
+    for place in places:
         with suppress(OSError):  # another process may be removing them, too
             files = [path.stat() for path in place.rglob("*") if path.is_file()]
             used = max((file.st_mtime for file in files), default=0.0)
-            places.append((used, sum(file.st_size for file in files), place))
-    total = sum(size for _, size, _ in places)
-    for used, size, place in sorted(places):
+            found.append((used, sum(file.st_size for file in files), place))
+    total = sum(size for _, size, _ in found)
+    for used, size, place in sorted(found):
         days = (time.time() - used) / 86400
         if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
             with suppress(OSError), ExitStack() as held:

@@ -12,7 +12,7 @@ import pytest
 
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
-from mllm.data import records
+from mllm.data import dataset, records
 from mllm.data.batch import Batch
 from mllm.data.dataset import training_dataset, training_order
 from mllm.data.sft_source import SftBatches, hold_out, load_documents, task_documents
@@ -129,7 +129,8 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_
         assert restored.get_state() == unbroken.get_state()
 
 
-def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path):
+def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "FEW", 0)
     source, cache = write(tmp_path, some(23)), tmp_path / "cache"
     read = batches_of(source, packing=False, seed=5, cache=str(cache))
     for _ in range(9):
@@ -147,12 +148,21 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
 def test_the_public_data_set_of_data_or_a_task_is_what_training_reads(tmp_path):
     config = DataConfig(source=write(tmp_path, some(23)), max_length=32, packing=False, epochs=2)
     whole, _ = load_documents(config, Renderer(BYTES), None)
-    dataset = training_dataset(whole, seed=5, epochs=2)
+    pipeline = training_dataset(whole, seed=5, epochs=2)
     seen = [tokens for batch in SftBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
-    assert seen == [dataset[place].tokens.tolist() for place in range(44)]
-    assert (len(dataset), str(dataset.parents[0])) == (46, "RepeatMapDataset(num_epochs=2)")
+    assert seen == [pipeline[place].tokens.tolist() for place in range(44)]
+    assert (len(pipeline), str(pipeline)[:28]) == (46, "MapMapDataset(transform=__ge")
     problems = training_dataset(ARITHMETIC.train, seed=5)
     assert sorted(problems[place].place for place in range(68)) == sorted(e.place for e in ARITHMETIC.train)
+
+
+@pytest.mark.parametrize("examples", [1, 2, 65, dataset.FEW + 1])
+def test_each_epoch_of_the_order_has_every_example_once(examples):
+    order = training_order(examples, seed=3, epochs=3)
+    epochs = [[order[place] for place in range(first, first + examples)] for first in range(0, len(order), examples)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(examples))] * 3
+    assert examples < 60 or len({tuple(epoch) for epoch in epochs}) == 3
+    assert examples < 60 or epochs[1] != [training_order(examples, seed=4)[place] for place in range(examples)]
 
 
 def test_the_order_of_more_examples_than_a_run_can_reach_is_known_too():
@@ -163,6 +173,8 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
     read = batches_of(write(tmp_path, some(8)), packing=False)
     with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(read.get_state())
+    with pytest.raises(UserError, match=r"data: the run began with another order of them: install"):
+        batches_of(write(tmp_path, some(8)), seed=1).set_state(read.get_state())
     state = {**read.get_state(), "grain": {"next_index": 9}}
     with pytest.raises(UserError, match=r"data.epochs: 1: the run has gone through more of its data: raise it"):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)

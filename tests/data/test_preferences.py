@@ -144,7 +144,7 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
                     assert at == np.flatnonzero(into.weights[row] * inside)[0]
                     if form == "labelled":
                         assert into.advantages[row, at] == (1 if examples[index].desirable else -1)
-    assert seen > 20
+    assert seen > 15
     parts = zip(*(batches(share=RowShare(index, 2)).train() for index in range(2)), strict=True)
     for expected, shares in zip(whole.train(), parts, strict=True):
         for one, *others in zip(expected, *shares, strict=True):

@@ -27,7 +27,7 @@ from mllm.config.data import DataConfig
 from mllm.config.schema import Config
 from mllm.config.section import keys_of
 from mllm.config.task import AnswerForm, TaskConfig
-from mllm.data.prompts import training_prompts
+from mllm.data.prompts import PromptIterator
 from mllm.data.sft_source import SftBatches, load_documents
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.load import load as load_task
@@ -180,7 +180,7 @@ def read_listed(folder: Path, given: tuple[bytes, AnswerForm]) -> None:
     train = str(folder / "problems.jsonl")
     task = load_task(TaskConfig(name="jsonl", train=train, heldout=1, answer_form=form), seed=0)
     assert task.heldout[0].prompt not in [example.prompt for example in task.train]
-    prompts = training_prompts(task, tokenizer.Renderer(BYTES), max_prompt_length=300, seed=0)
+    prompts = PromptIterator(task, tokenizer.Renderer(BYTES), max_prompt_length=300, seed=0)
     assert prompts.get_state()["content"] == task.content
 
 
