@@ -26,6 +26,7 @@ from mllm import strict_json
 from mllm.data.tasks.task import Example, Scorer, Task
 from mllm.errors import UserError
 from mllm.rl.reward_functions import BUILT_IN, find
+from mllm.strict_json import whole_characters
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
@@ -131,13 +132,14 @@ class Notes:
         """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
         for row, value in zip(self.rows, values if self.batched else [values], strict=True):
             kind, given = judge(value)
-            row.append(("extra", str(column), given if kind == "value" else str(value)[:LONGEST_TEXT]))
+            text = whole_characters(str(value)[:LONGEST_TEXT])
+            row.append(("extra", whole_characters(str(column)), given if kind == "value" else text))
 
     def log_metric(self, name: str, value: Any) -> None:
         kind, given = judge(value)
         if kind != "value":
             raise ValueError(f"log_metric: {name} is no number: {given}")
-        self.rows[0].append(("metric", str(name), given))
+        self.rows[0].append(("metric", whole_characters(str(name)), given))
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Worker:
 
     def end(self) -> str:
         """Kill the process, from which nothing more will come; returns how it had ended."""
-        self.process.join(TICK)  # a process that is about to exit gets the time to give its own exit code
+        self.wait(TICK)  # a process that is about to exit gets the time to give its own exit code
         code = self.process.exitcode
         self.kill()
         if code is None:
@@ -132,6 +132,12 @@ class Worker:
         if code < 0:
             return f"had its process killed by signal {-code} ({signal.strsignal(-code)})"
         return f"ended its process with exit code {code}"
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the process's end; `join` would wait for ever where a function has closed the process's files."""
+        deadline = time.monotonic() + seconds
+        while self.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def kill(self) -> None:
         """Kill the process and all that it started in its session, if that is still to be done."""
@@ -143,7 +149,7 @@ class Worker:
         with suppress(OSError):  # it may not have its group yet
             os.killpg(group, signal.SIGKILL)
         self.process.kill()
-        self.process.join(1)
+        self.wait(1.0)
         with suppress(ChildProcessError):  # as process 1 of a container the trainer inherits what the worker started
             while os.waitpid(-group, os.WNOHANG)[0]:
                 pass

@@ -134,7 +134,6 @@ HANGING = dict.fromkeys(
 
 PRINTS = "for _ in range(200): print('o' * 10_000); print('e' * 10_000, file=sys.stderr); os.write(1, b'w' * 10_000)"
 ALARM = "signal.signal(signal.SIGALRM, lambda *_: sys.exit('late')); signal.setitimer(signal.ITIMER_REAL, 0.3)"
-SESSION = "note(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+STARTS = "note(subprocess.Popen(['sleep', '600']).pid)\nif os.fork() == 0: note(os.getpid()); sleep()"
 DAEMON = "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: note(os.getpid()); sleep()\n os._exit(0)"
-"""Leaves its session and its parent, as daemons do."""
-FORK_AND_EXIT = "child = os.fork() or sleep(); note(child); os._exit(3)"
+"""Leaves its session and its parent, as daemons do, and holds all that the process has open."""
