@@ -18,8 +18,8 @@ from mllm import strict_json
 from mllm.data.tasks.task import Example
 from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.errors import UserError
+from mllm.rl.reward_calls import Notes, Reward, file_of, judge
 from mllm.rl.reward_functions import imported
-from mllm.rl.reward_process import Notes, Reward, file_of, judge
 from mllm.strict_json import whole_characters
 
 NO_TOOLS = ("reset", "init", "get_reward", "close")

@@ -9,7 +9,8 @@ import pytest
 from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl.reward_process import LOGS, Reward, Sample, answers, bind, fields_of
+from mllm.rl.reward_calls import LOGS, Reward, Sample, bind, fields_of
+from mllm.rl.reward_process import answers
 
 # As a user writes them
 

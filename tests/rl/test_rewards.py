@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
+from mllm.rl.reward_calls import LARGEST, Sample, judge
 from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.reward_process import LARGEST, Sample, decode, encode, judge
+from mllm.rl.reward_process import decode, encode
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 OWN_REWARDS = """
@@ -183,7 +184,7 @@ def trainer(does):
         from array import array
         from functools import partial
         from mllm.data.tasks.task import Example
-        from mllm.rl.reward_process import Sample, bind_all
+        from mllm.rl.reward_calls import Sample, bind_all
         from mllm.rl.reward_worker import Worker
         worker = Worker(partial(bind_all, [({HOSTILE!r}, {{}})], None, ["answer"], 4), lambda: None)
         worker.start()
