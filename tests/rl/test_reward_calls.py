@@ -1,8 +1,11 @@
 """A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
 
+import json
 import re
 from array import array
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -209,6 +212,31 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         "overlong": [0, 0, 0, 0],
         "exact_match": [1, 0, 0, 0],
     }
+
+
+def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatch):
+    docs = Path(__file__).parents[2] / "docs" / "rewards.md"
+    (code,) = re.findall(r"```python\n# my_server\.py\n(.*?)```", docs.read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    (tmp_path / "my_server.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[0.5, null]")
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        given, url = [sample("a"), sample("b")], f"http://127.0.0.1:{server.server_address[1]}/score"
+        found = list(answers([bound("my_server:score", *given, url=url)], given))
+        thread.join()
+    assert found == [("value", 0.5), ("not_applicable", "")]
+    assert asked == [{"prompts": ["3+4="] * 2, "completions": ["a", "b"], "answers": ["7"] * 2}]
 
 
 @pytest.mark.parametrize(
