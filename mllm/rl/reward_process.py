@@ -27,6 +27,8 @@ from mllm.rl.reward_calls import (
     judge,
 )
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""What reaches all processes of a job, and is the trainer's to handle."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 
@@ -44,7 +46,7 @@ def work(connection: Connection, modules: Sequence[str]) -> None:
     worker = os.getpid()
 
     def ignore(number: int, frame: FrameType | None) -> None:
-        """Signals to all processes of a job are the trainer's to handle; children that functions fork die of them."""
+        """Do nothing in this process; children that functions fork die of the signal."""
         if os.getpid() != worker:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -57,8 +59,9 @@ def work(connection: Connection, modules: Sequence[str]) -> None:
         except OSError:
             os._exit(1)
 
-    signal.signal(signal.SIGTERM, ignore)
-    signal.signal(signal.SIGINT, ignore)
+    for each in SIGNALS:
+        signal.signal(each, ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         rewards = connection.recv()()
     except UserError as error:
@@ -84,8 +87,7 @@ def end_with_trainer() -> None:
     if os.fork():
         return
     try:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         os.closerange(0, trainer.sentinel)
         os.closerange(trainer.sentinel + 1, os.sysconf("SC_OPEN_MAX"))
         os.read(trainer.sentinel, 1)  # a pipe that only the trainer could write to

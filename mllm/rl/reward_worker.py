@@ -23,7 +23,7 @@ from typing import Any
 from mllm.config.places import MODULES
 from mllm.errors import UserError
 from mllm.rl.reward_calls import Answer
-from mllm.rl.reward_process import HANDSHAKE, decode, work
+from mllm.rl.reward_process import HANDSHAKE, SIGNALS, decode, work
 from mllm.strict_json import LONGEST
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -53,7 +53,11 @@ class Worker:
         make = pickle.dumps(self.make)
         self.connection, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=work, args=(theirs, MODULES))
-        self.process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the process ignores them
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.alive = True
         try:
