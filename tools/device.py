@@ -30,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
-from mllm import child_process, errors
+from mllm import errors
 from mllm.errors import UserError
+from mllm.plan import child
 from tools.bench.frame import DEFAULTS, ROOT, positive, start
 
 Record = dict[str, Any]
@@ -173,7 +174,7 @@ def install(wheels: Path, folder: str) -> None:
     """Unpack the wheels into a folder where modules are found from now on; UserError where pip can't."""
     files = sorted(map(str, wheels.glob("*.whl")))
     pip = ["-m", "pip", "--disable-pip-version-check", "install", "--no-index", "--no-deps", "--target", folder]
-    reason = child_process.run([sys.executable, *pip, *files]).reason if files else "it has no *.whl"
+    reason = child.run([sys.executable, *pip, *files]).reason if files else "it has no *.whl"
     if reason:
         raise UserError(f"--wheels: {wheels}: {reason}")
     sys.path.append(folder)
@@ -250,7 +251,7 @@ def run(job: Job, folder: Path, platform: str, deadline: float, until: Callable[
         "JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu"),  # the tests' default is a CPU
     }
     command = [sys.executable, *command]
-    ended = child_process.run(command, seconds=limit, env=environment, cwd=ROOT, until=until, folder=own)
+    ended = child.run(command, seconds=limit, env=environment, cwd=ROOT, until=until, folder=own)
     for checkpoints in own.rglob("checkpoints"):
         shutil.rmtree(checkpoints)
     printed = (ended.stdout if ended.code == 0 else ended.stdout + ended.stderr).splitlines()
@@ -260,7 +261,7 @@ def run(job: Job, folder: Path, platform: str, deadline: float, until: Callable[
         "seconds": round(time.monotonic() - begin, 1),
         "reason": ended.reason,
         "shown": [line for line in printed if line and re.search(job.shows, line)] + last,
-        "hung": (ended.late and limit == job.seconds) or child_process.LATE in ended.stdout,  # or what it started
+        "hung": (ended.late and limit == job.seconds) or child.LATE in ended.stdout,  # or what it started
     }
 
 

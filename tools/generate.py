@@ -85,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
     parser.add_argument("--repetition-penalty", type=positive(float), help="above 1 tokens are less likely again")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
-    what = "what answers, package.module:Class or url:...; task: what the run's task has"
+    what = "what answers, package.module:Class; task: what the run's task has"
     parser.add_argument("--environment", metavar="NAME", help=what)
     parser.add_argument("--max-turns", type=positive(int), metavar="N", help="with --environment; default: 8")
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
-from mllm import child_process, errors
+from mllm import errors
 from mllm.errors import UserError
+from mllm.plan import child
 from tools.bench.frame import line, positive, shape_of, start, table
 from tools.bench.head import CHILD, COLUMNS, LARGE, LEAST, cells
 
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 last = time.monotonic() - begin
                 if failure:
                     refused.append(f"refused: {name}: {failure}")
-                    stopped = "a device that hangs once isn't trusted" if failure == child_process.LATE else ""
+                    stopped = "a device that hangs once isn't trusted" if failure == child.LATE else ""
                 else:
                     row = [name, *cells(measured[0])]
                     found = sorted([*found, row], key=lambda row: float(row[1]))

@@ -39,7 +39,7 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
-from mllm import child_process
+from mllm.plan import child
 
 ROOT = Path(__file__).parent.parent.parent
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
@@ -218,15 +218,15 @@ def run_child(
     environment: Mapping[str, str],
     folder: Path,
     until: Callable[[], bool] | None = None,
-) -> child_process.Ended:
+) -> child.Ended:
     """Run `main` for a program in a process of its own, with `environment` added to this one's variables.
 
     In `arguments` "mesh" has the axes and their sizes, instead of one chip. The child removes `folder`, which the
-    compiler writes to, if this process is killed. `until` is as in `child_process.run`.
+    compiler writes to, if this process is killed. `until` is as in `child.run`.
     """
     name = os.path.abspath(name) if ".py:" in name else name
     command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(dict(arguments)), str(folder)]
-    return child_process.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
+    return child.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
 
 
 class Account(NamedTuple):
@@ -272,9 +272,9 @@ def main(target: str, name: str, arguments: str) -> None:
     on_target = mesh(target, tuple(axes.values()), tuple(axes))
     found = compiled(*make(on_target, **given), on_target)
     # XLA for GPUs that aren't there has no analysis.
-    child_process.answer(memory(found) | {"bytes": (found.cost_analysis() or {}).get("bytes accessed", 0)})
+    child.answer(memory(found) | {"bytes": (found.cost_analysis() or {}).get("bytes accessed", 0)})
 
 
 if __name__ == "__main__":
-    child_process.end_with_parent(lambda: shutil.rmtree(sys.argv[4], ignore_errors=True))
+    child.end_with_parent(lambda: shutil.rmtree(sys.argv[4], ignore_errors=True))
     main(*sys.argv[1:4])

@@ -22,7 +22,7 @@ from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
 from mllm.rl.environments import Move, Turn
-from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
+from mllm.rl.reward_calls import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
 from mllm.rl.reward_worker import TICK, Worker
 from mllm.rl.rewards import RewardRunner
 

@@ -18,8 +18,8 @@ from mllm import strict_json
 from mllm.data.tasks.task import Example
 from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.errors import UserError
+from mllm.rl.reward_calls import Notes, Reward, file_of, judge
 from mllm.rl.reward_functions import imported
-from mllm.rl.reward_process import Notes, Reward, file_of, judge
 from mllm.strict_json import whole_characters
 
 NO_TOOLS = ("reset", "init", "get_reward", "close")
@@ -51,7 +51,7 @@ class Turn(NamedTuple):
     errors: int = 0
     """Calls that did not parse, named no tool, or whose tool raised."""
     values: Mapping[str, Any] = {}
-    """At the end the environment's public attributes that JSON can hold."""
+    """At the end the environment's public attributes that strict JSON can hold."""
 
 
 class Player:
@@ -119,7 +119,10 @@ class Player:
                 raise LookupError("its environment was lost with its process")
             else:
                 turn, reward = await self.take_turn(move, *self.held[number])
-            strict_json.dump([[*turn]])  # as deep as in the message to the trainer
+            try:
+                strict_json.dump([[*turn]])  # as deep as in the message to the trainer
+            except ValueError as error:
+                raise ValueError(f"what it said and its values can't be sent: {error}") from None
             if turn.done or judge(reward)[0] == "not_a_number":
                 await self.close(number)
         except BaseException:
@@ -219,9 +222,9 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any], further: Ma
 def public_values(own: Any) -> dict[str, Any]:
     found = {}
     for name, value in getattr(own, "__dict__", {}).items():
-        with suppress(ValueError):
+        with suppress(TypeError, ValueError, RecursionError):
             if not name.startswith("_"):
-                found[name] = strict_json.load(strict_json.dump(value))
+                found[name] = strict_json.load(json.dumps(value))
     return found
 
 

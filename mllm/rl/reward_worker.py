@@ -22,7 +22,8 @@ from typing import Any
 
 from mllm.config.places import MODULES
 from mllm.errors import UserError
-from mllm.rl.reward_process import HANDSHAKE, Answer, decode, work
+from mllm.rl.reward_calls import Answer
+from mllm.rl.reward_process import HANDSHAKE, SIGNALS, decode, work
 from mllm.strict_json import LONGEST
 
 CONTEXT = multiprocessing.get_context("spawn")
@@ -49,16 +50,18 @@ class Worker:
 
     def start(self) -> None:
         """Start the process; UserError where a function can't be had, or requires what there isn't."""
+        make = pickle.dumps(self.make)
         self.connection, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=work, args=(theirs, MODULES))
-        self.process.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the process ignores them
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.alive = True
-        self.received = queue.SimpleQueue[bytes | None]()
-        self.threads = list[Thread]()
-        self.run(receive, self.received)
         try:
-            self.send(self.make)
+            self.send(make, 1)
             kind, message = self.answer(HANDSHAKE, START_TIMEOUT)
             if kind != "ready":
                 raise UserError(message if kind == "failed" else f"{self.key}: importing it {message}")
@@ -81,22 +84,20 @@ class Worker:
             kind = self.kinds[functions[0]]
             # The process itself watches over coroutines and environments, and is waited for longer.
             limit = seconds * {"single": 1, "played": 3, "batched": wanted, "async": wanted + 1}[kind]
-            self.send((functions, len(answers), samples[len(answers) :], seconds))
+            left = functions, len(answers), samples[len(answers) :], seconds
+            self.send(pickle.dumps(left), wanted - len(answers))
             while self.alive and len(answers) < wanted:
                 answers.append(self.answer(len(answers), limit))
             if kind in ("batched", "async"):
                 answers += answers[-1:] * (wanted - len(answers))  # the call has failed for the rest
         return answers
 
-    def send(self, message: Any) -> None:
-        """Send a pickled message, without waiting; where the process does not read it, `answer` reports it."""
-        self.run(send, pickle.dumps(message))
-
-    def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run a function with the connection in a thread, which lasts until the process is killed at the latest."""
-        self.threads = [thread for thread in self.threads if thread.is_alive()]
-        self.threads.append(Thread(target=function, args=(self.connection, *arguments), daemon=True))
-        self.threads[-1].start()
+    def send(self, message: bytes, answers: int) -> None:
+        """Send a message, for which so many answers are expected, without waiting."""
+        self.received = queue.SimpleQueue[bytes | None]()
+        arguments = self.connection, message, answers, self.received
+        self.thread = Thread(target=exchange, args=arguments, daemon=True)
+        self.thread.start()
 
     def answer(self, number: int, timeout: float) -> Any:
         """The next answer, which must have this number; an `Answer`, or that of the handshake."""
@@ -124,7 +125,7 @@ class Worker:
 
     def end(self) -> str:
         """Kill the process, from which nothing more will come; returns how it had ended."""
-        self.process.join(TICK)  # a process that is about to exit gets the time to give its own exit code
+        self.wait(TICK)  # a process that is about to exit gets the time to give its own exit code
         code = self.process.exitcode
         self.kill()
         if code is None:
@@ -132,6 +133,12 @@ class Worker:
         if code < 0:
             return f"had its process killed by signal {-code} ({signal.strsignal(-code)})"
         return f"ended its process with exit code {code}"
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the process's end; `join` would wait for ever where a function has closed the process's files."""
+        deadline = time.monotonic() + seconds
+        while self.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def kill(self) -> None:
         """Kill the process and all that it started in its session, if that is still to be done."""
@@ -143,32 +150,28 @@ class Worker:
         with suppress(OSError):  # it may not have its group yet
             os.killpg(group, signal.SIGKILL)
         self.process.kill()
-        self.process.join(1)
+        self.wait(1.0)
         with suppress(ChildProcessError):  # as process 1 of a container the trainer inherits what the worker started
             while os.waitpid(-group, os.WNOHANG)[0]:
                 pass
         with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)  # the threads end, whoever else holds the other end
-        for thread in self.threads:
-            thread.join()
+            ours.shutdown(socket.SHUT_RDWR)  # the thread ends, whoever else holds the other end
+        self.thread.join()
         self.connection.close()
         with suppress(ValueError):  # it is stuck in the kernel
             self.process.close()
 
 
-def receive(connection: Connection, received: "queue.SimpleQueue[bytes | None]") -> None:
-    """Put each message into the queue, an empty one where they end in something else, and then None."""
+def exchange(connection: Connection, message: bytes, answers: int, received: queue.SimpleQueue[bytes | None]) -> None:
+    """Send a message, and put each answer into the queue; None where no more can come, b"" for what is no message.
+
+    Both may block for as long as the process lives, since a function may write half a message.
+    """
     try:
-        while True:
+        connection.send_bytes(message)
+        for _ in range(answers):
             received.put(connection.recv_bytes(LONGEST))
     except EOFError:
-        pass
+        received.put(None)
     except OSError as error:
-        if error.errno is None:  # no error of the system, but of the message's length
-            received.put(b"")
-    received.put(None)
-
-
-def send(connection: Connection, message: bytes) -> None:
-    with suppress(OSError):
-        connection.send_bytes(message)
+        received.put(None if error.errno else b"")  # an error of the system, or a message of a wrong length

@@ -22,7 +22,7 @@ from mllm.config.task import ENVIRONMENT, TaskConfig
 from mllm.data.tasks.task import Task
 from mllm.errors import UserError, printable
 from mllm.rl.environments import Move, players
-from mllm.rl.reward_process import FAILURES, NOT_APPLICABLE, PLAYED, Answer, Sample, bind_all, fields_of
+from mllm.rl.reward_calls import FAILURES, NOT_APPLICABLE, PLAYED, Answer, Sample, bind_all, fields_of
 from mllm.rl.reward_worker import TICK, Worker
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
 from mllm.rl.completion import Completion
 from mllm.rl.conversations import Conversation, Conversations
-from mllm.rl.reward_process import FAILURES, Sample
+from mllm.rl.reward_calls import FAILURES, Sample
 from mllm.rl.rewards import RewardRunner, number, reward_metrics, weighted_sum
 from mllm.rl.rollout import Sampler
 from mllm.stopwatch import Stopwatch

@@ -171,7 +171,11 @@ def test_calls_are_found_in_each_form(text, expected):
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
         ("<|python_tag|>print(1)", "not JSON"),
         (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number"),
+        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no finite number"),
+        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "inf is no finite number"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
+        ('{"name": "add", "arguments": {"a": ' + 45 * "[" + 45 * "]" + "}}", "too many levels"),
+        ('{"name": "add", "arguments": {"a": ' + 978 * "[" + 978 * "]" + "}}", "too many levels|recursion"),
         ('{"name": "add"', "not JSON"),
     ],
 )

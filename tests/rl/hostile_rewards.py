@@ -112,10 +112,13 @@ ENDING = {
     "ctypes.string_at(0)": "raised had its process killed by signal 11 .*",
     "write_to_all_sockets(PICKLE)": WROTE,
     "for _ in range(100): write_to_all_sockets(b'x' * 1000)": WROTE,
+    "write_to_all_sockets(b'\\0\\0\\0\\3NaN')": WROTE,
+    "write_to_all_sockets(b'\\0\\0')": WROTE,
+    "write_to_all_sockets(b'\\0\\0\\x10\\0' + 4096 * b'[')": WROTE,
     "os.closerange(0, 4096)": "raised closed its process's .*|raised ended its process .*",
     "os.closerange(0, 4096); sleep()": "raised closed its process's connection .*",
 }
-"""What loses the process. Which lines are no answers: `test_an_answer_is_a_number_within_bounds...`."""
+"""What loses the process. Which messages are no answers: `test_an_answer_is_a_number_within_bounds...`."""
 
 FOREVER = "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 CATCHES = "while True:\n try: sleep()\n except BaseException: pass"
@@ -127,14 +130,14 @@ HANGING = dict.fromkeys(
         "os.kill(os.getpid(), signal.SIGSTOP)",
         "subprocess.run(['sleep', '600'])",
         "result = having(repr=sleep)",
+        "write_to_all_sockets(b'\\0\\0\\x10\\0['); sleep()",
     ),
     "timed_out took longer than 0.4 s",
 )
-"""What is killed at its time limit of 0.4 s."""
+"""What is killed at its time limit of 0.4 s, also where half a message was written."""
 
 PRINTS = "for _ in range(200): print('o' * 10_000); print('e' * 10_000, file=sys.stderr); os.write(1, b'w' * 10_000)"
 ALARM = "signal.signal(signal.SIGALRM, lambda *_: sys.exit('late')); signal.setitimer(signal.ITIMER_REAL, 0.3)"
-SESSION = "note(subprocess.Popen(['sleep', '600'], start_new_session=True).pid)"
+STARTS = "note(subprocess.Popen(['sleep', '600']).pid)\nif os.fork() == 0: note(os.getpid()); sleep()"
 DAEMON = "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0: note(os.getpid()); sleep()\n os._exit(0)"
-"""Leaves its session and its parent, as daemons do."""
-FORK_AND_EXIT = "child = os.fork() or sleep(); note(child); os._exit(3)"
+"""Leaves its session and its parent, as daemons do, and holds all that the process has open."""

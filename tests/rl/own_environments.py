@@ -1,6 +1,7 @@
 """Environments and tools as users write them, and a hostile one that runs what the assistant says."""
 
 import asyncio
+import functools
 import os
 import random
 import re
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-USED = os, re, sys, time, np
+USED = functools, os, re, sys, time, np
 CLOSED = []
 MET = []
 

@@ -1,7 +1,6 @@
 """Conversations of a rollout: exact tokens, limits, failures that lose nothing else, several processes."""
 
 import json
-import re
 from array import array
 from contextlib import contextmanager
 from itertools import chain
@@ -128,60 +127,6 @@ def test_a_prompt_that_grows_too_long_fails_alone():
     assert found[0].failure is None
     assert found[1].failure == ("raised", "rollout.max_prompt_length: the prompt has 43 tokens")
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
-
-
-LASTING = {
-    "print('o' * 100_000); os.write(1, b'w' * 100_000)": None,
-    "if os.fork() == 0: time.sleep(600)": None,
-    "if os.fork() == 0: raise ValueError": None,
-    "result = 'on', 'jax' not in sys.modules, False": None,
-    "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
-    "sys.exit(3)": r"raised SystemExit: 3 \(own_environments.py:\d+\)",
-    "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
-    "result = None, 0.0, False": "raised TypeError: it is not done, and there is no observation.*",
-    "result = 'on', 0.0": "raised TypeError: expected observation, reward and done.*",
-    "result = 'x' * 10**7, 0.0, False": "raised ValueError: what it said and its values take 10,000,.* bytes.*",
-    "self.board = 'x' * 10**7; result = '', 0, True": "raised ValueError: what it said and its values take 10,000,.*",
-    "result = 'on', float('nan'), False": "not_a_number returned nan",
-    "result = 'on', 'much', False": "not_a_number returned 'much'",
-    "result = ' \\ud800<|im_end|>', 1.0, False": None,
-}
-"""What an environment does in its first turn, and how it is counted; None: it is not, and each of its turns gives 1."""
-HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
-DEADLY = {
-    "os._exit(3)": "raised ended its process with exit code 3",
-    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 3 s",
-}
-"""What ends the process, and the other environments in it."""
-GOOD = ["pass"]
-
-
-def counted(found):
-    return [" ".join(one.failure) if one.failure else None for one in found]
-
-
-def test_a_hostile_environment_is_counted():
-    with opened("Hostile", reward_timeout=60) as made:
-        prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
-        found = play(made(), prompts, [GOOD, *([does, *GOOD] for does in LASTING)])
-    expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
-    for said, pattern in zip(counted(found), expected, strict=True):
-        assert said is pattern is None or re.fullmatch(pattern, said)
-    assert {one.played.reward for one in found if one.failure is None} == {("value", 3)}
-
-
-def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
-    """Even conversations are in one process, odd ones in another."""
-    with opened("Hostile", reward_timeout=1, reward_workers=2) as made:
-        late = "timed_out took longer than 1 s"
-        assert (
-            counted(play(made(), [prompt()] * 4, [*([does] for does in HANGING), GOOD, GOOD]))
-            == [late] * 2 + [None] * 2
-        )
-        for does, said in DEADLY.items():
-            lost = "raised LookupError: its environment was lost with its process"
-            assert counted(play(made(), [prompt()] * 4, [[does], GOOD, GOOD, GOOD])) == [said, None, lost, None]
-        assert counted(play(made(), [prompt()] * 4, [GOOD] * 4)) == [None] * 4
 
 
 def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():

@@ -1,11 +1,9 @@
 """Environments and tools as users write them answer the assistant's turns; in this process, without the trainer."""
 
-import importlib
 import json
 import re
 import sys
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 
 import own_environments
@@ -139,10 +137,9 @@ def documented(tmp_path, monkeypatch):
     """Writes the files that the docs show, so that they can be imported."""
     for name, content in BLOCKS.items():
         (tmp_path / f"{name}.py").write_text(content)
-    for folder in (tmp_path, DOCS / "examples"):
-        monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.syspath_prepend(str(tmp_path))
     yield
-    for name in (*BLOCKS, "environment_server"):
+    for name in BLOCKS:
         sys.modules.pop(name, None)
 
 
@@ -188,69 +185,14 @@ class TextArena:
         own_environments.CLOSED.append("TextArena")
 
 
-class MultiTurn:
-    """Stands in for an environment of verifiers."""
-
-    def __init__(self):
-        self.rubric = self
-
-    async def setup_state(self, state):
-        return state
-
-    async def env_response(self, messages, state):
-        return [{"role": "user", "content": f"turn {state['turn']}: {messages[-1]['content']}"}]
-
-    async def is_completed(self, state):
-        return state["turn"] == 2
-
-    async def score_rollout(self, state):
-        state["reward"] = float(len(state["completion"]))
-
-
-@pytest.mark.parametrize(
-    ("adapter", "texts", "rewards"),
-    [
-        ("environment_server", ["Go. It is between 1 and 20.", "higher", "lower"], [None, 0.0, 1.0]),
-        ("openenv_adapter", ["Go. Begin.", "you said 0", "you said 6"], [None, 1.0, 2.0]),
-        ("verifiers_adapter", ["Go.", "turn 1: 0"], [None, None, 3.0]),
-    ],
-)
-def test_servers_answer_by_the_adapters_of_the_docs(documented, monkeypatch, adapter, texts, rewards):
+def test_a_server_answers_by_the_class_of_the_docs(documented, monkeypatch):
     textarena = SimpleNamespace(TextArenaEnv=TextArena, TextArenaAction=SimpleNamespace)
     monkeypatch.setitem(sys.modules, "textarena_env", textarena)
-    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(load_environment=lambda name: MultiTurn()))
-    server = importlib.import_module("environment_server")
-    given = [server.guess]
-    monkeypatch.setattr(server, "serve", given.append)
-    importlib.import_module(adapter)
-    with server.server(given[-1], 0) as listening:
-        thread = Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        move = held(f"url:http://127.0.0.1:{listening.server_address[1]}")
-        turns = [move(one)[0] for one in (begun(), Move(0, completion="0"), Move(0, completion="6"))]
-        listening.shutdown()
-        thread.join()
-    assert [text for turn in turns for text in said(turn)[0]] == texts
-    assert [given if kind == "value" else None for kind, given, _ in turns] == rewards
-    assert [said(turn)[3] for turn in turns] == [False, False, True]
-
-
-def test_a_server_s_other_answers_are_failures_and_it_is_told_that_the_conversation_is_over(documented):
-    server, told = importlib.import_module("environment_server"), []
-    replies = iter([{"observation": None}, ["no"], {"observation": None}, {}])
-
-    def answer(over, **fields):
-        told.append(over)
-        return {} if over else next(replies)
-
-    with server.server(answer, 0) as listening:
-        thread = Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        move = held(f"url:http://127.0.0.1:{listening.server_address[1]}")
-        found = [move(one)[0] for one in (begun(), Move(0, completion="a"), begun(), Move(0, completion="a"))]
-        listening.shutdown()
-        thread.join()
-    assert [kind for kind, *_ in found] == ["not_applicable", "raised"] * 2
-    assert "expected a JSON object with observation, reward and done, got ['no']" in found[1][1]
-    assert "it is not done, and there is no observation" in found[3][1]
-    assert told == [False, False, True] * 2
+    turns = held("openenv_adapter:Game")(begun(), Move(0, completion="0"), Move(0, completion="6"))
+    found = [said(turn)[:4] for turn in turns]
+    assert [(texts, given, done) for texts, _, given, done in found] == [
+        (["Go. Begin."], "", False),
+        (["you said 0"], 1.0, False),
+        (["you said 6"], 2.0, True),
+    ]
+    assert own_environments.CLOSED[-1] == "TextArena"

@@ -14,7 +14,7 @@ from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rl.completion import Completion
 from mllm.rl.evaluation import interval, make_evaluation, pass_at, wilson
-from mllm.rl.reward_process import NOT_APPLICABLE
+from mllm.rl.reward_calls import NOT_APPLICABLE
 from mllm.rl.rollout import Sampler
 
 EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]

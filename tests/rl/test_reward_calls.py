@@ -3,19 +3,17 @@
 import json
 import re
 from array import array
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 
 from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl import reward_functions
-from mllm.rl.reward_process import LOGS, Reward, Sample, answers, bind, fields_of
+from mllm.rl.reward_calls import LOGS, Reward, Sample, bind, fields_of
+from mllm.rl.reward_process import answers
 
 # As a user writes them
 
@@ -216,10 +214,35 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
     }
 
 
+def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatch):
+    docs = Path(__file__).parents[2] / "docs" / "rewards.md"
+    (code,) = re.findall(r"```python\n# my_server\.py\n(.*?)```", docs.read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    (tmp_path / "my_server.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[0.5, null]")
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        given, url = [sample("a"), sample("b")], f"http://127.0.0.1:{server.server_address[1]}/score"
+        found = list(answers([bound("my_server:score", *given, url=url)], given))
+        thread.join()
+    assert found == [("value", 0.5), ("not_applicable", "")]
+    assert asked == [{"prompts": ["3+4="] * 2, "completions": ["a", "b"], "answers": ["7"] * 2}]
+
+
 @pytest.mark.parametrize(
     ("name", "args", "message"),
     [
-        ("exact", {}, "there is no reward exact: exact_match, .*package.module:function, or url:"),
+        ("exact", {}, "there is no reward exact: exact_match, .*or package.module:function"),
         ("task", {}, "no scorer of its own"),
         ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("exiting_rewards:f", {}, "SystemExit"),
@@ -244,91 +267,3 @@ def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none()
     with pytest.raises(UserError, match=r"exact_match requires answer, and the problems have none: name it"):
         bound("exact_match", given)
     assert values("format", given) == [0]
-
-
-# Over HTTP
-
-
-@contextmanager
-def server(*replies):
-    """The address of a server, and the requests that it got.
-
-    It gives each reply once: a status, a body and, to be redirected, a location.
-    """
-    requests, left = [], iter(replies)
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
-            secret = self.headers.get("Authorization")
-            requests.append(body | {"authorization": secret} if secret else body)
-            status, body, *location = next(left)
-            self.send_response(status)
-            for address in location:
-                self.send_header("Location", address)
-            self.end_headers()
-            self.wfile.write(body)
-
-        do_GET = do_POST  # a redirected request is one
-
-        def log_message(self, *_):
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
-        thread = Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"url:http://127.0.0.1:{listening.server_address[1]}/score", requests
-        listening.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize(
-    ("reply", "kind", "message"),
-    [
-        ((200, b"[1]"), "not_a_number", r"returned no list of numbers: 1 values for 2 completions"),
-        ((200, b'["1", NaN]'), "not_a_number", r"returned '1'"),
-        ((200, b"<html>"), "raised", r"ValueError: expected a JSON list, .* the answer was '<html>'"),
-        ((400, b"no field level"), "raised", r"ValueError: HTTP 400 Bad Request: no field level"),
-    ],
-)
-def test_any_other_answer_of_a_server_than_a_number_for_each_is_a_failure(reply, kind, message):
-    given = [sample("a"), sample("b")]
-    with server(reply) as (url, _):
-        found = list(answers([bound(url, *given)], given))
-    assert [one for one, _ in found] == [kind, kind]
-    assert re.fullmatch(message, found[0][1])
-
-
-def test_a_redirect_is_not_followed_with_completions_and_secret(monkeypatch):
-    monkeypatch.setenv("MLLM_REWARD_TOKEN", "a secret")
-    with server((302, b"elsewhere", "/other"), (200, b"[1]")) as (url, requests):
-        ((kind, message),) = answers([bound(url, sample("a"))], [sample("a")])
-    assert (kind, message) == ("raised", "ValueError: HTTP 302 Found, and no redirect is followed: elsewhere")
-    assert len(requests) == 1
-
-
-def test_a_secret_of_the_environment_reaches_the_server_in_a_header(monkeypatch):
-    given = sample("a")
-    monkeypatch.setenv("MLLM_REWARD_TOKEN", "s3cret+/=")
-    with server((200, b"[1]"), (200, b"[1]")) as (url, requests):
-        values(url, given)
-        monkeypatch.delenv("MLLM_REWARD_TOKEN")
-        values(url, given)
-    assert [request.get("authorization") for request in requests] == ["Bearer s3cret+/=", None]
-    monkeypatch.setenv("MLLM_REWARD_TOKEN", "s3cret\n")  # as a file's content often ends
-    with pytest.raises(UserError, match=r"^MLLM_REWARD_TOKEN: ") as error:
-        bound(url, given)
-    assert "s3cret" not in str(error.value)
-
-
-def test_a_server_gets_the_batch_as_json_and_one_that_is_overrun_or_not_there_is_tried_again(monkeypatch):
-    waited, given = [], [sample("a", level=2), sample("b")]
-    monkeypatch.setattr(reward_functions, "time", SimpleNamespace(sleep=waited.append))  # other threads sleep, too
-    with server((503, b""), (429, b""), (200, b'{"rewards": [0.5, null]}')) as (url, requests):
-        assert list(answers([bound(url, *given)], given)) == [("value", 0.5), ("not_applicable", "")]
-    body = bound("mine:batch_of_everything", *given)(given)[0] | {"completions": ["a", "b"]}
-    assert requests == [{name: value for name, value in body.items() if name not in ("examples", "answer", *LOGS)}] * 3
-    assert waited == [0.25, 0.5]
-    with pytest.raises(ConnectionError, match=r"6 tries: URLError: .*refused"):
-        bound("url:http://127.0.0.1:9/", *given)(given)
-    assert waited[2:] == [0.25, 0.5, 1, 2, 4]

@@ -2,7 +2,6 @@
 counted, and harms neither the trainer nor other functions.
 """
 
-import json
 import math
 import os
 import re
@@ -19,17 +18,16 @@ from pathlib import Path
 import hostile_rewards
 import numpy as np
 import pytest
-from hostile_rewards import ALARM, CATCHES, DAEMON, ENDING, FOREVER, FORK_AND_EXIT, HANGING, LASTING, PRINTS, SESSION
+from hostile_rewards import ALARM, CATCHES, DAEMON, ENDING, FOREVER, HANGING, LASTING, PRINTS, STARTS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm.config.task import RewardConfig, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.orphans import children
+from mllm.rl.reward_calls import LARGEST, Sample, judge
 from mllm.rl.reward_functions import BUILT_IN
-from mllm.rl.reward_process import LARGEST, Sample, judge
-from mllm.rl.reward_worker import parse
+from mllm.rl.reward_process import decode, encode
 from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
 
 OWN_REWARDS = """
@@ -52,6 +50,7 @@ def half_hanging_batch(completions):
     return [1.0, Slow(), 1.0]
 """
 NOTHING = ("not_applicable", "")
+EXITED = ("raised", "ended its process with exit code 3")
 HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
@@ -87,9 +86,9 @@ def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and
     """Only a main thread may set an alarm, as math-verify does."""
     alarm = "signal.signal(signal.SIGALRM, print)"
     with opened(HOSTILE, "exact_match", "late") as runner:
-        (pid,), found = children(runner.workers[0].process.pid), score(runner, "result = os.getpid()", "7", alarm)
+        pid, found = runner.workers[0].process.pid, score(runner, "result = os.getpid()", "7", alarm)
         assert score(runner, "result = 'jax' in sys.modules")[0][0] == ("value", 0)
-        assert children(runner.workers[0].process.pid) == [pid]
+        assert runner.workers[0].process.pid == pid
     assert [own for own, *_ in found] == [("value", pid), ("value", 1), ("value", 1)]
     files = {HOSTILE: Path(hostile_rewards.__file__), "own_rewards:late": Path("own_rewards.py")}
     assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
@@ -185,12 +184,11 @@ def trainer(does):
         from array import array
         from functools import partial
         from mllm.data.tasks.task import Example
-        from mllm.orphans import children
-        from mllm.rl.reward_process import Sample, bind_all
+        from mllm.rl.reward_calls import Sample, bind_all
         from mllm.rl.reward_worker import Worker
         worker = Worker(partial(bind_all, [({HOSTILE!r}, {{}})], None, ["answer"], 4), lambda: None)
         worker.start()
-        print(*children(worker.process.pid), flush=True)
+        print(worker.process.pid, flush=True)
         print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
         worker.kill()
     """
@@ -223,22 +221,32 @@ def noted(place):
 
 def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(noted):
     def poll():
-        if noted():
+        if len(noted()) == 2:
             raise Stop
 
     with opened(HOSTILE) as hostile:
         with pytest.raises(Stop):
-            score(hostile, f"{SESSION}; sleep()", poll=poll)
+            score(hostile, f"{STARTS}\nsleep()", poll=poll)
         wait_until_gone(*noted())
         four_are_noted = "while LEFT.read_text().count('\\n') < 4: time.sleep(0.01)"
-        for does in (FORK_AND_EXIT, f"{SESSION}\n{DAEMON}\n{four_are_noted}\nos._exit(3)"):
-            assert score(hostile, does) == [[("raised", "ended its process with exit code 3")]]
+        assert score(hostile, f"{STARTS}\n{four_are_noted}\nos._exit(3)") == [[EXITED]]
         wait_until_gone(*noted())
     assert len(noted()) == 4
 
 
-def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_its_processes_in_sessions_of_their_own(noted):
-    killed = trainer(f"{SESSION}\n{DAEMON}\n{FOREVER}")
+def test_a_process_that_has_left_the_worker_s_session_with_its_connection_delays_nothing(noted):
+    one_is_noted = "while not LEFT.exists(): time.sleep(0.01)"
+    with opened(HOSTILE, seconds=3600) as hostile:
+        assert score(hostile, f"{DAEMON}\n{one_is_noted}\nos._exit(3)", "7") == [[EXITED], [("value", 1)]]
+    (daemon,) = noted()
+    assert not is_gone(daemon)  # it is not promised that it ends
+    os.kill(daemon, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("does", [FOREVER, CATCHES])
+def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_what_that_has_started(does, noted):
+    """A pattern hangs in C and holds Python's lock, so that no thread of its process could end it."""
+    killed = trainer(f"{STARTS}\n{does}")
     process = int(killed.stdout.readline())
     while len(noted()) < 2:
         time.sleep(0.01)
@@ -261,9 +269,7 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
         def poll():
             if len(sent) < 4:
                 sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
-                guard = both.workers[0].process.pid
-                for pid in (guard, *children(guard)):
-                    os.kill(pid, sent[-1])
+                os.killpg(both.workers[0].process.pid, sent[-1])
             else:
                 Path("disturbed").touch()
 
@@ -280,8 +286,8 @@ def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_an
 
     with opened(HOSTILE, workers=2, seconds=3600) as two:
         with pytest.raises(Stop):
-            score(two, f"note(0)\n{CATCHES}", f"note(0)\n{FOREVER}", poll=poll)
-        assert all(is_gone(worker.process.pid) for worker in two.workers)
+            score(two, f"note(os.getpid())\n{CATCHES}", f"note(os.getpid())\n{FOREVER}", poll=poll)
+        assert all(map(is_gone, noted()))
         assert score(two, "7", "7") == [[("value", 1)]] * 2
 
 
@@ -318,7 +324,7 @@ def test_a_rollout_that_ends_early_stops_its_functions():
     ("line", "answer"),
     [
         ('[0, "value", 0.5]', ("value", 0.5)),
-        (r'[0, "raised", "two\nlines \u001b[31m"]', ("raised", "two lines [31m")),
+        ('[0, "raised", "no"]', ("raised", "no")),
         ('[0, "not_applicable", ""]', ("not_applicable", "")),
         (
             '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
@@ -352,11 +358,11 @@ def test_a_rollout_that_ends_early_stops_its_functions():
     ],
 )
 def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line, answer):
-    assert parse(line.encode(errors="surrogatepass"), 0) == answer
+    assert decode(line.encode(errors="surrogatepass"), 0) == answer
 
 
 @given(st.floats(-LARGEST, LARGEST))
 def test_a_number_is_transferred_to_the_bit(number):
     answer = judge(number)
     assert answer == ("value", number)
-    assert parse(json.dumps([3, *answer]).encode(), 3) == answer
+    assert decode(encode(3, *answer), 3) == answer

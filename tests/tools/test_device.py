@@ -49,7 +49,7 @@ def clocks(tmp_path, monkeypatch):
     """No time passes for the jobs, but for one that hangs: a day."""
     monkeypatch.setattr(device, "time", SimpleNamespace(monotonic=lambda: 0.0))
     hung = SimpleNamespace(monotonic=lambda: 86400.0 * any(tmp_path.rglob("hung")))
-    monkeypatch.setattr(device.child_process, "time", hung)
+    monkeypatch.setattr(device.child, "time", hung)
 
 
 def call(folder, jobs, deadline=600.0, kind="cpu", platform="cpu"):

@@ -6,7 +6,7 @@ import jax
 
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.tpu import tiles as tpu_tiles
-from mllm import child_process
+from mllm.plan import child
 from tools import tune
 from tools.bench import measure
 
@@ -51,12 +51,12 @@ def test_after_a_tiling_that_hangs_none_is_tried(monkeypatch, capsys):
     def start(module, task, *_):
         if "most" in task:
             return [{**listed, "kernel": kernel} for kernel in ("loss", "another")], ""
-        return ([], child_process.LATE) if task["tiles"]["slots"] == 4 else ([FIGURES], "")
+        return ([], child.LATE) if task["tiles"]["slots"] == 4 else ([FIGURES], "")
 
     monkeypatch.setattr(tune, "start", start)
     assert tune.main([]) == 0
     said, untrusted = capsys.readouterr().out.splitlines(), "a device that hangs once isn't trusted: "
-    assert f"refused: slots=4: {child_process.LATE}" in said
+    assert f"refused: slots=4: {child.LATE}" in said
     assert [line for line in said if untrusted in line] == [f"{untrusted}{n} tilings were left out" for n in (2, 4)]
 
 

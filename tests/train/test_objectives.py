@@ -9,7 +9,7 @@ import pytest
 
 from mllm.config.grpo import GrpoConfig
 from mllm.data.batch import Batch
-from mllm.rl.reward_process import LARGEST
+from mllm.rl.reward_calls import LARGEST
 from mllm.train import objectives
 from mllm.train.objectives import TokenInputs, advantages, group_metrics, policy_metrics, sequence_weights
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mllm import child_process
+from mllm.plan import child
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = {
@@ -62,9 +62,9 @@ def title(shape: Sequence[int]) -> str:
 
 def answer(find: Callable[[Figures], Iterable[Figures]]) -> None:
     """In a method's process: hand over a task's figures, as they are found, and end when the command does."""
-    child_process.end_with_parent()
+    child.end_with_parent()
     for figures in find(json.loads(sys.argv[1])):
-        child_process.answer(figures)
+        child.answer(figures)
 
 
 def start(
@@ -77,7 +77,7 @@ def start(
     """
     defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", module, json.dumps(task)]
-    ended = child_process.run(command, seconds=seconds, env=defaults | os.environ, cwd=ROOT)
+    ended = child.run(command, seconds=seconds, env=defaults | os.environ, cwd=ROOT)
     return ended.answers, ended.reason
 
 

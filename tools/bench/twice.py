@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mllm import child_process
 from mllm.errors import ArgumentParser, UserError
+from mllm.plan import child
 from mllm.store.run_store import RunStore
 from tools.bench import frame
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise UserError(f"FOLDER: {run} is a run already; give another folder")
     for run in runs:
         command = [sys.executable, "train.py", "--config", options.config, *options.overrides, f"run_dir={run}"]
-        if reason := child_process.run(command, env=frame.DEFAULTS | os.environ, cwd=frame.ROOT).reason:
+        if reason := child.run(command, env=frame.DEFAULTS | os.environ, cwd=frame.ROOT).reason:
             raise UserError(f"{run}: {reason.removeprefix('error: ')}")
     found = difference(one, two)
     print(f"two runs of {one.steps()[-1]} steps: {found or 'the same bits'}")

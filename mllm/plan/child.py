@@ -1,11 +1,10 @@
-"""Runs a command as a child process: in a session of its own, with a time limit, and ends all that it started.
+"""Runs a command in a session of its own, with a time limit: compilers and benchmarks, which hang or are killed.
 
-    ended = child_process.run([sys.executable, "-m", "package.module", argument], seconds=60)
+    ended = child.run([sys.executable, "-m", "package.module", argument], seconds=60)
     ended.answer    # the last JSON object or array on a line of its stdout: the child calls `answer(value)`
     ended.reason    # "" or one line that says why the child failed
 
-A child that also calls `end_with_parent` dies with its parent, even when the parent is killed. This module needs only
-the standard library.
+This module needs only the standard library.
 """
 
 import json
@@ -23,10 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from mllm.orphans import adopt, children, end_children
-
-PAUSE = 0.05
-LONGEST = 300
+PAUSE, LONGEST = 0.05, 300
 LATE = "the time limit was reached"
 
 
@@ -66,9 +62,8 @@ class Ended:
         # JAX's remarks come after the error.
         errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
         said = (errors or lines or ["it said nothing"])[-1][:LONGEST]
-        return (
-            f"killed by {signal.Signals(-self.code).name}: {said}" if self.code is not None and self.code < 0 else said
-        )
+        code = self.code or 0
+        return f"killed by {signal.Signals(-code).name}: {said}" if code < 0 else said
 
 
 def run(
@@ -80,7 +75,7 @@ def run(
     until: Callable[[], bool] | None = None,
     folder: Path | None = None,
 ) -> Ended:
-    """Run a command to its end or its time limit, then kill whatever it started and left running.
+    """Run a command to its end or its time limit, then kill what it has left running in its session.
 
     The child is killed, too, once `until` returns True. What it prints stands in stdout.txt and stderr.txt of `folder`
     as it comes.
@@ -108,7 +103,10 @@ def run(
                 late = process.returncode is None and time.monotonic() >= deadline
         finally:
             code = process.returncode
-            kill_session(process)
+            with suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):  # it is stuck in the kernel
+                process.wait(1)
         assert process.stdin is not None
         process.stdin.close()
         stdout.seek(0)
@@ -116,46 +114,17 @@ def run(
         return Ended(code, late, *(file.read().decode(errors="replace") for file in (stdout, stderr)))
 
 
-def kill_session(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that was started in a session of its own, and all that it started, and wait for its end.
-
-    Processes that have left the session are found on Linux only, and only while their parent lives. A process that
-    is stuck in the kernel is waited for no longer than a second.
-    """
-    started = descendants(process.pid) if process.poll() is None else []
-    for pid in started:
-        with suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-    with suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(1)
-    for pid in started:
-        with suppress(OSError):
-            os.waitpid(pid, os.WNOHANG)  # orphans become children of process 1, which may be this one in a container
-
-
-def descendants(pid: int) -> list[int]:
-    """The ids of a process's children and of theirs, in whatever session, as Linux lists them; elsewhere none."""
-    return [found for child in children(pid) for found in (child, *descendants(child))]
-
-
 def answer(value: Any) -> None:
     """In the child: hand a JSON object or array to the parent."""
     print(json.dumps(value), flush=True)
 
 
-def end_with_parent(clean_up: Callable[[], None] | None = None) -> None:
-    """In the child: from now on, die as soon as the parent has ended, after `clean_up`, with all that was started."""
-    adopt()
+def end_with_parent(clean_up: Callable[[], None] = lambda: None) -> None:
+    """In the child: from now on, die as soon as the parent has ended, after `clean_up`, and so does all its session."""
 
     def wait() -> None:
         os.read(0, 1)  # returns when nobody can write to stdin any more
-        if clean_up is not None:
-            clean_up()
-        end_children()
-        if os.getsid(0) == os.getpid():
-            os.killpg(os.getpid(), signal.SIGKILL)
-        os._exit(1)
+        clean_up()
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from mllm import child_process
+from mllm.plan import child
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", f"import os, sys, time\nfrom mllm import child_process\n{code}", *arguments]
+    return [sys.executable, "-c", f"import os, sys, time\nfrom mllm.plan import child\n{code}", *arguments]
 
 
 def test_what_a_child_prints_stands_in_files_as_it_comes(tmp_path):
@@ -22,7 +22,7 @@ def test_what_a_child_prints_stands_in_files_as_it_comes(tmp_path):
         return seen[-1] == "one\n"
 
     code = "print('two', file=sys.stderr, flush=True); print('one', flush=True); time.sleep(3600)"
-    ended = child_process.run(python(code), until=until, folder=tmp_path)
+    ended = child.run(python(code), until=until, folder=tmp_path)
     assert (ended.stdout, ended.stderr, (tmp_path / "stderr.txt").read_text()) == ("one\n", "two\n", "two\n")
 
 
@@ -38,7 +38,7 @@ Traceback (most recent call last):\n  File y\njax.errors.JaxRuntimeError: RESOUR
 
 
 def test_a_failure_has_a_one_line_reason_the_error_without_remarks():
-    reasons = [child_process.Ended(1, False, "", stderr).reason for stderr in (TRACEBACKS, "error: --shape: bad\n")]
+    reasons = [child.Ended(1, False, "", stderr).reason for stderr in (TRACEBACKS, "error: --shape: bad\n")]
     assert reasons == ["jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 9 GiB", "error: --shape: bad"]
 
 
@@ -46,24 +46,22 @@ def test_a_failure_has_a_one_line_reason_the_error_without_remarks():
 def test_what_the_child_started_ends_with_it(end, tmp_path, monkeypatch):
     """A grandchild that holds the pipes neither survives nor delays the answer; what else is printed is none."""
     code = "import subprocess\nprint('noise')\nprint(7)\n"
-    code += "child_process.answer({'pid': subprocess.Popen(['sleep', '3600']).pid})\n"
+    code += "child.answer({'pid': subprocess.Popen(['sleep', '3600']).pid})\n"
     code += "open(sys.argv[2], 'w').close()\nsys.exit() if sys.argv[1] == 'exit' else time.sleep(3600)"
     started = tmp_path / "started"
-    monkeypatch.setattr(child_process, "time", SimpleNamespace(monotonic=lambda: 60.0 * started.exists()))
+    monkeypatch.setattr(child, "time", SimpleNamespace(monotonic=lambda: 60.0 * started.exists()))
     limit = {"late": {"seconds": 60.0}, "until": {"until": started.exists}, "exit": {}}[end]
-    ended = child_process.run(python(code, end, str(started)), **limit)
+    ended = child.run(python(code, end, str(started)), **limit)
     assert (ended.code, ended.late) == (0 if end == "exit" else None, end == "late")
     if end == "late":
         assert ended.reason == "the time limit was reached"
     assert_ends(ended.answer["pid"])
 
 
-def test_a_child_that_asks_for_it_dies_with_a_killed_parent_and_all_that_it_has_started(tmp_path):
+def test_a_child_that_asks_for_it_dies_with_a_killed_parent_and_all_of_its_session(tmp_path):
     place = tmp_path / "pids"
-    daemon = "os.fork() or os.setsid() or os.fork() and os._exit(0)"
-    child = f"child_process.end_with_parent(); {daemon}; print(os.getpid(), file=open({str(place)!r}, 'a'), flush=True)"
-    parent = f"child_process.run({python(child + '; time.sleep(3600)')!r})"
-    process = subprocess.Popen(python(parent))
+    code = f"child.end_with_parent(); os.fork(); print(os.getpid(), file=open({str(place)!r}, 'a'), flush=True)"
+    process = subprocess.Popen(python(f"child.run({python(code + '; time.sleep(3600)')!r})"))
     while not place.exists() or place.read_text().count("\n") < 2:
         time.sleep(0.05)
     process.kill()
