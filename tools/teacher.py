@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--top-k", type=int, default=64, metavar="K", help="tokens of each place (default 64)")
-    parser.add_argument("--out", required=True, metavar="PLACE", help="a folder, also gs:// or s3://")
+    parser.add_argument("--out", required=True, metavar="PLACE", help="a folder")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     options = parser.parse_intermixed_args(arguments)
     config = configs.load(options.config, options.overrides)

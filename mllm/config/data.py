@@ -37,7 +37,7 @@ class DataConfig(Section):
     """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
 
     source: str
-    """A file or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket (gs://, s3://), a hub id, or
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket (gs://), a hub id, or
     `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
