@@ -68,6 +68,8 @@ def matching(url: str, pattern: str) -> list[str]:
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
     """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
+    with naming(key):
+        bucket_path(url)  # an URL that names no place in a bucket could lead anywhere below
     folder = local_place(url.rstrip("/"), OBJECTS)
 
     def get(name: str) -> Path:
@@ -129,9 +131,8 @@ def naming(key: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename} can't be written ({error.strerror})"
             raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
-        raise UserError(
-            f"{key}: the bucket does not answer as it should ({brief(error)}): check it and its credentials"
-        ) from None
+        way_out = "check the bucket and its credentials"
+        raise UserError(f"{key}: the bucket does not answer as it should ({brief(error)}): {way_out}") from None
 
 
 @contextmanager
