@@ -2,7 +2,7 @@
 
 An environment is an object of a class with tools (TRL's `environment_factory`) or with `step` (also skyrl-gym's). Many
 live in a process, each for its conversation. `Player` is called as a reward function is, with
-the trainer's moves for samples: time limits, failures and coroutines are those of reward_process. No JAX is imported.
+the trainer's moves for samples: time limits, failures and coroutines are those of reward_calls. No JAX is imported.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""How reward functions are found and called, and what they return is judged.
+"""How reward functions are found and called, and how what they return is judged.
 
 A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
 batched: each argument is a list, and so is what it returns (TRL's contract). Coroutine functions run together. What a
@@ -8,10 +8,11 @@ signature needs and there isn't is a UserError. No JAX is imported here.
 import asyncio
 import inspect
 import os
+import signal
 import traceback
 import zlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -235,6 +236,71 @@ def try_out(start: str, reward: Reward) -> None:
         raise
     except Exception as error:
         raise UserError(f"{start}: {error}") from None
+
+
+def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
+    """What each function gives for each sample; functions that are called together are coroutine functions.
+
+    An environment is a function, too, and its samples are moves.
+
+    Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
+    out; the trainer watches over other calls.
+    """
+    calls = [
+        (reward, part, Notes(len(part), reward.batched))
+        for reward in rewards
+        for part in ([samples] if reward.batched else [[sample] for sample in samples])
+    ]
+    results: Iterable[Any] = (call(*one) for one in calls)
+    if rewards[0].kind == "async":
+        limit = seconds * max(len(part) for _, part, _ in calls)
+        results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
+    for (reward, part, notes), returned in zip(calls, results, strict=True):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+        for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
+            yield kind, given, *logged
+
+
+def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
+    """What the function returns, or the exception that it raises."""
+    try:
+        return reward(samples, notes)
+    except BaseException as error:  # SystemExit too: only this call has failed
+        return error
+
+
+async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
+    """What coroutines return, or the exceptions that they raise."""
+
+    async def finish(coroutine: Awaitable[Any]) -> Any:
+        try:
+            return await coroutine
+        except BaseException as error:
+            return error
+
+    tasks = [asyncio.create_task(finish(coroutine)) for coroutine in coroutines]
+    left = {*tasks}
+    while left:
+        ended, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
+        for task in () if ended else left:
+            task.cancel(f"took longer than {limit:g} s")
+    return await asyncio.gather(*tasks)
+
+
+def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
+    """The answer for each of so many samples, which is the same for all where the call failed."""
+    try:
+        if isinstance(returned, asyncio.CancelledError):
+            failure = "timed_out", str(returned)
+        elif isinstance(returned, BaseException):
+            failure = "raised", describe(returned, reward.file)
+        elif len(values := list(returned) if reward.batched else [returned]) == samples:
+            return map(judge, values)
+        else:
+            failure = "not_a_number", f"returned no list of numbers: {len(values)} values for {samples} completions"
+    except BaseException as error:
+        failure = "not_a_number", f"returned no list of numbers: {describe(error)}"
+    return [failure] * samples
 
 
 def judge(value: Any) -> tuple[str, float | str]:

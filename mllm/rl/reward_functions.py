@@ -1,6 +1,6 @@
 """The built-in reward functions, and how others are found by name.
 
-A function takes its arguments by name: see reward_process. No JAX is imported here.
+A function takes its arguments by name: see reward_calls. No JAX is imported here.
 """
 
 import importlib

@@ -3,29 +3,18 @@
 No JAX is imported here.
 """
 
-import asyncio
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import FrameType
 from typing import Any
 
 from mllm import strict_json
 from mllm.errors import UserError
-from mllm.rl.reward_calls import (
-    FAILURES,
-    LARGEST,
-    LONGEST_MESSAGE,
-    NOT_APPLICABLE,
-    Answer,
-    Logged,
-    Notes,
-    describe,
-    judge,
-)
+from mllm.rl.reward_calls import FAILURES, LARGEST, LONGEST_MESSAGE, NOT_APPLICABLE, Logged, answers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """What reaches all processes of a job, and is the trainer's to handle."""
@@ -140,68 +129,3 @@ def is_message(one: Any) -> bool:
 
 def is_call(one: Any) -> bool:
     return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)
-
-
-def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
-    """What each function gives for each sample; functions that are called together are coroutine functions.
-
-    An environment is a function, too, and its samples are moves.
-
-    Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
-    out; the trainer watches over other calls.
-    """
-    calls = [
-        (reward, part, Notes(len(part), reward.batched))
-        for reward in rewards
-        for part in ([samples] if reward.batched else [[sample] for sample in samples])
-    ]
-    results: Iterable[Any] = (call(*one) for one in calls)
-    if rewards[0].kind == "async":
-        limit = seconds * max(len(part) for _, part, _ in calls)
-        results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
-    for (reward, part, notes), returned in zip(calls, results, strict=True):
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
-        for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
-            yield kind, given, *logged
-
-
-def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
-    """What the function returns, or the exception that it raises."""
-    try:
-        return reward(samples, notes)
-    except BaseException as error:  # SystemExit too: only this call has failed
-        return error
-
-
-async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
-    """What coroutines return, or the exceptions that they raise."""
-
-    async def finish(coroutine: Awaitable[Any]) -> Any:
-        try:
-            return await coroutine
-        except BaseException as error:
-            return error
-
-    tasks = [asyncio.create_task(finish(coroutine)) for coroutine in coroutines]
-    left = {*tasks}
-    while left:
-        ended, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
-        for task in () if ended else left:
-            task.cancel(f"took longer than {limit:g} s")
-    return await asyncio.gather(*tasks)
-
-
-def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
-    """The answer for each of so many samples, which is the same for all where the call failed."""
-    try:
-        if isinstance(returned, asyncio.CancelledError):
-            failure = "timed_out", str(returned)
-        elif isinstance(returned, BaseException):
-            failure = "raised", describe(returned, reward.file)
-        elif len(values := list(returned) if reward.batched else [returned]) == samples:
-            return map(judge, values)
-        else:
-            failure = "not_a_number", f"returned no list of numbers: {len(values)} values for {samples} completions"
-    except BaseException as error:
-        failure = "not_a_number", f"returned no list of numbers: {describe(error)}"
-    return [failure] * samples

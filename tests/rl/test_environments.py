@@ -12,7 +12,7 @@ import pytest
 from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.rl.environments import Move, players
-from mllm.rl.reward_process import answers
+from mllm.rl.reward_calls import answers
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL))

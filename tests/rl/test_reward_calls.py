@@ -12,8 +12,7 @@ import pytest
 from mllm.config import load as configs
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rl.reward_calls import LOGS, Reward, Sample, bind, fields_of
-from mllm.rl.reward_process import answers
+from mllm.rl.reward_calls import LOGS, Reward, Sample, answers, bind, fields_of
 
 # As a user writes them
 
