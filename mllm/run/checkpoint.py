@@ -39,6 +39,7 @@ BUCKET_FAILS = re.compile(
 )
 """How tensorstore's errors begin that say nothing of what a bucket holds."""
 logger = logging.getLogger(__name__)
+logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of seconds that it waits, and of metrics not given
 RESTORE_GB = 1
 """Arrays of this many gigabytes are read at a time."""
 
