@@ -176,7 +176,6 @@ class Run:
                 steps=config.steps,
                 warmup_steps=config.optimizer.warmup_steps,
                 seed=config.seed,
-                teacher_lists=config.distill.teacher_logprobs if config.distill else None,
             )
             warn_of_mismatch(who, learned, "this run's examples", source.learned)
             who, learned = "the run", source.learned
