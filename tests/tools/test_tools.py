@@ -354,7 +354,6 @@ TOOLS = (
     "export.py",
     "generate.py",
     "plot.py",
-    "replay.py",
     "rewards.py",
     "samples.py",
     "teacher.py",
