@@ -86,7 +86,7 @@ def test_a_run_with_both_sources_and_adapters_ends_as_one_that_was_never_killed(
     again = killed_after(settings, 4, tmp_path / "killed")
     assert run(again) == 0
     assert_same_end(again, settings)
-    assert len(RunStore(settings.run_dir).field(8, "frozen")) > len(newest(settings).train.params)
+    assert len(RunStore(settings.run_dir).document(8)["frozen"]) > len(newest(settings).train.params)
     other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
     shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
     capsys.readouterr()

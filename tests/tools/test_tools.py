@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
     copy = tmp_path / "run"
     shutil.copytree(exported, copy)
     before = checksums(copy / "export")
-    for path in copy.glob("checkpoints/4-*/params.*/*"):
+    for path in copy.glob("checkpoints/4/state/**/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert export.main([str(copy)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {copy / 'checkpoints' / '4'}: can't be read")
@@ -288,9 +288,9 @@ def test_where_two_runs_differ_is_said_by_line_and_array(trained, copy):
     (copy / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("e", "E"), *lines[3:]]))
     assert twice.difference(one, two) == "they differ in metrics.jsonl from line 3 on"
     shutil.copytree(trained.run_dir, copy, dirs_exist_ok=True)
-    manifest = two.manifest(4)
-    manifest["arrays"]["params.norm"] = "another"
-    (copy / "checkpoints" / "4.json").write_text(json.dumps(seal(manifest)))
+    document = two.document(4)
+    document["arrays"]["params.norm"] = "another"
+    (copy / "checkpoints/4/document/metadata").write_text(json.dumps(seal(document)))
     assert re.fullmatch(r"they differ in 1 of \d+ arrays, as params.norm", twice.difference(one, two))
 
 
