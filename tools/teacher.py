@@ -1,6 +1,6 @@
 """Stores a teacher's likeliest tokens of a run's data: python tools/teacher.py --config NAME --out PLACE
 
-NAME is a configuration with `algorithm: distill`, `data` and a `teacher`. PLACE, a folder or in a bucket, then holds
+NAME is a configuration with `algorithm: distill`, `data` and a `teacher`. PLACE, a folder, then holds
 the K likeliest tokens at each learned token of each of the data's documents, and the same configuration learns from it
 without a teacher in memory: distill.teacher_logprobs=PLACE teacher=null. The same command goes on where it was stopped.
 """
@@ -16,7 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its 
 from mllm import errors
 from mllm.config import load as configs
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore
+from mllm.store.bucket import is_bucket
+from mllm.store.folder import failing, write_file
 
 if TYPE_CHECKING:
     from mllm.config.schema import Config
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.teacher is None or config.data is None or config.data.source == "task":
         way_out = "give one with algorithm: distill, a teacher, and data of files or the hub"
         raise UserError(f"--config: {options.config}: {way_out}")
+    if is_bucket(options.out):
+        raise UserError(f"--out: {options.out}: give a folder of this machine; a bucket may get a copy of it")
     from tqdm import tqdm
 
     from mllm.data import teacher_lists
@@ -57,24 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     assert config.teacher is not None
     assert config.data is not None
     documents, _ = load_documents(config.data, Renderer(student.tokenizer, config.chat_template), None)
-    store = RunStore(options.out)
+    out = Path(options.out).expanduser()
     params = teacher.initial_params()
     sums = hashlib.sha256(json.dumps(checksums(by_name(params))).encode()).hexdigest()
     summary = teacher_lists.summarize(documents, options.top_k, config.teacher.source, sums)
-    found = teacher_lists.read_summary(store, "--out")
+    found = teacher_lists.read_summary(out, "--out")
     if found not in (None, summary):
         odd = [name for name in summary if found.get(name) != summary[name]]
-        raise UserError(f"--out: {store} is of another {' and '.join(odd)}: give another place")
-    store.write(teacher_lists.SUMMARY, json.dumps(summary).encode())
-    names, there = teacher_lists.names_of(summary), {*store.entries()}
+        raise UserError(f"--out: {out} is of another {' and '.join(odd)}: give another place")
+    with failing(out, "written"):
+        out.mkdir(parents=True, exist_ok=True)
+        write_file(out / teacher_lists.SUMMARY, json.dumps(summary).encode())
     lists = make_lists(config, student, teacher, params, documents, options.top_k, mesh)
-    for number, name in enumerate(tqdm(names, "scoring", unit=" files", disable=None)):
-        if name not in there:
+    for number, name in enumerate(tqdm(teacher_lists.names_of(summary), "scoring", unit=" files", disable=None)):
+        if not (out / name).exists():
             first = number * teacher_lists.DOCUMENTS
             last = min(first + teacher_lists.DOCUMENTS, len(documents))
-            teacher_lists.write_lists(store, name, lists(range(first, last)))
+            with failing(out, "written"):
+                teacher_lists.write_lists(out / name, lists(range(first, last)))
     tokens = sum(int(learned) for _, learned in documents.sizes)
-    print(f"{len(documents):,} documents, {options.top_k} tokens at each of {tokens:,} learned ones: {store}")
+    print(f"{len(documents):,} documents, {options.top_k} tokens at each of {tokens:,} learned ones: {out}")
     return 0
 
 

@@ -230,9 +230,12 @@ class SftSource:
         training, self.validation = load_documents(config, renderer, task, self.form)
         self.learned = training.learned
         self.batches = batches = self.kind(config, training, batch_size, seed, self.rows)
+        self.teacher_lists: str | None = None
+        """What the teacher's lists are known by."""
         if teacher_lists:
             assert isinstance(batches, SftBatches)
             batches.teacher = TeacherLists(teacher_lists, training)
+            self.teacher_lists = batches.teacher.content
         self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
@@ -260,13 +263,16 @@ class SftSource:
         return Step(batch, {"num_tokens": self.num_tokens, **metrics}, [], tokens)
 
     def position(self) -> dict[str, Any]:
-        position = {"data": self.data.get_state(), "num_tokens": self.num_tokens}
+        position = {"data": self.data.get_state(), "num_tokens": self.num_tokens, "teacher_lists": self.teacher_lists}
         return position if self.validation is None else position | {"validation": self.validation.content}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.data.set_state(position["data"])
         if self.validation and position.get("validation", self.validation.content) != self.validation.content:
             raise UserError(f"data.validation: the run began with other examples: {WAY_OUT}")
+        if position["teacher_lists"] != self.teacher_lists:
+            fault = "the run began with lists of another teacher, or of other lengths"
+            raise UserError(f"distill.teacher_logprobs: {fault}: {WAY_OUT}")
         self.num_tokens = position["num_tokens"]
 
     def resumable(self, step: int) -> bool:

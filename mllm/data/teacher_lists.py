@@ -5,8 +5,6 @@ teacher.json             of which documents and teacher they are, and how many t
                          log-probabilities, float32, the likeliest first
 """
 
-import json
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -20,9 +18,10 @@ from jaxtyping import Float32, Int32
 
 from mllm.data.tokenizing import Documents
 from mllm.errors import UserError, brief
+from mllm.model.folder import read_json
 from mllm.store.bucket import is_bucket
 from mllm.store.fetch import fetch
-from mllm.store.run_store import RunStore
+from mllm.store.folder import UNFINISHED, sync
 
 SUMMARY = "teacher.json"
 DOCUMENTS = 1024
@@ -41,22 +40,23 @@ def names_of(summary: dict[str, Any]) -> list[str]:
     return [f"{number:05}.arrayrecord" for number in range(-(-summary["documents"] // summary["documents_a_file"]))]
 
 
-def read_summary(store: RunStore, key: str) -> dict[str, Any] | None:
-    """What a place holds; None where it is empty. UserError names `key` where other files are there."""
-    content = store.read(SUMMARY)
-    if content is None and any(not name.endswith(".tmp") for name in store.entries()):
-        raise UserError(f"{key}: {store} has other files and no {SUMMARY}; give what tools/teacher.py has written")
-    return None if content is None else json.loads(content)
+def read_summary(folder: Path, key: str) -> dict[str, Any] | None:
+    """What a folder holds; None where it is empty. UserError names `key` where other files are there."""
+    if (path := folder / SUMMARY).is_file():
+        return read_json(path)
+    if folder.is_dir() and any(path.suffix != UNFINISHED for path in folder.iterdir()):
+        raise UserError(f"{key}: {folder} has other files and no {SUMMARY}; give what tools/teacher.py has written")
+    return None
 
 
-def write_lists(store: RunStore, name: str, found: Iterable[Lists]) -> None:
+def write_lists(path: Path, found: Iterable[Lists]) -> None:
     """Write a file as a whole or not at all."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
-            for ids, logprobs in found:
-                writer.write(ids.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes())
-        store.write(name, path.read_bytes())
+    unfinished = path.with_suffix(UNFINISHED)
+    with closing(ArrayRecordWriter(str(unfinished), "group_size:1")) as writer:
+        for ids, logprobs in found:
+            writer.write(ids.astype(np.int32).tobytes() + logprobs.astype(np.float32).tobytes())
+    sync(unfinished)
+    unfinished.replace(path)
 
 
 class TeacherLists:
@@ -64,18 +64,21 @@ class TeacherLists:
 
     def __init__(self, place: str, documents: Documents) -> None:
         """UserError where something is missing, or they are of other documents than these."""
-        key, store = "distill.teacher_logprobs", RunStore(place)
-        summary = read_summary(store, key)
-        if summary is None or (missing := {*names_of(summary)} - {*store.entries()}):
-            fault = "there is nothing" if summary is None else f"{min(missing)} is missing"
-            raise UserError(f"{key}: {store}: {fault}; tools/teacher.py writes it, and goes on where it was stopped")
+        key = "distill.teacher_logprobs"
+        folder = fetch(place, [SUMMARY], key)[0].parent if is_bucket(place) else Path(place)
+        summary = read_summary(folder, key)
+        if summary is not None and is_bucket(place):
+            fetch(place, names_of(summary), key)
+        if summary is None or (missing := [name for name in names_of(summary) if not (folder / name).exists()]):
+            fault = "there is nothing" if summary is None else f"{missing[0]} is missing"
+            raise UserError(f"{key}: {place}: {fault}; tools/teacher.py writes it, and goes on where it was stopped")
         if (summary["content"], summary["documents"]) != (documents.content, len(documents)):
             numbers = f"{summary['documents']} then, {len(documents)} now"
-            raise UserError(f"{key}: {store} is of other examples, tokens or data.max_length than data's ({numbers})")
-        names = names_of(summary)
-        paths = fetch(store.url, names, key) if is_bucket(place) else [Path(store.url, name) for name in names]
-        self.store, self.top_k, self.sizes = store, summary["top_k"], documents.sizes
-        self.records = grain.sources.ArrayRecordDataSource([str(path) for path in paths])
+            raise UserError(f"{key}: {place} is of other examples, tokens or data.max_length than data's ({numbers})")
+        self.place, self.top_k, self.sizes = place, summary["top_k"], documents.sizes
+        self.content = f"{self.top_k} of {summary['checksum']}"
+        """What the lists are known by: their lengths, and the teacher's parameters."""
+        self.records = grain.sources.ArrayRecordDataSource([str(folder / name) for name in names_of(summary)])
         self.lock = threading.Lock()
 
     def read(self, indices: Sequence[int]) -> list[Lists]:
@@ -86,6 +89,6 @@ class TeacherLists:
             shapes = [(2, self.sizes[index][1], self.top_k) for index in indices]
             found = [np.frombuffer(x, np.int32).reshape(shape) for x, shape in zip(records, shapes, strict=True)]
         except (RuntimeError, ValueError, IndexError) as error:
-            fault = f"{self.store} is damaged ({brief(error)})"
+            fault = f"{self.place} is damaged ({brief(error)})"
             raise UserError(f"distill.teacher_logprobs: {fault}: have tools/teacher.py write it again") from None
         return [(both[0], both[1].view(np.float32)) for both in found]

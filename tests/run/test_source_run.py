@@ -67,7 +67,7 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
 
 @pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step, number):
-    settings = following(first, tmp_path / "run", step=step)
+    settings = following(first, tmp_path, step=step)
     source = SourceRun.open(settings.model)
     assert source is not None
     begun = source.pin(settings)

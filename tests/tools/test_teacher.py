@@ -10,7 +10,6 @@ from tiny import config
 
 from mllm.data import teacher_lists
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore
 from tools import teacher
 
 TEACHER = {"source": str(Path(__file__).parent.parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
@@ -79,4 +78,4 @@ def test_what_can_t_be_stored_is_one_line(settings, tmp_path, capsys):
     assert "--top-k: 261: give a number from 1 to 260" in capsys.readouterr().err
     (tmp_path / "other").write_text("")
     with pytest.raises(UserError, match=r"has other files and no teacher\.json"):
-        teacher_lists.read_summary(RunStore(tmp_path), "--out")
+        teacher_lists.read_summary(tmp_path, "--out")
