@@ -98,7 +98,7 @@ def edit(path, **values):
 
 def edit_template(model):
     path = model / "chat_template.jinja"
-    path.write_text(path.read_text() + "{{ '' }} ")
+    path.write_text("{# edited #}" + path.read_text())
 
 
 EDITS = {
