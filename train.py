@@ -127,12 +127,9 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 state = state.after_update(train_state, source.position(), metrics["skipped"] > 0)
                 step, skipped = state.step, state.skipped_in_a_row
 
-                # An update that was not finite changed nothing; its batch is kept, and too many of them end the run.
-                if skipped:
-                    path = run.keep_batch(data.batch, step)
+                # An update that was not finite changed nothing, and too many of them end the run.
                 if skipped > config.optimizer.max_skipped:
-                    what = f"the last {skipped} updates were not finite and skipped; the last batch is {path}"
-                    fatal_error = f"optimizer.max_skipped: {what}, and tools/replay.py looks into it"
+                    fatal_error = f"optimizer.max_skipped: the last {skipped} updates were not finite and skipped"
                 finished = step == source.steps
                 stopping = run.interrupt.agree() and source.resumable(step)
 

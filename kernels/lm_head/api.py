@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from kernels.lm_head import autodiff, chunked_logits, full_logits, target, xla
-from kernels.lm_head.arguments import checked_candidates, checked_inputs, checked_options
+from kernels.lm_head.arguments import checked_inputs, checked_options
 from kernels.lm_head.contract import Engine, Inputs, Options, Terms
 from kernels.lm_head.gpu import engine as mosaic_gpu
 from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
@@ -44,7 +44,6 @@ def token_logprobs(
     where: Bool[Array, "*N"] | None = None,
     weights: Float[Array, "*N"] | None = None,
     ignore_index: int | None = None,
-    candidates: Integer[Array, "*N K"] | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
@@ -68,8 +67,6 @@ def token_logprobs(
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
-        candidates: ids of any words for each row, whose log-probabilities are `.candidates`, float32 [*N, K], as
-            differentiable as the others; out of range, they are treated as labels are. Nothing of [*N, K, D] is made.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
@@ -86,17 +83,15 @@ def token_logprobs(
     """
     rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
     inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
-    ids = None if candidates is None else checked_candidates(candidates, inputs.live, np.shape(weight)[0])
-    inputs, weight, ids = same_varying((inputs, weight, ids))
+    inputs, weight = same_varying((inputs, weight))
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight))
 
-    def run(rows: Rows, inputs: Inputs, weight: Array, ids: Array | None) -> TokenLogprobs:
-        ids = None if ids is None else rows.flat(ids)
+    def run(rows: Rows, inputs: Inputs, weight: Array) -> TokenLogprobs:
         engine = _engine(impl, inputs, options, rows.sharding)
-        tokens = autodiff.token_logprobs(engine, options, inputs, (inputs.hidden, weight), ids)
-        return jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs, ids))
+        tokens = autodiff.token_logprobs(engine, options, inputs, (inputs.hidden, weight))
+        return jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs))
 
-    return run_on_mesh(run, sharding, inputs, (weight, ids))
+    return run_on_mesh(run, sharding, inputs, (weight,))
 
 
 def token_loss(
@@ -259,16 +254,10 @@ def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
     return inputs.live & ((inputs.labels < 0) | (inputs.labels >= len(inputs.weight)))
 
 
-def _without_bad_labels(
-    tokens: TokenLogprobs, inputs: Inputs, ids: Integer[Array, "N K"] | None = None
-) -> TokenLogprobs:
+def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
     bad = _has_bad_label(inputs)
     # A factor, so that gradients are NaN as well.
-    tokens = tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
-    if ids is None or tokens.candidates is None:
-        return tokens
-    bad_NK = inputs.live[:, None] & ((ids < 0) | (ids >= len(inputs.weight)))
-    return tokens._replace(candidates=tokens.candidates * jnp.where(bad_NK, jnp.nan, 1))
+    return tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
 
 
 def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"]:

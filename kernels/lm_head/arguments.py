@@ -69,25 +69,13 @@ def checked_inputs(
     return Inputs(hidden, copy, labels, live, checked_temperature(temperature))
 
 
-def check_labels(labels: Any, live: Any, vocabulary: int, name: str = "labels") -> None:
-    """Checks the labels [*N], or several a row, of the rows that count, unless they are traced."""
+def check_labels(labels: Any, live: Any, vocabulary: int) -> None:
+    """Checks the labels [*N] of the rows that count, unless they are traced."""
     if _is_known(labels) and _is_known(live):
         wrong = np.asarray(labels)[np.asarray(live)]
         wrong = wrong[(wrong < 0) | (wrong >= vocabulary)]
         if wrong.size:
-            raise ValueError(f"{name} must be within [0, {vocabulary}), where they count; one is {wrong[0]}")
-
-
-def checked_candidates(candidates: Any, live: Any, vocabulary: int) -> Any:
-    """The candidates [*N, K] of rows `live` [*N]."""
-    if not jnp.issubdtype(jnp.result_type(candidates), jnp.integer):
-        raise ValueError(f"candidates must be integers, not {jnp.result_type(candidates)}")
-    if np.ndim(candidates) == 0 or np.shape(candidates)[:-1] != np.shape(live):
-        raise ValueError(
-            f"candidates must be {list(np.shape(live))} and one dim more, not {list(np.shape(candidates))}"
-        )
-    check_labels(candidates, live, vocabulary, "candidates")
-    return candidates
+            raise ValueError(f"labels must be within [0, {vocabulary}), where they count; one is {wrong[0]}")
 
 
 def checked_temperature(temperature: Any) -> Float[Array, ""]:

@@ -14,12 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Float
 
-from kernels.lm_head import candidates
 from kernels.lm_head.contract import Engine, Gradients, Inputs, Options, Terms, weighted_sum
-from kernels.lm_head.sharded import on_devices
-from kernels.lm_head.softmax import Slopes, Softmax, TokenLogprobs
+from kernels.lm_head.softmax import Slopes, TokenLogprobs
 from kernels.lm_head.target import vary
 
 
@@ -71,48 +69,24 @@ Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def token_logprobs(
-    engine: Engine, options: Options, inputs: Inputs, sides: Sides, ids: Integer[Array, "N K"] | None
-) -> TokenLogprobs:
+def token_logprobs(engine: Engine, options: Options, inputs: Inputs, sides: Sides) -> TokenLogprobs:
     """The statistics."""
-    softmax, _ = engine.forward(inputs, options.values_alone)
-    return _outputs(engine, options, inputs, softmax, ids)
+    return engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
 
 
-def _token_logprobs_forward(
-    engine: Engine, options: Options, inputs: Any, sides: Any, ids: Any
-) -> tuple[TokenLogprobs, Any]:
-    options, (inputs, ids) = with_wanted(options, sides), values((inputs, ids))
+def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any, sides: Any) -> tuple[TokenLogprobs, Any]:
+    options, inputs = with_wanted(options, sides), values(inputs)
     softmax, saved = engine.forward(inputs, options)
-    return _outputs(engine, options, inputs, softmax, ids), (options, inputs, ids, softmax, saved)
+    return softmax.outputs(inputs.live), (options, inputs, softmax, saved)
 
 
 def _token_logprobs_backward(
     engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs
-) -> tuple[None, Gradients, None]:
-    options, inputs, ids, softmax, saved = residuals
+) -> tuple[None, Gradients]:
+    options, inputs, softmax, saved = residuals
     slopes = Slopes(*map(instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
-    of_ids: Gradients = None, None
-    given: Any = cotangents.candidates
-    if ids is not None and ids.size and not isinstance(given, SymbolicZero):
-        g_NK = jnp.where(inputs.live[:, None], given, 0)
-        slopes = slopes._replace(lse=slopes.lse - g_NK.sum(axis=1))
-        of_ids = on_devices(candidates.gradients, engine, inputs._replace(labels=ids), options, g_NK, sums=True)
-    found = engine.gradients(inputs, softmax, saved, slopes, options)
-    dh, dw = (x if x is None or more is None else x + more for x, more in zip(found, of_ids, strict=True))
-    return None, (dh, dw), None
-
-
-def _outputs(
-    engine: Engine, options: Options, inputs: Inputs, softmax: Softmax, ids: Integer[Array, "N K"] | None
-) -> TokenLogprobs:
-    tokens = softmax.outputs(inputs.live)
-    if ids is None:
-        return tokens
-    z_NK = on_devices(candidates.logits, engine, inputs._replace(labels=ids), options)
-    logprob_NK = (z_NK - softmax.top[:, None]) - softmax.log_sum_e[:, None]
-    return tokens._replace(candidates=jnp.where(inputs.live[:, None], logprob_NK, 0))
+    return None, engine.gradients(inputs, softmax, saved, slopes, options)
 
 
 token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symbolic_zeros=True)

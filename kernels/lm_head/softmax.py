@@ -22,7 +22,6 @@ class TokenLogprobs(NamedTuple):
     lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
     entropy: Float[Array, "*N"]  # `-sum p log p`
     likeliest: Bool[Array, "*N"]  # whether no token has a larger logit than the label; ties count
-    candidates: Float[Array, "*N K"] | None = None  # `log p[candidates]`; None without them
 
 
 class Slopes(NamedTuple):

@@ -37,8 +37,8 @@ def top_k_logprobs(
 ) -> tuple[Float[Array, "*N K"], Int[Array, "*N K"]]:
     """The k largest log-probabilities of each row, float32, and their ids, int32; the largest first, ties by lower id.
 
-    One matrix product, and no logits [N, V]. It has no gradient; that of `token_logprobs(..., candidates=ids)` is
-    theirs. Arguments are as for `token_logprobs`, and so is the ValueError. Rows that don't count give 0.
+    One matrix product, and no logits [N, V]. It has no gradient. Arguments are as for `token_logprobs`, and so is the
+    ValueError. Rows that don't count give 0.
     """
     if not isinstance(k, int) or not 1 <= k <= np.shape(weight)[0]:
         raise ValueError(f"k must be a number from 1 to the vocabulary's {np.shape(weight)[0]}, not {k!r}")

@@ -53,16 +53,13 @@ class DistillConfig(Section):
     teacher - log student, by the objective of `grpo`, which is reverse_kl and needs `grpo`."""
     data_share: float | None = Field(default=None, gt=0, lt=1)
     """The share of rollouts in place of which `data` is learned from; needed with `grpo` and `data`, and only then."""
-    teacher_logprobs: str | None = None
-    """The folder, also in a bucket, with a teacher's likeliest tokens of `data`, which tools/teacher.py has written: it
-    is learned from in place of a `teacher`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.kind != "jsd":
             self.reject_unused(f"with kind: {self.kind}", "beta")
         if self.estimator == "sampled":
-            self.reject_unused("with estimator: sampled", "kind", "data_share", "teacher_logprobs")
+            self.reject_unused("with estimator: sampled", "kind", "data_share")
         return self
 
     @property

@@ -259,12 +259,7 @@ class Config(Section):
             raise impossible(
                 "data", "algorithm: distill learns from data, or from task, rollout and grpo, or from both"
             )
-        if distill.teacher_logprobs is None:
-            self.need("algorithm: distill", "teacher")
-        else:
-            stored = "with distill.teacher_logprobs"
-            self.reject_unused(f"{stored}, which has what a teacher says of data alone", "teacher", "grpo")
-            self.reject_unused(stored, "head.workspace_mib")
+        self.need("algorithm: distill", "teacher")
         if distill.estimator == "full" and self.teacher and self.head.impl in ("full_logits", "chunked_logits"):
             raise impossible("head.impl", f"{self.head.impl} has no divergences: xla, mosaic_tpu and mosaic_gpu have")
         if not (data and grpo):

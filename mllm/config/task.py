@@ -5,10 +5,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
+from mllm.config.answer_form import AnswerForm
 from mllm.config.section import Section, impossible
 
-AnswerForm = Literal["whole", "hashes", "tags", "boxed"]
-"""How a completion states its answer, see mllm/data/tasks/answers.py."""
 ChatTemplate = Literal["auto", "always", "never"]
 Form = Literal["texts", "chats"]
 """What a model has learned from: texts alone, as they are, or chats that its template has rendered."""

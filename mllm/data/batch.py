@@ -60,10 +60,6 @@ class Batch(NamedTuple):
     """Log-probabilities under the parameters before this rollout's first update; None, or `objectives.CURRENT`: those
     are the current ones."""
     reference_logprobs: Floats | None = None
-    teacher_ids: Int[Any, "B T K"] | None = None
-    """A stored teacher's likeliest tokens at each learned token's place, the likeliest first."""
-    teacher_logprobs: Float[Any, "B T K"] | None = None
-    """Their log-probabilities, in nats."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

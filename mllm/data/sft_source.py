@@ -32,7 +32,6 @@ from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, Step
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.teacher_lists import TeacherLists
 from mllm.data.tokenizing import Document, Documents, encode_document, encode_preference
 from mllm.errors import UserError
 from mllm.model.layout import Params
@@ -184,25 +183,14 @@ class BatchIterator(grain.DatasetIterator[T]):
 class SftBatches(RowBatches[Batch]):
     """Batches of documents; weights are 1 over the number of learned tokens in the whole batch, and 0 elsewhere."""
 
-    teacher: TeacherLists | None = None
-    """What a stored teacher says of the documents."""
-
     def make(self, plan: BatchPlan) -> Batch:
         """This process's rows, padded; rows without a document are padding."""
         batch, own = self.empty(plan)
         weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
-        indices = [index for index, _ in own]
-        predicts = [
+        documents = self.documents.read([index for index, _ in own])
+        for (_, row), document in zip(own, documents, strict=True):
             add_sequence(batch, row, document.tokens, document.learned, weight, len(document.tokens))
-            for (_, row), document in zip(own, self.documents.read(indices), strict=True)
-        ]
-        if self.teacher is None:
-            return batch
-        shape = (*batch.tokens.shape, self.teacher.top_k)
-        ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        for place, (listed, scored) in zip(predicts, self.teacher.read(indices), strict=True):
-            ids[place], logprobs[place] = listed, scored
-        return batch._replace(teacher_ids=ids, teacher_logprobs=logprobs)
+        return batch
 
 
 class SftSource:
@@ -223,19 +211,12 @@ class SftSource:
         steps: int | None,
         warmup_steps: int,
         seed: int,
-        teacher_lists: str | None = None,
     ) -> None:
-        """UserError is raised where there is too little data, or it is bad; `teacher_lists` is a place of those."""
+        """UserError is raised where there is too little data, or it is bad."""
         self.rows = RowShare.of_mesh(mesh)
         training, self.validation = load_documents(config, renderer, task, self.form)
         self.learned = training.learned
         self.batches = batches = self.kind(config, training, batch_size, seed, self.rows)
-        self.teacher_lists: str | None = None
-        """What the teacher's lists are known by."""
-        if teacher_lists:
-            assert isinstance(batches, SftBatches)
-            batches.teacher = TeacherLists(teacher_lists, training)
-            self.teacher_lists = batches.teacher.content
         self.data = batches.train()
         if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
@@ -263,16 +244,13 @@ class SftSource:
         return Step(batch, {"num_tokens": self.num_tokens, **metrics}, [], tokens)
 
     def position(self) -> dict[str, Any]:
-        position = {"data": self.data.get_state(), "num_tokens": self.num_tokens, "teacher_lists": self.teacher_lists}
+        position = {"data": self.data.get_state(), "num_tokens": self.num_tokens}
         return position if self.validation is None else position | {"validation": self.validation.content}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.data.set_state(position["data"])
         if self.validation and position.get("validation", self.validation.content) != self.validation.content:
             raise UserError(f"data.validation: the run began with other examples: {WAY_OUT}")
-        if position["teacher_lists"] != self.teacher_lists:
-            fault = "the run began with lists of another teacher, or of other lengths"
-            raise UserError(f"distill.teacher_logprobs: {fault}: {WAY_OUT}")
         self.num_tokens = position["num_tokens"]
 
     def resumable(self, step: int) -> bool:

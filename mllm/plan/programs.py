@@ -158,7 +158,7 @@ class Programs:
             reference = floats if dpo.needs_reference else None
             return Batch(ints, ints, ints, ints, floats, labelled, None, labelled, reference)
         if grpo is None:
-            return Batch(ints, ints, ints, ints, floats, *self.lists(shape))
+            return Batch(ints, ints, ints, ints, floats)
         old = floats if policies and grpo.needs_old_logprobs and not self.config.teacher_in_update else None
         reference = floats if policies and grpo.beta > 0 else None
         return Batch(ints, ints, ints, ints, floats, floats, floats, old, reference)
@@ -172,14 +172,6 @@ class Programs:
         rows = max(evaluated, config.grpo.updates_per_generation * config.batch_size if config.grpo else 0)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))
-
-    def lists(self, shape: tuple[int, int]) -> list[Any]:
-        """What a batch has after its weights where a teacher's lists are learned from; 64 tokens are assumed."""
-        if not (self.config.distill and self.config.distill.teacher_logprobs):
-            return []
-        axes = ("batch", "time", None)
-        arrays = (self.array((*shape, 64), dtype, axes) for dtype in (jnp.int32, jnp.float32))
-        return [None, None, None, None, *arrays]
 
     def pages(self) -> list[int]:
         """The pages of each kind of layers, over all devices."""

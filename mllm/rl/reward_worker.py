@@ -13,11 +13,13 @@ import pickle
 import queue
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from threading import Thread
+from threading import Lock, Thread
+from types import ModuleType
 from typing import Any
 
 from mllm.config.places import MODULES
@@ -27,6 +29,9 @@ from mllm.rl.reward_process import HANDSHAKE, SIGNALS, decode, work
 from mllm.strict_json import LONGEST
 
 CONTEXT = multiprocessing.get_context("spawn")
+STARTING = Lock()
+"""Held while a process is started: it begins with the signals blocked that it will ignore, and multiprocessing sees an
+empty main module, since it would import the trainer's in the process, which takes as long as all the rest."""
 START_TIMEOUT = 120.0
 TICK = 0.1
 
@@ -53,11 +58,14 @@ class Worker:
         make = pickle.dumps(self.make)
         self.connection, theirs = CONTEXT.Pipe()
         self.process = CONTEXT.Process(target=work, args=(theirs, MODULES))
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until the process ignores them
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with STARTING:
+            main, blocked = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            sys.modules["__main__"] = ModuleType("__main__")
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = main
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         theirs.close()
         self.alive = True
         try:

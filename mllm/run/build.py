@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import cache, cached_property, partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +175,6 @@ class Run:
                 steps=config.steps,
                 warmup_steps=config.optimizer.warmup_steps,
                 seed=config.seed,
-                teacher_lists=config.distill.teacher_logprobs if config.distill else None,
             )
             warn_of_mismatch(who, learned, "this run's examples", source.learned)
             who, learned = "the run", source.learned
@@ -297,20 +295,3 @@ class Run:
         log = RunLog(self.store, state.logged_step, self.source.steps, self.config, self.checkpoints.ends)
         self.log = self.stack.enter_context(closing(log))
         return state
-
-    def keep_batch(self, batch: Batch, step: int) -> str:
-        """Keep a skipped update's batch as skipped/step_N.npz, for tools/replay.py; all processes must call this.
-
-        Returns the file's name; UserError where it can't be written.
-        """
-        name = f"skipped/step_{step}.npz"
-        fields = {field: local_rows(value) for field, value in batch._asdict().items() if value is not None}
-        shares = RowShare.of_mesh(self.mesh).gather(fields)
-        if is_writer():
-            arrays: dict[str, Any] = {field: np.concatenate([share[field] for share in shares]) for field in fields}
-            filled = arrays["segments"].any(axis=1)
-            content = BytesIO()
-            kept = {field: array[filled] for field, array in arrays.items()}
-            np.savez(content, step=step, seed=self.config.seed, **kept)
-            self.store.write(name, content.getvalue())
-        return f"{self.store}/{name}"

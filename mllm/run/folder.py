@@ -28,7 +28,7 @@ FREE = {
 PLACES = {
     **dict.fromkeys(("model.source", "model.tokenizer"), "digests"),
     **dict.fromkeys(("task.train", "task.test", "task.path"), "digests"),
-    **dict.fromkeys(("data.source", "data.validation.source", "distill.teacher_logprobs"), "position"),
+    **dict.fromkeys(("data.source", "data.validation.source"), "position"),
     "teacher.source": "frozen",
 }
 """Settings that say where data are, and the part of a checkpoint's document by which a resume knows that the same data

@@ -85,7 +85,7 @@ class Comparison(NamedTuple):
 
 
 class Distill:
-    """The divergence from a teacher's distributions, whole ones or stored lists of its likeliest tokens."""
+    """The divergence from a teacher's distributions."""
 
     def __init__(self, config: DistillConfig) -> None:
         self.config = config
@@ -93,31 +93,19 @@ class Distill:
     def loss(
         self, head: Head, states: States, batch: Batch, teacher: States | None = None
     ) -> tuple[Float[Array, ""], Comparison]:
-        how = self.config.kind, self.config.mixture
-        if batch.teacher_ids is not None and batch.teacher_logprobs is not None:
-            likeliest = batch._replace(labels=batch.teacher_ids[..., 0])
-            found = head.logprobs(states, likeliest, batch.teacher_ids)
-            assert found.candidates is not None
-            divergence = objectives.listed_divergence(found.candidates, batch.teacher_logprobs, *how)
-            loss = jnp.sum(jnp.where(batch.weights > 0, batch.weights * divergence, 0.0))
-            told = objectives.with_rest(batch.teacher_logprobs)
-            entropy = -(jnp.exp(told) * told).sum(-1)
-            return loss, jax.lax.stop_gradient(Comparison(divergence, found.entropy, entropy, 1.0 * found.likeliest))
         assert teacher is not None
-        loss, divergence = head.divergence(states, teacher, batch, *how)
+        loss, divergence = head.divergence(states, teacher, batch, self.config.kind, self.config.mixture)
         states, some = jax.lax.stop_gradient(states), self.measured(batch)
         measured = batch._replace(weights=jnp.float32(some), labels=head.top_k(states, 1, some)[1][..., 0])
         mine, yours = head.logprobs(states, measured), head.logprobs(teacher, measured)
         return loss, Comparison(divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
 
     def measured(self, batch: Batch) -> Bool[Array, "B T"]:
-        """Where entropies and agreement are measured: at every eighth learned token of a row, or all of stored lists.
+        """Where entropies and agreement are measured: at every eighth learned token of a row.
 
         They take 2 + E / D more products of what is measured; the divergence takes 3 + E / D at least.
         """
         counts = batch.weights > 0
-        if batch.teacher_ids is not None:
-            return counts
         begin = batch.tokens.sum(axis=1, keepdims=True)  # else it would be the first token of all short rows
         return counts & ((jnp.cumsum(counts, axis=1) + begin) % 8 == 0)
 

@@ -45,13 +45,9 @@ class Head:
             "sharding": head_sharding(mesh),
         }
 
-    def logprobs(self, states: States, batch: Batch, candidates: Int[Array, "B T K"] | None = None) -> TokenLogprobs:
-        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0.
-
-        Those of `candidates`, too, [B, T, K].
-        """
+    def logprobs(self, states: States, batch: Batch) -> TokenLogprobs:
+        """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         how = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
-        how |= {"candidates": candidates}
         return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **how, **self.options)
 
     def loss(

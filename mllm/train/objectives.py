@@ -26,7 +26,6 @@ from mllm.data.batch import Batch
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 CURRENT = 1.0  # in place of the old policy's log-probabilities, which are not positive: the policy is the current one
-LEAST_REST = 2.0**-14  # some hundred times what float32 rounds off a sum of probabilities
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 
 
@@ -150,18 +149,6 @@ def importance_weight(config: GrpoConfig, log_ratio: Float[jax.Array, "*S"]) -> 
     return jnp.where(ratio <= config.importance_cap, ratio, above)
 
 
-def listed_divergence(
-    student: Float[jax.Array, "*S K"], teacher: Float[jax.Array, "*S K"], kind: Kind, beta: float
-) -> Float[jax.Array, "*S"]:
-    """The divergence of two distributions over K tokens and the rest as one, from the K tokens' log-probabilities.
-
-    It is at most that over all tokens (data processing: Cover and Thomas 2006, theorem 2.7.1). Each term a log(a / b) -
-    a + b is at least 0 by itself, and the added ones sum up to 0; so no rounding of a sum makes it negative, and a rest
-    below `LEAST_REST`, raised to it on both sides, only makes it smaller.
-    """
-    return summed_divergence(with_rest(student), with_rest(teacher), kind, beta)
-
-
 def summed_divergence(
     p: Float[jax.Array, "*S K"], q: Float[jax.Array, "*S K"], kind: Kind, beta: float
 ) -> Float[jax.Array, "*S"]:
@@ -174,12 +161,6 @@ def summed_divergence(
         m = jnp.logaddexp(jnp.log(beta) + q, jnp.log1p(-beta) + p)
         return (beta * terms(q, m) + (1 - beta) * terms(p, m)).sum(-1)
     return (terms(q, p) if kind == "forward_kl" else terms(p, q)).sum(-1)
-
-
-def with_rest(logprobs: Float[jax.Array, "*S K"]) -> Float[jax.Array, "*S K+1"]:
-    """The log-probabilities, and that of all other tokens together."""
-    rest = 1 - jnp.exp(logprobs).sum(-1, keepdims=True)
-    return jnp.concatenate([logprobs, jnp.log(jnp.maximum(rest, LEAST_REST))], -1)
 
 
 def old_logprobs(inputs: TokenInputs, logprob: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:

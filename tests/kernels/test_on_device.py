@@ -3,8 +3,8 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/kernels/test_on_device.py
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_on_device.py
 
-`make device` runs them, each in a process of its own: a GPU that failed once fails in a process ever after. Two minutes
-by estimate, most of it compiling; no device has run them.
+`make device` runs them, each in a process of its own: a GPU that failed once fails in a process ever after. Most of the
+time is compiling.
 
 Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
 again. Left out: what tests on a CPU compile or interpret.
@@ -101,25 +101,28 @@ def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> No
 
 @pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
 def test_at_qwens_size_the_results_are_those_of_the_xla_engine(workspace: int) -> None:
-    """Half of the labels hit nothing: in rows with a label, its part of a gradient hides all others."""
+    """Half of the rows have the entropy's gradient alone: elsewhere the label's part hides all others."""
     tokens, features, vocabulary = 8192, 2048, 151936
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, features), jnp.bfloat16)
     weight = jax.random.normal(keys[1], (vocabulary, features), jnp.bfloat16) * jnp.bfloat16(features**-0.5)
     labels = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
-    labels = jnp.where(jnp.arange(tokens) % 2 == 0, labels, vocabulary)
+    learned = jnp.arange(tokens) % 2 == 0
 
     def results(impl: Any, workspace: int) -> Any:
+        def objective(logprob: Any, entropy: Any, learned: Any) -> Any:
+            return -learned * logprob - 0.01 * entropy
+
         def loss(hidden: Any, weight: Any) -> Any:
             options = {"impl": impl, "workspace": workspace}
-            return token_loss(hidden, weight, labels, lambda logprob, h: -logprob - 0.01 * h, **options)
+            return token_loss(hidden, weight, labels, objective, learned.astype(jnp.float32), **options)
 
         return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, weight)
 
     (loss, rows), (dh, dw) = results(kernels(), workspace)
     (right_loss, right_rows), (right_dh, right_dw) = results("xla", 0)
-    assert max(off(loss, right_loss), *map(off, rows, right_rows)) <= 1e-4
-    hit = jnp.zeros(vocabulary, bool).at[labels].set(True, mode="drop")
-    for found, right, labelled in ((dh, right_dh, labels < vocabulary), (dw, right_dw, hit)):
+    assert max(map(off, *map(jax.tree.leaves, ((loss, rows), (right_loss, right_rows))))) <= 1e-4
+    hit = jnp.zeros(vocabulary, bool).at[jnp.where(learned, labels, vocabulary)].set(True, mode="drop")
+    for found, right, labelled in ((dh, right_dh, learned), (dw, right_dw, hit)):
         for chosen in (labelled, ~labelled):
             assert off(*(jnp.where(chosen[:, None], x, 0) for x in (found, right))) <= 0.02

@@ -129,9 +129,10 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
     assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
     assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
     assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
+    learned = [line for line in lines if line["sampling/masked_sequences"] is not None]  # where rewards differ
     # What top-p cuts away is no difference between sampler and trainer, which both compute in float32 here.
-    assert all(line["sampling/sampling_logp_difference/mean"] < 1e-5 for line in lines)
-    assert all(line["sampling/masked_sequences"] == 0 for line in lines)
+    assert 0 < max(line["sampling/sampling_logp_difference/mean"] for line in learned) < 1e-5
+    assert all(line["sampling/masked_sequences"] == 0 for line in learned)
 
 
 # Rows of each process

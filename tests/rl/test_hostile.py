@@ -2,14 +2,9 @@
 
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-import pytest
 from test_conversations import opened, play, prompt
 
-ROOT = Path(__file__).parents[2]
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 
 
@@ -130,16 +125,3 @@ def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_p
     assert counted(others) == [None] * len(CALLS)
     assert {one.messages[1]["content"] for one in others} == {"8"}
     json.dumps([one.messages for one in found], allow_nan=False, ensure_ascii=False).encode()
-
-
-# The main module, which multiprocessing imports in each process that it starts
-
-
-@pytest.mark.parametrize("script", ["train.py", "tools/rewards.py", "tools/generate.py"])
-def test_a_command_that_starts_processes_is_imported_by_them_without_jax(script):
-    heavy = "jax", "flax", "optax", "orbax", "grain", "transformers"
-    code = (
-        f"import runpy, sys; runpy.run_path({script!r}, run_name='__mp_main__'); print({{*sys.modules}} & {{*{heavy}}})"
-    )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert run.stdout == "set()\n"

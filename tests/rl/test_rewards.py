@@ -178,9 +178,12 @@ def wait_until_gone(*pids):
         time.sleep(0.02)
 
 
-def trainer(does):
-    """Start a process that scores one completion as the trainer does, and first prints its worker's process id."""
-    script = f"""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def trainer_script(does):
+    """Scores one completion as the trainer does, and first prints its worker's process id."""
+    return textwrap.dedent(f"""
         from array import array
         from functools import partial
         from mllm.data.tasks.task import Example
@@ -191,14 +194,12 @@ def trainer(does):
         print(worker.process.pid, flush=True)
         print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
         worker.kill()
-    """
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    """)
+
+
+def trainer(does):
+    command = [sys.executable, "-c", trainer_script(does)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
 
 
 def test_what_a_function_prints_never_reaches_the_trainers_stdout():
@@ -206,6 +207,13 @@ def test_what_a_function_prints_never_reaches_the_trainers_stdout():
     assert output.splitlines()[1:] == ["[('value', 1.0)]"]
     for letter in "oew":
         assert errors.count(letter) >= 200 * 10_000
+
+
+def test_the_trainers_main_module_is_not_imported_in_its_processes(tmp_path):
+    """This one would start processes without end."""
+    (tmp_path / "main.py").write_text(trainer_script("7"))
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["[('value', 1.0)]"])
 
 
 # Processes that it starts

@@ -287,8 +287,6 @@ TOOLS = (
     ("bench.head", "--target v6e --live 1", "--live: has no meaning with --target, which times nothing"),
     ("tune", "", "there is no TPU or Hopper GPU here"),
     ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),
-    ("replay", "run/skipped/step_1.npz", "run/skipped/step_1.npz: not a batch as runs keep them, in run_dir/skipped"),
-    ("replay", "run/config.yaml", "run/config.yaml: not a batch as runs keep them, in run_dir/skipped"),
 )
 """The tool, its command line, and the message."""
 

@@ -21,7 +21,7 @@ from mllm.run import folder
 from mllm.run.build import Run
 from mllm.store import run_store
 from mllm.store.run_store import RunStore
-from tools import export, plot, samples, teacher
+from tools import export, plot, samples
 
 SUMS = [(f"{i % 9}+{i % 5}=", str(i % 9 + i % 5)) for i in range(40)]
 LINES = [{"prompt": q, "question": q, "completion": a, "answer": f"#### {a}"} for q, a in SUMS]
@@ -159,7 +159,6 @@ PLACES = {
     "data.validation.source": ("files", lambda at: other_lines(at / "validation.jsonl")),
     "task.path": ("gsm8k", lambda at: other_lines(at / "task/train.jsonl")),
     "teacher.source": ("teacher", lambda at: other_weights(at / "teacher")),
-    "distill.teacher_logprobs": ("lists", lambda at: edit(at / "lists/teacher.json", checksum="another")),
 }
 """A kind of run that names each place, and how what is there changes."""
 
@@ -179,8 +178,6 @@ def settings_of(kind, at, run_dir):
             at, data=data, task={"name": "gsm8k", "path": str(at / "task"), "heldout": 2}, **common, **measured
         )
     parts = {"distill": {}, "teacher": {"source": str(at / "teacher"), "dtype": "float32"}}
-    if kind == "lists":
-        parts = {"distill": {"teacher_logprobs": str(at / "lists")}}
     model = ROOT / "tests/fixtures/tiny_grpo"
     common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, "source": str(model)}}
     return beginning(at, "distill", data=data, task=None, **common, **parts)
@@ -199,8 +196,6 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
     for name in ("train", "validation"):
         write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
     shutil.copytree(ROOT / "tests/fixtures/tiny_grpo", here / "teacher")
-    listing = arguments(settings_of("teacher", here, place / "listing"))
-    assert teacher.main([*listing, "--out", str(here / "lists"), "--top-k", "4"]) == 0
     for kind in {kind for kind, _ in PLACES.values()}:
         with Run.build(settings_of(kind, here, place / kind)) as begun:
             saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}

@@ -17,7 +17,7 @@ from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
 from mllm.run import folder as run_dir
 from mllm.run.source_run import SourceRun
 from mllm.store.run_store import RunStore
-from tools import export, plot, replay, samples
+from tools import export, plot, samples
 
 
 @pytest.fixture
@@ -84,12 +84,6 @@ def test_an_export_does_not_follow_a_link_in_the_run(stranger, tmp_path, capsys,
 
 
 # Names
-
-
-@pytest.mark.parametrize("name", ["../config.yaml", "step_1.npz/../../config.yaml", "/etc/passwd", "", "step_1.npz\n"])
-def test_a_batch_has_the_name_that_runs_give_it(stranger, capsys, name):
-    assert replay.main([f"{stranger}/skipped/{name}"]) == 2
-    assert "not a batch as runs keep them, in run_dir/skipped/step_N.npz" in capsys.readouterr().err
 
 
 def tokenizer_with(folder, **settings):

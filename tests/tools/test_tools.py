@@ -353,7 +353,6 @@ TOOLS = (
     "export.py",
     "generate.py",
     "plot.py",
-    "replay.py",
     "rewards.py",
     "samples.py",
     "teacher.py",

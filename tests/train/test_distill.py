@@ -13,7 +13,6 @@ from mllm.config.distill import DistillConfig
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.teacher import load_teacher
-from mllm.train import objectives
 from mllm.train.algorithms import Distill
 from mllm.train.step import Forward, accumulate, make_teacher_pass
 from tools import memory
@@ -139,52 +138,6 @@ def test_the_columns_that_the_fused_head_s_memory_is_compared_with_are_the_same_
     assert found == pytest.approx(loss, rel=1e-5)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-5 * np.abs(other).max())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_divergence_of_lists_is_never_negative_and_at_most_the_full_one(kind):
-    rng = np.random.default_rng(0)
-    scales = np.geomspace(0.01, 30, 400)[:, None]  # from almost equal distributions to almost certain ones
-    q = np.log(jax.nn.softmax(jnp.asarray(rng.normal(size=(400, 50)) * scales)).clip(1e-30))
-    p = np.where(rng.random((400, 1)) < 0.5, q + 1e-3 * rng.normal(size=q.shape), rng.normal(size=q.shape) * scales)
-    p, q = (np.float64(x) - np.log(np.exp(np.float64(x)).sum(-1, keepdims=True)) for x in (p, q))
-    full = divergence(kind, p, q)
-    for k in (1, 8, 49):
-        ids = np.argsort(-q)[:, :k]
-        listed = [jnp.float32(np.take_along_axis(x, ids, -1)) for x in (p, q)]
-        found = np.asarray(objectives.listed_divergence(*listed, kind, 0.5))
-        assert found.min() > -1e-6  # float32's rounding of terms
-        assert (found <= full * (1 + 1e-3) + 1e-5).all()
-        both = [
-            np.concatenate([x, np.log1p(-np.exp(x).sum(-1, keepdims=True).clip(max=1 - 2**-14))], -1)
-            for x in (np.take_along_axis(p, ids, -1), np.take_along_axis(q, ids, -1))
-        ]
-        large = (np.exp(both[0][:, -1]) > 1e-3) & (np.exp(both[1][:, -1]) > 1e-3)
-        np.testing.assert_allclose(found[large], divergence(kind, *both)[large], rtol=2e-3, atol=2e-6)
-        np.testing.assert_array_equal(objectives.listed_divergence(listed[1], listed[1], "forward_kl", 0.5), 0)
-
-
-def test_lists_of_all_tokens_have_the_full_divergence_and_its_gradient_in_the_update():
-    settings = make_settings(kind="forward_kl", model=ARCHITECTURE)
-    mesh = make_mesh(settings.mesh)
-    policy = load_policy(settings, mesh)
-    teacher = load_teacher(settings, mesh, policy.tokenizer)
-    forward, params = Forward.of(settings, policy.graphdef, mesh, teacher.graphdef), policy.initial_params()
-    scored = teacher.initial_params()
-    states = jax.jit(forward.teacher.states)(scored, ON_DEVICE)
-    logprobs, ids = forward.head.top_k(states, 259, ON_DEVICE.weights > 0, 260)
-    listed = ON_DEVICE._replace(teacher_ids=ids, teacher_logprobs=logprobs)
-    compute = jax.jit(
-        lambda *x: accumulate(lambda params, micro: forward.loss(params, micro, *x[2:]), *x[:2], ROWS // 2)
-    )
-    (loss, outputs, gradients), (same, _, others) = compute(params, listed), compute(params, ON_DEVICE, scored)
-    assert loss == pytest.approx(float(same), rel=1e-4)
-    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-3 * np.abs(other).max())
-    metrics = forward.algorithm.metrics(listed, outputs)
-    assert (forward.algorithm.measured(listed) == (listed.weights > 0)).all()
-    assert 0 <= metrics["teacher_agreement"] < 0.5
-    assert metrics["teacher_entropy"] > 0
 
 
 def test_the_sampled_term_is_the_teachers_log_probability_less_the_samplers():

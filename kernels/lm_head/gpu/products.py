@@ -27,7 +27,9 @@ from jaxtyping import Array, Float, Int
 from kernels.lm_head import target
 from kernels.lm_head.gpu.tiles import MULTIPLIERS, STAGES, Tiles
 
-_NO_INDEX = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()  # jax 0.12 has none
+# jax 0.10 requires an index beside the reference, 0.11 deprecates it, 0.12 has none.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_NO_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
 _LOADER_REGISTERS, _MULTIPLIER_REGISTERS = 24, 240  # 128 threads of one, 256 of the other: within 65536
 
 Scalar = Int[Array, ""]

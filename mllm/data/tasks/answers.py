@@ -2,7 +2,7 @@
 
 import re
 
-from mllm.config.task import AnswerForm
+from mllm.config.answer_form import AnswerForm
 
 HASHES = re.compile(r"#### (-?[0-9.,]+)")
 """GSM8K's own pattern of an answer (grade_school_math/dataset.py)."""

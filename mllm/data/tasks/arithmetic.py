@@ -23,7 +23,9 @@ def arithmetic(config: TaskConfig) -> Task:
     def make(index: int) -> Example:
         expression, answer = arithmetic_problem(permute_index(index, problems), shape)
         wrong, place = near(int(answer), permute_index(index, problems, "rejected")), f"arithmetic[{index}]"
-        return Example(messages(config, f"{expression}="), answer, solution=answer, place=place, rejected=str(wrong))
+        return Example(
+            messages(config.system_prompt, f"{expression}="), answer, solution=answer, place=place, rejected=str(wrong)
+        )
 
     train = min(problems - heldout, MAX_LENGTH)
     return Task(config.name, OnDemand(make, range(train)), OnDemand(make, range(problems - heldout, problems)))

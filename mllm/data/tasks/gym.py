@@ -57,7 +57,7 @@ def gym_example(config: TaskConfig, problems: Any, index: int) -> Example:
         question, answer = str(entry["question"]), str(entry["answer"])
     except Exception as error:  # each generator is a program of its own
         raise UserError(f"{place}: can't be made: {type(error).__name__}: {brief(error)}") from None
-    prompt = messages(config, question, INSTRUCTION)
+    prompt = messages(config.system_prompt, question, INSTRUCTION)
     return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry}, place=place)
 
 

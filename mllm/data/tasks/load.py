@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from mllm.config import places
-from mllm.config.task import AnswerForm, ColumnsConfig, TaskConfig
+from mllm.config.answer_form import AnswerForm
+from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
 from mllm.data.records import Origin, Record, Records, read_records, sound_records
 from mllm.data.tasks.answers import final_answer
@@ -124,7 +125,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
                 raise UserError("has a system message, and so has task.system_prompt: remove one of them")
             prompt.insert(0, {"role": "system", "content": config.system_prompt})
     else:
-        prompt = messages(config, text(named, key), instruction)
+        prompt = messages(config.system_prompt, text(named, key), instruction)
     answer = None
     if named.get("answer") is not None:
         given = named["answer"]

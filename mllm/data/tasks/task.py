@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mllm.config.task import AnswerForm, TaskConfig
+from mllm.config.answer_form import AnswerForm
 from mllm.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -81,10 +81,10 @@ class OnDemand(Sequence[Any]):
         return len(self.indices)
 
 
-def messages(config: TaskConfig, question: str, instruction: str | None = None) -> list[dict[str, str]]:
+def messages(system_prompt: str | None, question: str, instruction: str | None = None) -> list[dict[str, str]]:
     """The messages of a prompt; `task.system_prompt` replaces the task's instruction."""
-    if config.system_prompt is not None:
-        return [{"role": "system", "content": config.system_prompt}, {"role": "user", "content": question}]
+    if system_prompt is not None:
+        return [{"role": "system", "content": system_prompt}, {"role": "user", "content": question}]
     return [{"role": "user", "content": f"{question} {instruction}" if instruction else question}]
 
 
