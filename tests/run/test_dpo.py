@@ -1,6 +1,7 @@
 """Runs of DPO and kin: exact resume, meshes, adapters, validation, changes, skipped updates, and what is refused."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
