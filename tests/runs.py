@@ -22,7 +22,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run.checkpoint import by_name, read_arrays, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy
+from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
 from mllm.store.run_store import tool_run
@@ -144,9 +144,9 @@ def killed_after(config: Config, step: int, folder: Path) -> Config:
 
 def newest(config: Config) -> RunState:
     """The state in the run's newest checkpoint."""
-    policy = load_policy(config, make_mesh(config.mesh))
-    like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
     store = tool_run(config.run_dir)
+    policy = load_own_policy(store, config, make_mesh(config.mesh))
+    like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
     document = store.document(step := store.steps()[-1])
     arrays = read_arrays(store, step, by_name(like), document)
     return RunState.from_document(step, with_leaves(like, arrays), document)

@@ -62,6 +62,8 @@ def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str]) -> 
 def read(path: Path) -> dict[str, Any]:
     """The settings in a YAML file, not yet validated; UserError where it is no mapping of plain values."""
     try:
+        if not path.is_file():
+            raise UserError(f"{path}: is no file")
         if path.stat().st_size > LARGEST_FILE:
             raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MiB, so it is no configuration")
         settings = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)

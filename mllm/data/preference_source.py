@@ -3,7 +3,7 @@
 An example is two sequences. Those of a pair are neighbours in one row, so that sums over a row's segments are all that
 its loss needs, in any micro-batch; their common prompt is computed in each. A completion with a label stands alone: the
 second sequence, its prompt with another's completion, only serves to estimate KTO's z0 before the update, in a batch of
-its own. The reference's log-probabilities are computed once, before training, and kept on disk beside the documents.
+its own. The reference's log-probabilities are computed before training, at every start.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,8 +25,6 @@ from mllm.stopwatch import Stopwatch
 
 LogprobPass = Callable[[Params, Batch], Float[np.ndarray, "B T"]]
 """The log-probabilities of the labels in this process's rows under any parameters; all processes must call it."""
-VERSION = 1
-"""The format of the reference's files, and of how they are computed; another one doesn't find older ones."""
 
 
 class Preferences(NamedTuple):

@@ -116,11 +116,7 @@ class Checkpoints:
             try:
                 document = read_document(self.store, step)
                 with damaged_everywhere(self.store, step):
-                    ends = (
-                        Ends.of(self.store, document["logs"], steps[0], fell_back=bool(damaged))
-                        if is_writer()
-                        else None
-                    )
+                    ends = Ends.of(self.store, document["logs"], step, steps[0]) if is_writer() else None
                 self.check_dependencies(document)
                 arrays = read_arrays(self.store, step, by_name(like), document)
                 state = RunState.from_document(step, with_leaves(like, arrays), document)
@@ -195,19 +191,23 @@ class Ends(NamedTuple):
     """The names under which logs are kept that have more than that, and will not have the same again."""
 
     @classmethod
-    def of(cls, store: RunStore, marks: Mapping[str, Any], newest: int, fell_back: bool) -> "Ends":
-        """Where they end by the marks of a checkpoint.
+    def of(cls, store: RunStore, marks: Mapping[str, Any], step: int, newest: int) -> "Ends":
+        """Where they end by the marks of the checkpoint of `step`.
 
         Damaged is raised where lines are missing, or have changed, that are made again from an older one. Timings are
-        not: they are kept beside. Where a run `fell_back` from its `newest` checkpoint all logs are.
+        not: they are kept beside. Where a run falls back from its `newest` checkpoint all logs are.
         """
         faults = store.compare_logs(marks)
         for name, fault in faults.items():
             if name != TIMINGS:
                 raise Damaged(f"{name} {fault}")
             logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, name, fault, newest)
-        kept = [*marks] if fell_back else [*faults]
+        kept = [*marks] if step < newest else [*faults]
         sizes = {name: min(size, len(store.read_log(name))) for name, (size, _) in marks.items()}
+        if TIMINGS in sizes:  # those of the step itself, with the seconds of the save, are written after it
+            line, end, _ = store.read_log(TIMINGS)[sizes[TIMINGS] :].partition(b"\n")
+            if end and line.startswith(f'{{"step": {step},'.encode()):
+                sizes[TIMINGS] += len(line) + 1
         return cls(sizes, {name: f"{name}.until_{newest}" for name in kept})
 
 

@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -36,6 +37,7 @@ from mllm.store.log import Log, Mark, compare
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
 LARGEST_DOCUMENT = 2**28
+LARGEST_FILE = 2**31
 PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 logger = logging.getLogger(__name__)
@@ -88,10 +90,21 @@ class RunStore:
             return sorted(path.name for path in self.place.iterdir()) if self.place.is_dir() else []
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None where there is no such file."""
+        """A file's content; None where there is no such file.
+
+        UserError is raised for what is no regular file, or a huge one: the run may be a stranger's.
+        """
+        path = self.folder / name
         with self.failing(name, "read"):
-            path = self.folder / name
-            return path.read_bytes() if path.is_file() else None
+            try:
+                handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            with open(handle, "rb") as file:
+                found = os.fstat(handle)
+                if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_FILE:
+                    raise UserError(f"{path}: is no regular file of up to {LARGEST_FILE >> 30} GiB: remove it")
+                return file.read(found.st_size)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""

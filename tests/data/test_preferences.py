@@ -8,7 +8,7 @@ import pytest
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
-from mllm.data.preference_source import PreferenceBatches, PreferenceSource, read_reference
+from mllm.data.preference_source import PreferenceBatches, PreferenceSource
 from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tokenizing import encode_preference, mismatched
@@ -152,46 +152,16 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
                 np.testing.assert_array_equal(np.concatenate(halves), field)
 
 
-def test_the_reference_is_computed_for_each_sequence_kept_and_made_again_where_it_is_damaged(tmp_path):
+def test_the_reference_is_computed_for_each_sequence(tmp_path):
     config, (documents, _) = documents_of(tmp_path, some(10), "pairs")
     batches = PreferenceBatches(config, documents, 4)
-    calls = []
-
-    def logprobs(params, batch):
-        calls.append(params)
-        return np.where(batch.weights > 0, -batch.labels * params, 0.0).astype(np.float32)
-
     source = PreferenceSource.__new__(PreferenceSource)
-    source.batches, source.heldout, source.logprobs = batches, None, logprobs
+    source.batches, source.heldout = batches, None
+    source.logprobs = lambda params, batch: np.where(batch.weights > 0, -batch.labels * params, 0.0).astype(np.float32)
     examples = documents.read(range(10))
     expected = [[-int(x.tokens[x.learned].sum()) for x in (one.first, one.second)] for one in examples]
-    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
-    np.testing.assert_array_equal(batches.reference, expected)
-    first = len(calls)
-    (path,) = (tmp_path / "kept").glob("*.reference")
-    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
-    assert len(calls) == first
-    source.set_reference(2.0, "two", ["how"], tmp_path / "kept")
+    source.set_reference(2.0, "two")
     np.testing.assert_array_equal(batches.reference, 2 * np.array(expected))
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    assert read_reference(path, 10) is None
-    source.set_reference(1.0, "one", ["how"], tmp_path / "kept")
-    np.testing.assert_array_equal(read_reference(path, 10), expected)
-    assert len(calls) == 3 * first
-
-
-def test_a_kept_reference_is_taken_for_the_same_examples_and_the_same_way_alone(tmp_path):
-    calls, source = [], PreferenceSource.__new__(PreferenceSource)
-    source.heldout, source.logprobs = None, lambda params, batch: calls.append(1) or np.zeros(batch.tokens.shape, "f4")
-
-    def passes(first, how):
-        calls.clear()
-        config, (documents, _) = documents_of(tmp_path, some(20)[first : first + 10], "pairs")
-        source.batches = PreferenceBatches(config, documents, 4)
-        source.set_reference(1.0, "one", how, tmp_path / "kept")
-        return bool(calls)
-
-    assert [passes(0, "how"), passes(0, "how"), passes(0, "otherwise"), passes(1, "how")] == [True, False, True, True]
 
 
 def test_a_task_gives_right_and_wrong_completions():

@@ -17,7 +17,7 @@ def begun(folder, step=4, **sections):
     settings = config(run_dir=str(folder), **sections)
     run_dir.write(RunStore(folder), settings)
     for checkpoint in (step - 1, step):
-        RunStore(folder).write(f"checkpoints/{checkpoint}.json", b"")
+        (folder / "checkpoints" / str(checkpoint)).mkdir(parents=True)
     return settings
 
 

@@ -54,7 +54,7 @@ def test_epochs_give_the_steps_and_the_schedule_of_a_run_that_goes_on_after_a_ki
         patch.setattr(SftSource, "next", damaged)
         assert run(changed(killed, checkpoint={"every": None})) == 2
     assert checkpoints(killed)[-1] == 4
-    assert RunStore(killed.run_dir).field(4, "best") == -lines[4]["validation/loss"]
+    assert RunStore(killed.run_dir).document(4)["score"] == -lines[4]["validation/loss"]
     assert run(killed) == 0
     assert_same_end(done, killed)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from runs import arguments, changed, newest, records, run
 from tiny import config
+from transformers import AutoConfig, AutoTokenizer
 
 import train
 from mllm.config.load import read
@@ -52,8 +53,6 @@ def following(first, folder, algorithm="sft", **model):
 
 @pytest.mark.slow
 def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(first, tmp_path):
-    nearest = following(first, tmp_path, dtype="bfloat16", compute_rounding="nearest")
-    assert SourceRun.open(nearest.model).model.compute_rounding == "nearest"
     masters = jax.tree.leaves(newest(first).train.params)
     theirs = load_policy(first, make_mesh(first.mesh))
     for dtype, mesh in (("float32", {}), ("bfloat16", {"fsdp": 2})):
@@ -68,7 +67,7 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
 
 @pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step, number):
-    settings = following(first, tmp_path / "run", step=step)
+    settings = following(first, tmp_path, step=step)
     source = SourceRun.open(settings.model)
     assert source is not None
     begun = source.pin(settings)
@@ -82,12 +81,16 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
 
 
 @pytest.mark.slow
-def test_a_run_begins_where_its_source_ends_and_is_exported_and_sampled_from_like_any(first, tmp_path, capsys):
-    second = following(first, tmp_path / "second", "grpo", dtype="float32")
+def test_a_run_begins_where_its_source_ends_and_is_a_model_folder_without_it(first, tmp_path):
+    shutil.copytree(first.run_dir, source := tmp_path / "source")
+    second = following(first, tmp_path / "second", "grpo", dtype="float32", source=str(source))
     second = changed(second, eval={"every": None}, grpo={"beta": 0.1, "reference": "initial"})
     assert run(second) == 0
     assert records(second)[0]["eval/greedy_accuracy"] == records(first)[-1]["eval/greedy_accuracy"]
     assert read(Path(second.run_dir, "config.yaml"))["model"]["step"] == 6
+    shutil.rmtree(source)
+    assert AutoConfig.from_pretrained(second.run_dir).hidden_size == 32
+    assert AutoTokenizer.from_pretrained(second.run_dir)("1+2=")["input_ids"] == [*b"1+2="]
     assert export.main([second.run_dir]) == 0
     assert generate.main([second.run_dir, "1+2=", "--max-tokens", "2"]) == 0
     third = following(second, tmp_path / "third")
@@ -122,6 +125,7 @@ def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_pro
 )
 def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, model, message):
     monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
     run_dir.write(RunStore("empty"), config(run_dir="empty"))
     shutil.copytree(first.run_dir, "worse")
     run_dir.write(RunStore("worse"), changed(first, checkpoint={"keep_best": False}))

@@ -14,17 +14,16 @@ from mllm.data.tasks.load import function_records
 from mllm.errors import UserError
 from mllm.model.folder import replacing
 from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
-from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
-from mllm.run.source_run import MOST_RUNS, SourceRun, load_policy
+from mllm.run.source_run import SourceRun
 from mllm.store.run_store import RunStore
-from tools import export, generate, plot, samples
+from tools import export, plot, samples
 
 
 @pytest.fixture
 def stranger(tmp_path):
     """The folder of a run with a log of each kind."""
-    folder = tmp_path / "stranger"
+    (folder := tmp_path / "stranger").mkdir()
     run_dir.write(RunStore(folder), config(run_dir=str(folder)))
     sample = {"step": 1, "prompt": "1+1=", "completion": "2", "rewards": {}, "advantage": 0.0}
     for name, record in {"metrics": {"step": 1, "loss": 1.0}, "samples": sample}.items():
@@ -116,44 +115,3 @@ def test_a_tokenizer_is_read_from_no_other_folder(tmp_path):
     message = r"none can be read from .*fast_tokenizer_files in tokenizer_config.json may name files elsewhere: remove"
     with pytest.raises(UserError, match=rf"^model.tokenizer: {message}"):
         load_tokenizer(tokenizer_with(model, fast_tokenizer_files=[f"../other/{other.name}"]))
-
-
-# Chains of runs
-
-
-def chain(tmp_path, sources):
-    """Runs by their names, each of which begins with another; returns a configuration that begins with the first."""
-    for name, source in sources.items():
-        run_dir.write(RunStore(tmp_path / name), beginning_with(tmp_path / source, run_dir=str(tmp_path / name)))
-    return beginning_with(tmp_path / next(iter(sources)))
-
-
-@pytest.mark.parametrize("sources", [{"a": "a"}, {"a": "b", "b": "c", "c": "a"}], ids=str)
-def test_a_run_that_begins_with_itself_is_one_line(tmp_path, capsys, sources):
-    settings = chain(tmp_path, sources)
-    line = f"model.source: {tmp_path}/a begins with itself: give a run's export (tools/export.py)"
-    with pytest.raises(UserError) as error:
-        SourceRun.open(settings.model)
-    assert str(error.value) == line
-    assert generate.main([f"{tmp_path}/a", "1+1="]) == 2
-    assert "begins with itself: give a run's export" in capsys.readouterr().err
-
-
-def test_a_chain_of_very_many_runs_is_one_line(tmp_path):
-    settings = chain(tmp_path, {"0": "1"})
-    text = (tmp_path / "0/config.yaml").read_text()
-    for i in range(1, 300):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / f"{i}/config.yaml").write_text(text.replace(f"{tmp_path}/1\n", f"{tmp_path}/{i + 1}\n"))
-    with pytest.raises(UserError, match=rf"begins with more than {MOST_RUNS} runs, one after the other: give a run's"):
-        SourceRun.open(settings.model)
-
-
-def test_the_stop_tokens_of_all_runs_of_a_chain_stop_the_last(tmp_path):
-    last = config(run_dir=str(tmp_path / "c"), rollout={"stop": ["+"]})
-    run_dir.write(RunStore(tmp_path / "c"), last)
-    for name, source, stop in (("b", "c", "-"), ("a", "b", "=")):
-        settings = beginning_with(tmp_path / source, run_dir=str(tmp_path / name), rollout={"stop": [stop]})
-        run_dir.write(RunStore(tmp_path / name), settings)
-    policy = load_policy(beginning_with(tmp_path / "a"), make_mesh(config().mesh))
-    assert {*map(ord, "+-=")} < {*policy.stop_ids}

@@ -9,7 +9,7 @@ from runs import ROOT, changed, records, run
 from tiny import config
 
 import train
-from mllm.config.load import load, read
+from mllm.config.load import load
 from mllm.data.tasks.load import load as load_task
 from mllm.errors import UserError
 from mllm.run.build import Run
@@ -59,7 +59,7 @@ def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generat
     texts, tmp_path, caplog
 ):
     assert records(texts)[-1]["eval/greedy_accuracy"] == 1
-    assert read(Path(texts.run_dir, "config.yaml"))["learned"] == "texts"
+    assert json.loads(Path(texts.run_dir, "config.json").read_text())["mllm_learned"] == "texts"
     for model in (texts.run_dir, f"{texts.run_dir}/export"):
         assert answers(model, ANSWERS, tmp_path) == ANSWERS
     assert "knows" not in caplog.text
@@ -82,7 +82,7 @@ def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_pat
     settings = following(texts, tmp_path / "run", **sections)
     with Run.build(settings) as begun:
         assert begun.sampler.renderer.form == form
-        assert begun.config.learned == form
+        assert json.loads(Path(settings.run_dir, "config.json").read_text()).get("mllm_learned", "chats") == form
     lines = [line for line in caplog.messages if "knows" in line]
     assert len(lines) == bool(warned)
     assert warned in "".join(lines)

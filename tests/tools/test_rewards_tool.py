@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from runs import environment
 
 from tools import rewards
 
@@ -56,7 +57,7 @@ def tried(tmp_path, monkeypatch, capsys):
 def test_without_samples_problems_are_answered_right_and_with_nothing():
     """The user's module may be called as the tool is."""
     command = [sys.executable, rewards.__file__, "config.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
     assert "error" not in done.stderr
     answered, blocks = 0, done.stdout.split("\n\n")
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):

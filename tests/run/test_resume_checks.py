@@ -1,0 +1,270 @@
+"""What a resume finds out: that its checkpoints are gone, and that what lies outside of the run is not what it was."""
+
+import json
+import os
+import re
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from runs import ROOT, arguments, changed, checksums, run
+from states import opened
+from tiny import config
+
+import train
+from mllm.config.load import load, read
+from mllm.errors import UserError
+from mllm.model import weights
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh
+from mllm.run import folder
+from mllm.run.build import Run
+from mllm.store import run_store
+from mllm.store.run_store import RunStore
+from tools import export, plot, samples
+
+SUMS = [(f"{i % 9}+{i % 5}=", str(i % 9 + i % 5)) for i in range(40)]
+LINES = [{"prompt": q, "question": q, "completion": a, "answer": f"#### {a}"} for q, a in SUMS]
+
+
+def write_lines(path, lines):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A folder with a model."""
+    settings, place = config(), tmp_path_factory.mktemp("shared")
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    save = policy.tokenizer.save_pretrained
+    weights.save(place / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
+    return place
+
+
+@pytest.fixture
+def place(shared, tmp_path):
+    """A copy of the folder, to be changed."""
+    shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def beginning(place, algorithm="sft", **sections):
+    """The settings of a run of the model in a folder."""
+    model = {"init": "pretrained", "architecture": None, "source": str(place / "model")}
+    plain = {"run_dir": str(place / "run"), "model": model, "eval": None, "checkpoint": {"every": 1, "keep": 9}}
+    rollout = {} if algorithm == "grpo" else {"rollout": None}
+    return config(algorithm, **{**plain, **rollout, **({"dpo": {}} if algorithm == "dpo" else {}), **sections})
+
+
+# Checkpoints that are gone
+
+
+@pytest.fixture(scope="module")
+def done(shared, tmp_path_factory):
+    """The settings of a run of three steps, with a checkpoint of each."""
+    settings = beginning(shared, steps=3, run_dir=str(tmp_path_factory.mktemp("done") / "run"))
+    assert run(settings) == 0
+    return settings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("checkpoints", "what was there when the run began is missing: put the checkpoints there, or begin"),
+        ("checkpoints/*[0-9]", "is empty, but metrics.jsonl has step 3, and checkpoints were due from step 1 on: put"),
+    ],
+)
+def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(done, tmp_path, capsys, lost, message):
+    shutil.copytree(done.run_dir, copy := tmp_path / "run")
+    for path in copy.glob(lost):
+        shutil.rmtree(path)
+    before = checksums(copy)
+    assert run(changed(done, run_dir=str(copy), steps=4)) == 2
+    assert f"error: {copy}/checkpoints: {message}" in capsys.readouterr().err
+    now = checksums(copy)
+    assert {name: now[name] for name in before if name.endswith("l")} == {n: before[n] for n in before if n[-1] == "l"}
+    assert not {*now} - {*before}
+
+
+# What lies outside of the run
+
+
+def edit(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def edit_template(model):
+    path = model / "chat_template.jinja"
+    path.write_text("{# edited #}" + path.read_text())
+
+
+EDITS = {
+    "model.tokenizer: the tokenizer, or its chat template,": edit_template,
+    "model.source: the architecture": lambda model: edit(
+        model / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}
+    ),
+    "model.source: what ends a completion": lambda model: edit(model / "generation_config.json", eos_token_id=[43]),
+}
+
+
+@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place, algorithm):
+    settings = beginning(place, algorithm)
+    with Run.build(settings) as begun:
+        saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
+        begun.checkpoints.check_dependencies(saved)
+        assert begun.checkpoints.digests == saved["digests"]
+    for name, spoil in EDITS.items():
+        shutil.copytree(place / "model", place / "edited")
+        spoil(place / "edited")
+        other = changed(settings, model={"source": str(place / "edited")})
+        now = Run.digests(SimpleNamespace(policy=load_policy(other, make_mesh(other.mesh)), task=begun.task))
+        assert {key for key in now if now[key] != saved["digests"][key]} == {name}
+        with opened(RunStore(place / "other")) as checkpoints:
+            checkpoints.digests = now
+            with pytest.raises(UserError, match=f"^{re.escape(name)} is not what .*other has begun with: put it back"):
+                checkpoints.check_dependencies(saved | {"frozen": {}})
+        shutil.rmtree(place / "edited")
+
+
+@pytest.mark.slow
+def test_a_run_does_not_go_on_with_another_template(place, capsys):
+    settings = beginning(place, steps=1)
+    assert run(settings) == 0
+    edit_template(place / "model")
+    assert run(changed(settings, steps=2)) == 2
+    assert "error: model.tokenizer: the tokenizer, or its chat template, is not what " in capsys.readouterr().err
+
+
+def other_lines(path):
+    path.write_text(path.read_text().replace('1"', '7"'))
+
+
+def other_weights(path):
+    shutil.copy(ROOT / "tests/fixtures/tiny_sft/model.safetensors", path)
+
+
+PLACES = {
+    "model.source": (
+        "files",
+        lambda at: edit(at / "model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}),
+    ),
+    "model.tokenizer": ("files", lambda at: edit_template(at / "tokenizer")),
+    "task.train": ("files", lambda at: other_lines(at / "task/train.jsonl")),
+    "task.test": ("files", lambda at: other_lines(at / "task/test.jsonl")),
+    "data.source": ("files", lambda at: other_lines(at / "train.jsonl")),
+    "data.validation.source": ("files", lambda at: other_lines(at / "validation.jsonl")),
+    "task.path": ("gsm8k", lambda at: other_lines(at / "task/train.jsonl")),
+    "teacher.source": ("teacher", lambda at: other_weights(at / "teacher")),
+}
+"""A kind of run that names each place, and how what is there changes."""
+
+
+def settings_of(kind, at, run_dir):
+    """A run of this kind, whose files are all in the folder `at`."""
+    model = {"source": str(at / "model"), "tokenizer": str(at / "tokenizer")}
+    data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
+    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, **model}}
+    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    if kind == "files":
+        task = {"name": "jsonl", "train": str(at / "task/train.jsonl"), "test": str(at / "task/test.jsonl")}
+        data |= {"validation": {"source": str(at / "validation.jsonl")}}
+        return beginning(at, data=data, task=task | {"heldout": 2}, **common, **measured)
+    if kind == "gsm8k":
+        return beginning(
+            at, data=data, task={"name": "gsm8k", "path": str(at / "task"), "heldout": 2}, **common, **measured
+        )
+    parts = {"distill": {}, "teacher": {"source": str(at / "teacher"), "dtype": "float32"}}
+    model = ROOT / "tests/fixtures/tiny_grpo"
+    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, "source": str(model)}}
+    return beginning(at, "distill", data=data, task=None, **common, **parts)
+
+
+@pytest.mark.slow
+def test_places_may_move_and_what_is_there_may_not_change(place):
+    """For each setting of `folder.PLACES`, one after the other; all move at once."""
+    assert {*PLACES} == {*folder.PLACES}
+    here = place / "here"
+    here.mkdir()
+    for name in ("model", "tokenizer"):
+        shutil.copytree(place / "model", here / name)
+    for name, lines in {"train": LINES[:30], "test": LINES[30:]}.items():
+        write_lines(here / f"task/{name}.jsonl", lines)
+    for name in ("train", "validation"):
+        write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
+    shutil.copytree(ROOT / "tests/fixtures/tiny_grpo", here / "teacher")
+    for kind in {kind for kind, _ in PLACES.values()}:
+        with Run.build(settings_of(kind, here, place / kind)) as begun:
+            saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
+            position = begun.source.position()
+
+        def resume(at, kind=kind, saved=saved, position=position):
+            with Run.build(settings_of(kind, at, place / kind)) as resumed:
+                resumed.checkpoints.check_dependencies(saved)
+                resumed.source.seek(position)
+
+        shutil.copytree(here, place / "moved", dirs_exist_ok=True)
+        resume(place / "moved")
+        for spoil in [spoil for of, spoil in PLACES.values() if of == kind]:
+            shutil.copytree(here, place / "changed")
+            spoil(place / "changed")
+            with pytest.raises(UserError, match=r"is not what|the run began with|other frozen parameters"):
+                resume(place / "changed")
+            shutil.rmtree(place / "changed")
+
+
+@pytest.mark.slow
+def test_a_relative_source_is_found_from_another_folder(place, monkeypatch):
+    monkeypatch.chdir(place)
+    options = ["model.source=model", f"run_dir={place}/relative"]
+    assert train.main([*arguments(beginning(place, steps=1)), *options]) == 0
+    assert read(place / "relative/config.yaml")["model"]["source"] == str(place / "model")
+    monkeypatch.chdir("/")
+    assert export.main([f"{place}/relative"]) == 0
+
+
+# A stranger's files
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+@pytest.mark.parametrize(
+    ("tool", "name"), [(plot, "metrics.jsonl"), (samples, "samples.jsonl"), (plot, "timings.jsonl")]
+)
+def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_path, capsys, tool, name, kind):
+    (tmp_path / "config.yaml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    path = tmp_path / name
+    path.unlink(missing_ok=True)
+    if kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(run_store.LARGEST_FILE + 1)
+    else:
+        {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    assert tool.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {path}: is no regular file of up to 2 GiB: remove it\n"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_configuration_that_is_no_file_makes_no_run(tmp_path, capsys, make):
+    make(tmp_path / "config.yaml")
+    assert export.main([str(tmp_path)]) == 2
+    assert "no config.yaml; give a run_dir" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"config.yaml: is no file"):
+        folder.check(RunStore(tmp_path), load("tiny_sft.yaml", ()))
+
+
+# The documentation
+
+
+def test_the_documentation_names_every_setting_that_may_change():
+    text = (ROOT / "docs/training.md").read_text().split("| may change | |")[1].split("\n\n")[0]
+    named = set()
+    for section, names in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE):
+        prefix = f"{section.strip('`')}." if section.startswith("`") else ""
+        named |= {prefix + name for name in re.findall(r"`([\w.]+)`", names)}
+    assert named == (folder.CHANGEABLE | folder.FREE) - {"changes"}  # which is the record of them
