@@ -60,10 +60,10 @@ class Run:
 
     def lines(self) -> int:
         """The steps that the last process has found, or written, in metrics.jsonl; -1 before it has opened the log."""
-        home = self.folder / f"machine_{self.starts}" if self.server else Path(self.settings.run_dir)
-        for log in home.rglob("metrics.jsonl"):
-            if log.stat().st_mtime > self.begun:
-                return log.read_bytes().count(b"\n")
+        copies = self.folder / f"machine_{self.starts}" / "mllm" / "runs"
+        logs = copies.rglob("metrics.jsonl") if self.server else [Path(self.settings.run_dir, "metrics.jsonl")]
+        with suppress(OSError):  # it may not be there yet
+            return next((log.read_bytes().count(b"\n") for log in logs if log.stat().st_mtime > self.begun), -1)
         return -1
 
     def saving(self) -> bool:
