@@ -69,15 +69,19 @@ class Checkpoints:
         with raise_everywhere():
             if is_writer() and begun:
                 check_there(store, config)
+        self.manager = self.open_manager()
+
+    def open_manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager of the checkpoints that are there now; it reads nothing of them."""
         with self.failing("written"):
-            self.manager = ocp.CheckpointManager(
-                store.checkpoints,
+            return ocp.CheckpointManager(
+                self.store.checkpoints,
                 # It tells a run's empty directory from a disk that is not mounted; a bucket has no directories.
-                metadata=None if store.in_bucket else {"written_by": "mllm"},
+                metadata=None if self.store.in_bucket else {"written_by": "mllm"},
                 item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=Preservation(store, config),
-                    best_fn=(lambda metrics: metrics["score"]) if config.keep_best else None,
+                    preservation_policy=Preservation(self.store, self.config),
+                    best_fn=(lambda metrics: metrics["score"]) if self.config.keep_best else None,
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # a damaged checkpoint must not keep the others from being found
                     async_options=ocp.AsyncOptions(post_finalization_callback=self.published),
@@ -127,7 +131,9 @@ class Checkpoints:
             with raise_everywhere():
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
-            self.manager.reload()
+            if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
+                self.close()
+                self.manager = self.open_manager()
             self.ends = ends
             return state
         if steps:
