@@ -263,7 +263,7 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
 
 TOOLS = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
-    ("export", "run", "run: no checkpoint; there are []"),
+    ("export", "run", "run/config.json: missing; a checkpoint in Hugging Face's layout has it"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
     ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
