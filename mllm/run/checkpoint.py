@@ -73,7 +73,7 @@ class Checkpoints:
 
     def open_manager(self) -> ocp.CheckpointManager:
         """Orbax's manager of the checkpoints that are there now; it reads nothing of them."""
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             return ocp.CheckpointManager(
                 self.store.checkpoints,
                 # It tells a run's empty directory from a disk that is not mounted; a bucket has no directories.
@@ -101,7 +101,7 @@ class Checkpoints:
         document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
         items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
         metrics = {"score": score} if self.config.keep_best and score is not None else None
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.wait_until_finished()
             self.nbytes, self.started = nbytes(arrays), time.monotonic()
             self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
@@ -161,11 +161,11 @@ class Checkpoints:
         self.end_saving()
 
     def end_saving(self) -> None:
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.close()
 
     def published(self) -> None:
@@ -181,11 +181,6 @@ class Checkpoints:
             self.end_saving()
         timings, self.save_timings = self.save_timings, {}
         return timings
-
-    @contextmanager
-    def failing(self, use: str) -> Iterator[None]:
-        with self.store.failing(CHECKPOINTS, use):
-            yield
 
 
 class Ends(NamedTuple):

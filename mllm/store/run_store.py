@@ -193,15 +193,10 @@ class RunStore:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        with self.failing_to_list():
+        with self.failing(CHECKPOINTS, "read"):
             there = list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
             found = [path for path in there if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
-
-    @contextmanager
-    def failing_to_list(self) -> Iterator[None]:
-        with naming("run_dir") if self.in_bucket else failing(f"{self.folder}/{CHECKPOINTS}", "read"):
-            yield
 
     def document(self, step: int | str) -> dict[str, Any]:
         """The document of a checkpoint.
