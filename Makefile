@@ -1,7 +1,7 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, GRPO, table and curves
 # make test [WORKERS=2]            all tests but those of the next three targets; FAST=1 leaves the slow ones out
-# make faults                      the long campaigns: kills, damage, fuzzing, endurance
+# make faults                      the long campaigns: kills, faults of two processes, fuzzing, endurance
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy

@@ -19,7 +19,7 @@ import pytest
 from object_store import BUCKET, ObjectStore, object_store
 from runs import TESTS, arguments, assert_same_end, changed
 from tiny import METHODS, config
-from trainer import LEASE, Trainer
+from trainer import LEASE, Trainer, lines
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 EVEN = {"heldout": 8, "rewards": [{"name": "user_rewards:even_characters"}]}
@@ -62,9 +62,7 @@ class Run:
         """The steps that the last process has found, or written, in metrics.jsonl; -1 before it has opened the log."""
         copies = self.folder / f"machine_{self.starts}" / "mllm" / "runs"
         logs = copies.rglob("metrics.jsonl") if self.server else [Path(self.settings.run_dir, "metrics.jsonl")]
-        with suppress(OSError):  # it may not be there yet
-            return next((log.read_bytes().count(b"\n") for log in logs if log.stat().st_mtime > self.begun), -1)
-        return -1
+        return max((lines(log, self.begun) for log in logs), default=-1)
 
     def saving(self) -> bool:
         """Whether there is a checkpoint that is not whole."""
@@ -91,8 +89,8 @@ class Run:
             time.sleep(dice.uniform(0, 0.03))
         else:
             time.sleep(dice.uniform(0, seconds if aim == "any time" else seconds / 3))
-        lines = self.lines()
-        where = "start" if lines < 0 else "save" if self.saving() else "end" if lines > steps else "step"
+        logged = self.lines()
+        where = "start" if logged < 0 else "save" if self.saving() else "step"
         with suppress(ProcessLookupError):
             os.kill(trainer.process.pid, number)
         code = trainer.end()

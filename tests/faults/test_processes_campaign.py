@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from runs import ROOT, arguments, assert_same_end, changed, free_address, outputs, spawn
 from tiny import config
+from trainer import lines
 
 from mllm.errors import RESTART
 
@@ -54,7 +55,7 @@ def strike(fault: str, settings, rng: random.Random, folder: Path) -> list[subpr
         time.sleep(rng.uniform(0, 3))
     else:
         metrics, steps = Path(settings.run_dir, "metrics.jsonl"), rng.randrange(1, 35)
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
+        while lines(metrics) < steps:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
     what = signal.SIGKILL if "kill" in kind else signal.SIGSTOP if "SIGSTOP" in kind else signal.SIGTERM

@@ -62,6 +62,14 @@ class Trainer:
             time.sleep(0.05)
 
 
+def lines(log: Path, since: float = 0.0) -> int:
+    """The lines of a log; -1 where it has not been there, or not been written, since a time."""
+    with suppress(OSError):
+        if log.stat().st_mtime > since:
+            return log.read_bytes().count(b"\n")
+    return -1
+
+
 def run(arguments: list[str], output: Path, variables: Mapping[str, str]) -> None:
     """Train, in the process."""
     with output.open("ab") as file:
