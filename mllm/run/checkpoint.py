@@ -69,15 +69,19 @@ class Checkpoints:
         with raise_everywhere():
             if is_writer() and begun:
                 check_there(store, config)
-        with self.failing("written"):
-            self.manager = ocp.CheckpointManager(
-                store.checkpoints,
+        self.manager = self.open_manager()
+
+    def open_manager(self) -> ocp.CheckpointManager:
+        """Orbax's manager of the checkpoints that are there now; it reads nothing of them."""
+        with self.store.failing(CHECKPOINTS, "written"):
+            return ocp.CheckpointManager(
+                self.store.checkpoints,
                 # It tells a run's empty directory from a disk that is not mounted; a bucket has no directories.
-                metadata=None if store.in_bucket else {"written_by": "mllm"},
+                metadata=None if self.store.in_bucket else {"written_by": "mllm"},
                 item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=Preservation(store, config),
-                    best_fn=(lambda metrics: metrics["score"]) if config.keep_best else None,
+                    preservation_policy=Preservation(self.store, self.config),
+                    best_fn=(lambda metrics: metrics["score"]) if self.config.keep_best else None,
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # a damaged checkpoint must not keep the others from being found
                     async_options=ocp.AsyncOptions(post_finalization_callback=self.published),
@@ -97,7 +101,7 @@ class Checkpoints:
         document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
         items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
         metrics = {"score": score} if self.config.keep_best and score is not None else None
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.wait_until_finished()
             self.nbytes, self.started = nbytes(arrays), time.monotonic()
             self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
@@ -127,7 +131,9 @@ class Checkpoints:
             with raise_everywhere():
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
-            self.manager.reload()
+            if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
+                self.close()
+                self.manager = self.open_manager()
             self.ends = ends
             return state
         if steps:
@@ -155,11 +161,11 @@ class Checkpoints:
         self.end_saving()
 
     def end_saving(self) -> None:
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        with self.failing("written"):
+        with self.store.failing(CHECKPOINTS, "written"):
             self.manager.close()
 
     def published(self) -> None:
@@ -175,11 +181,6 @@ class Checkpoints:
             self.end_saving()
         timings, self.save_timings = self.save_timings, {}
         return timings
-
-    @contextmanager
-    def failing(self, use: str) -> Iterator[None]:
-        with self.store.failing(CHECKPOINTS, use):
-            yield
 
 
 class Ends(NamedTuple):

@@ -40,6 +40,8 @@ LARGEST_DOCUMENT = 2**28
 LARGEST_FILE = 2**31
 PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
+RECORDED = ("arrays", "logs", "digests", "frozen")
+"""What every document has: by name, the checksums of arrays, logs, and what the run depends on."""
 logger = logging.getLogger(__name__)
 
 
@@ -191,15 +193,10 @@ class RunStore:
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        with self.failing_to_list():
+        with self.failing(CHECKPOINTS, "read"):
             there = list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
             found = [path for path in there if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
-
-    @contextmanager
-    def failing_to_list(self) -> Iterator[None]:
-        with naming("run_dir") if self.in_bucket else failing(f"{self.folder}/{CHECKPOINTS}", "read"):
-            yield
 
     def document(self, step: int | str) -> dict[str, Any]:
         """The document of a checkpoint.
@@ -213,9 +210,12 @@ class RunStore:
         if not there:
             raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
-            return unseal(json.loads(content))
+            document = unseal(json.loads(content))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
+        if not all(isinstance(document.get(name), dict) for name in RECORDED):
+            raise Damaged("another version of this program wrote its document")
+        return document
 
     def score(self, step: int) -> float | None:
         """The score of a checkpoint, by which it may be the best; None where it has none, or is damaged."""

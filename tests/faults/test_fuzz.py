@@ -6,14 +6,11 @@ makes the inputs, shows the smallest that fails, and tries it again in the next 
 
 import copy
 import json
-import os
-import shutil
 import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -37,9 +34,9 @@ from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
-from mllm.store.bucket import Bucket, cache_folder, local_place
-from mllm.store.fetch import OBJECTS, matching
-from mllm.store.run_store import CHUNKS, Damaged, RunStore, seal
+from mllm.run.checkpoint import Checkpoints, Ends, damaged_everywhere, read_document
+from mllm.store.log import Mark
+from mllm.store.run_store import Damaged, RunStore, seal
 
 ROOT = Path(__file__).parents[2]
 
@@ -236,56 +233,35 @@ def read_model(folder: Path, given: dict[str, bytes]) -> None:
         assert tensors[name][(slice(None),) * len(shape)].shape == shape
 
 
-# Names in a bucket, and the manifests of checkpoints
+# Documents of checkpoints
 
-parts = st.sampled_from(["a", "b.jsonl", "..", ".", ".a", "", "~", "\\", "..\\b", "\x00", "\x1b[2J", "*", "é"])
-names = st.one_of(st.just("run"), st.lists(st.one_of(parts, texts), min_size=1, max_size=5).map("/".join))
-
-
-def read_names(folder: Path, given: tuple[str, list[str]]) -> None:
-    """Copies of objects lie in the folder of their URL, by the names that they have there."""
-    place, listed = given
-    copies = local_place(Bucket(f"gs://{place}").url, OBJECTS)
-    for name in matching(listed, "*") + matching(listed, "*/*"):
-        path = copies / name
-        assert path.is_relative_to(copies) and copies.is_relative_to(cache_folder() / OBJECTS)  # noqa: PT018
-        assert path == Path(os.path.normpath(path)) == copies / Path(*name.split("/"))
-        assert name.isprintable()
-
-
-MANIFEST = {"folder": "7-0123abcd.0", "arrays": {"params.embed": "0" * 16}, "best": None, "config": "seed: 0\n"}
-manifests = st.dictionaries(
-    st.one_of(
-        st.sampled_from(["7.json", "8.json", "damaged_3.json", "damaged_10.json", "damaged_10_again.json", "٣.json"]),
-        names,
-    ),
-    changed([{**MANIFEST, "folder": folder} for folder in (MANIFEST["folder"], "../keep", "8-0123abcd.0", "/keep")]),
-    max_size=3,
+LINES = b'{"step": 0}\n'
+LOGS = {"metrics.jsonl": Mark.of(LINES), "timings.jsonl": Mark.of(b"")}
+DOCUMENT = {"position": {"next_index": 3}, "config": "seed: 0\n", "score": 0.5, "arrays": {"embed": "0"}, "logs": LOGS}
+DOCUMENT |= {"digests": {"tokenizer": "a"}, "frozen": {}}
+documents = st.one_of(
+    changed([seal(DOCUMENT)]).map(as_json),
+    changed([DOCUMENT]).map(as_json).map(json.loads).map(seal).map(as_json),
+    spliced([json.dumps(seal(DOCUMENT))]),
 )
 
 
-def read_manifests(folder: Path, given: dict[str, Any]) -> None:
-    """What a run removes lies in its folder of checkpoints, whatever manifests are there."""
-    shutil.rmtree(folder / "run", ignore_errors=True)
+def read_documents(folder: Path, content: bytes) -> None:
+    """A document is what was sealed, or damaged; so is what does not belong together in it."""
     store = RunStore(folder / "run")
-    for name in ("keep", *(f"checkpoints/{step}-0123abcd.0" for step in (7, 8, 9))):
-        (folder / "run" / name).mkdir(parents=True)
-        (folder / "run" / name / "a").touch()
-    for name, document in given.items():
-        with suppress(OSError, ValueError):  # no file can have this name
-            (folder / "run/checkpoints" / Path(name).name).write_text(json.dumps(seal(document)))
-    with patch("os.fsync"):  # which takes most of the time
-        store.publish(9, MANIFEST | {"folder": "9-0123abcd.0"}, keep=1, keep_best=True)
-    store.remove_unpublished()
-    assert store.steps()[-1:] == [9]
-    assert len(store.steps()) <= 2  # the last and the best
-    assert store.entries() == ["checkpoints", "keep"]
-    assert store.entries("keep") == ["a"]
-    for name in {*store.entries("checkpoints")} & {"damaged_10.json", "damaged_10_again.json"}:
-        try:
-            assert CHUNKS.fullmatch(store.manifest(name.removesuffix(".json"))["folder"])
-        except Damaged as error:
-            raise UserError(str(error)) from None
+    place = folder / "run/checkpoints/7/document"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "metadata").write_bytes(content)
+    (folder / "run/metrics.jsonl").write_bytes(LINES)
+    assert store.best_step([7]) in (7, None)
+    checkpoints = SimpleNamespace(store=store, frozen={}, digests={"tokenizer": "a"})
+    try:
+        document = read_document(store, 7)
+        with damaged_everywhere(store, 7):
+            Ends.of(store, document["logs"], 7, fell_back=False)
+        Checkpoints.check_dependencies(checkpoints, document)
+    except Damaged as error:
+        raise UserError(str(error)[:LONGEST]) from None
 
 
 READERS = {
@@ -294,8 +270,7 @@ READERS = {
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
     "the files of a model": (models, read_model),
-    "names in a bucket": (st.tuples(names, st.lists(names, max_size=3)), read_names),
-    "manifests": (manifests, read_manifests),
+    "a checkpoint's document": (documents, read_documents),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
 }
 

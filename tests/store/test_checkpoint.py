@@ -24,7 +24,7 @@ from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import restore_params
-from mllm.run.metrics import RunLog
+from mllm.run.metrics import RECORDS, RunLog
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store.run_store import RunStore, files_below
 from mllm.train.step import abstract_state, init_state
@@ -226,6 +226,18 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
     assert "damaged_2" in entries(store)
 
 
+def damaged(content, trial, dice):
+    """The content with a flipped bit, cut, or with zeros in it, in turns."""
+    content, place = bytearray(content), int(dice.integers(len(content)))
+    if trial % 3 == 0:
+        content[place] ^= 1 << int(dice.integers(8))
+    elif trial % 3 == 1:
+        del content[place:]
+    else:
+        content[place : place + 16] = bytes(len(content[place : place + 16]))
+    return content
+
+
 @pytest.mark.slow  # restores 200 times
 def test_damage_of_any_file_is_found_or_changes_nothing(store):
     """One bit, a cut, or zeros, anywhere in the state, the document and Orbax's own metadata: never other numbers."""
@@ -237,21 +249,14 @@ def test_damage_of_any_file_is_found_or_changes_nothing(store):
     names = [path.relative_to(store.checkpoints) for path in files(store, 2, "")]
     for trial in range(200):
         path = store.checkpoints / (name := names[trial % len(names)])
-        content = bytearray(path.read_bytes())
-        place, how = int(dice.integers(len(content))), trial // len(names) % 3
-        if how == 0:
-            content[place] ^= 1 << int(dice.integers(8))
-        elif how == 1:
-            del content[place:]
-        else:
-            content[place : place + 16] = bytes(len(content[place : place + 16]))
-        path.write_bytes(content)
+        path.write_bytes(damaged(path.read_bytes(), trial // len(names), dice))
         with opened(store, keep_best=True) as checkpoints:
             state = checkpoints.restore(like())
         assert_equal(state, make_state(state.step))
         found[name.parts[1]] = found.get(name.parts[1], 0) + (state.step == 1)
         shutil.rmtree(store.folder)
         shutil.copytree(undamaged, store.folder)
+    print("of 200, put aside for damage in", found)
     assert found["state"] > 20
     assert found["document"] > 5
 
@@ -314,6 +319,38 @@ def test_a_run_whose_lines_are_lost_before_its_oldest_checkpoint_ends_and_delete
         with pytest.raises(UserError, match=r"none of its 2 checkpoints can be read \(metrics.jsonl lacks its last"):
             restored(store)
         assert store.steps() == [2, 3]
+
+
+@disk
+@pytest.mark.slow  # restores 200 times
+def test_damage_of_any_log_is_found(store, caplog):
+    """One bit, a cut, or zeros: lines are made again from the checkpoint before, and what was there is kept."""
+    store.folder.mkdir()
+    logged(store, [1, 2])
+    undamaged, dice, went_on = store.folder.with_name("undamaged"), np.random.default_rng(0), {0: 0, 1: 0, 2: 0}
+    shutil.copytree(store.folder, undamaged)
+    for trial in range(200):
+        log = store.folder / RECORDS[trial % len(RECORDS)]
+        whole, step = log.read_bytes(), 0
+        log.write_bytes(content := damaged(whole, trial // len(RECORDS), dice))
+        caplog.clear()
+        try:
+            with opened(store) as checkpoints:
+                step = checkpoints.restore(like()).step
+                RunLog(store, step, 9, ends=checkpoints.ends).close()
+        except UserError:
+            assert store.steps() == [1, 2]
+        else:
+            assert f"{log.name} has changed" in caplog.text or f"{log.name} lacks its last" in caplog.text
+            size, _ = store.document(step)["logs"][log.name]
+            assert log.name == "timings.jsonl" or log.read_bytes() == whole[:size]
+        aside = log.with_name(f"{log.name}.until_2")
+        assert (aside if aside.exists() else log).read_bytes() == content
+        went_on[step] += 1
+        shutil.rmtree(store.folder)
+        shutil.copytree(undamaged, store.folder)
+    print("of 200, went on from", went_on)
+    assert min(went_on.values()) > 30
 
 
 # What is refused
