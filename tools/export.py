@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.adapter:
         told = f", adapters of {save_adapter(config, policy, params, out)}"
     else:
-        told = "\n" + save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
+        line = save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
+        told = f".{line}" if line else ""
     print(f"step {step} of {options.run} is exported to {out}{told}")
     return 0
 

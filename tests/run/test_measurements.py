@@ -147,4 +147,4 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
     assert 2 <= long[-1] <= 10
     Path(files["train"]).write_text(Path(files["train"]).read_text().replace('"answer": "9"', '"answer": "8"'))
     assert run(changed(settings, steps=9)) == 2
-    assert "data: the run began with other examples" in capsys.readouterr().err
+    assert "error: task: the list of problems is not what" in capsys.readouterr().err

@@ -110,7 +110,7 @@ def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings,
     last = len(losses) - 1
     reason = "the validation loss has not fallen in 3 validations (data.validation.patience)"
     assert f"\nended              after step {last} of 60: {reason}\n" in printed.out
-    assert f"\nstep {last} of 60  validation loss {losses[-1]:.3f}  weights moved " in printed.err
+    assert f"\nstep {last} of 60  validation loss {losses[-1]:.3f}\n" in printed.err
     assert run(done) == 0  # which knows that it has ended
     assert reason in capsys.readouterr().out
     assert len(records(done)) == len(losses)

@@ -200,17 +200,15 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 
-def test_its_merged_export_in_bfloat16_is_dithered_and_its_adapters_have_moved(finished, capsys):
+def test_its_merged_export_in_bfloat16_is_dithered(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--dtype", "bfloat16"]) == 0
-    assert "% of the sampled weights differ from those without adapters, rounded to nearest" in capsys.readouterr().out
     exported = load_file(Path(settings.run_dir, "export", "model.safetensors"))
     _, policy, _, params = restore(settings.run_dir, None)
     merged = merge_all_adapters(params, policy.lora)["layers"]["q_weight"][1]
     copy = np.asarray(compute_copy(merged, Rounding(jnp.dtype("bfloat16"), dithered=True), "layers.q_weight", 1))
     assert (exported["model.layers.1.self_attn.q_proj.weight"] == copy).all()
     assert (copy != np.asarray(merged, copy.dtype)).any()
-    assert [line["params/moved"] > 0 for line in records(settings) if "params/moved" in line] == [False, True, True]
 
 
 def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finished):
