@@ -5,7 +5,7 @@
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
-# make device [OUT=runs/device] [MINUTES=M]  what only a TPU or GPU can tell: kernels, times, tiles, the trainer
+# make device [OUT=runs/device]    what only a TPU or GPU can tell: kernels, times, whether two trainings are the same
 # make bench                       the head beside full logits and other libraries' heads, on this machine
 
 PYTHON ?= python3
@@ -75,4 +75,4 @@ bench: setup
 
 # Where nothing was set up, as on a machine that has its own JAX, that machine's Python.
 device:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/device.py --out $(OUT) $(if $(MINUTES),--minutes $(MINUTES))
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/device.py --out $(OUT)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import jax
 
-from tools.bench import target
-
 
 class Stored(NamedTuple):
     dtype: str
@@ -24,7 +22,12 @@ class Exchanged(NamedTuple):
 def kernels(program: jax.stages.Compiled) -> set[str]:
     """Names of the Pallas kernels."""
     calls = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", text(program))
-    return {target.own_name(name) for name in calls}
+    return {own_name(name) for name in calls}
+
+
+def own_name(name: str) -> str:
+    """A kernel's name from that in a program, where XLA numbers it and JAX marks what it differentiates."""
+    return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
 
 
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:

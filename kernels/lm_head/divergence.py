@@ -17,18 +17,13 @@ from jaxtyping import Array, Bool, Float
 from kernels.lm_head import autodiff, divergence_xla, target
 from kernels.lm_head.arguments import check_model, checked_inputs, checked_options
 from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.gpu import divergence as divergence_gpu
 from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
 from kernels.lm_head.sharded import ShardedPair
 from kernels.lm_head.target import same_varying
 from kernels.lm_head.tpu import divergence as divergence_tpu
 from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine, TwoSoftmaxes
 
-_ENGINES: Mapping[str, PairEngine] = {
-    "xla": divergence_xla,
-    "mosaic_tpu": divergence_tpu,
-    "mosaic_gpu": divergence_gpu,
-}
+_ENGINES: Mapping[str, PairEngine] = {"xla": divergence_xla, "mosaic_tpu": divergence_tpu}
 _DEFAULTS = {"tpu": "mosaic_tpu"}  # where it can run; elsewhere "xla"
 
 
@@ -64,8 +59,7 @@ def token_divergence(
         teacher_vocabulary: both models have the first so many tokens in common, and have no others: both softmaxes are
             over these. None: the smaller of V and W.
         weight_copy: what is multiplied in place of `weight`, as for `token_logprobs`.
-        impl: "xla", which runs everywhere; "mosaic_tpu"; "mosaic_gpu", which keeps logits in float16; None: on TPUs
-            mosaic_tpu where it can run, else xla.
+        impl: "xla", which runs everywhere; "mosaic_tpu"; None: on TPUs mosaic_tpu where it can run, else xla.
         sharding: the layout of both models' arrays. Where V and W differ and the vocabulary is spread, the larger
             weight is copied.
     """

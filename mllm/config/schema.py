@@ -260,8 +260,8 @@ class Config(Section):
                 "data", "algorithm: distill learns from data, or from task, rollout and grpo, or from both"
             )
         self.need("algorithm: distill", "teacher")
-        if distill.estimator == "full" and self.teacher and self.head.impl in ("full_logits", "chunked_logits"):
-            raise impossible("head.impl", f"{self.head.impl} has no divergences: xla, mosaic_tpu and mosaic_gpu have")
+        if distill.estimator == "full" and self.teacher and self.head.impl not in (None, "xla", "mosaic_tpu"):
+            raise impossible("head.impl", f"{self.head.impl} has no divergences: xla and mosaic_tpu have")
         if not (data and grpo):
             self.reject_unused("without both data and grpo", "distill.data_share")
         elif distill.data_share is None:

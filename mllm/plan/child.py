@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 PAUSE, LONGEST = 0.05, 300
 LATE = "the time limit was reached"
@@ -73,19 +73,13 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     until: Callable[[], bool] | None = None,
-    folder: Path | None = None,
 ) -> Ended:
     """Run a command to its end or its time limit, then kill what it has left running in its session.
 
-    The child is killed, too, once `until` returns True. What it prints stands in stdout.txt and stderr.txt of `folder`
-    as it comes.
+    The child is killed, too, once `until` returns True.
     """
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-
-    def file(name: str) -> IO[bytes]:
-        return (folder / name).open("w+b") if folder else tempfile.TemporaryFile()
-
-    with file("stdout.txt") as stdout, file("stderr.txt") as stderr:
+    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
         process = subprocess.Popen(
             command,
             cwd=cwd,

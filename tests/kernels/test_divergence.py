@@ -1,7 +1,6 @@
 """`token_divergence` and `divergence_loss` by every engine: what they give, what they never read, and what they cost.
 
-What is right is divergence_oracle.py, and near enough is as near as the ordinary JAX program with full logits comes. On
-Hopper 200 rows make two waves of 128 rows, or two blocks in one; 296 columns make three tiles in two chunks.
+What is right is divergence_oracle.py, and near enough is as near as the ordinary JAX program with full logits comes.
 """
 
 import collections
@@ -15,7 +14,6 @@ import pytest
 from divergence_cases import (
     F32,
     GENERAL,
-    HOPPER,
     KINDS,
     WAYS,
     Models,
@@ -27,13 +25,11 @@ from divergence_cases import (
     values_of,
 )
 from divergence_oracle import exact_divergences
-from engines import GPU_SIZES, TPU, TPU_F32, TPU_TILES, XLA, XLA_BF16, needs_interpreter, parameter
+from engines import TPU, TPU_F32, TPU_TILES, XLA, XLA_BF16, parameter
 from jax.extend.core.primitives import dot_general_p
-from jax.sharding import AxisType
 from lm_head_cases import SCALES, assert_near, blocks_visited, equations
 
-from kernels.lm_head import HeadSharding, divergence_loss, token_divergence
-from kernels.lm_head.gpu import tiles as gpu_tiles
+from kernels.lm_head import divergence_loss, token_divergence
 
 FEWER = [(TPU_F32, kind) for kind in ("forward_kl", "reverse_kl")]  # interpreted: one dtype a kind, and both for jsd
 VOCABULARIES = (
@@ -45,18 +41,11 @@ VOCABULARIES = (
 )
 """A kind, how many more words the teacher has than the student, and `teacher_vocabulary`."""
 NARROW = ((XLA_BF16, "some"), (TPU, "none"))
-ON_HOPPER = ((GENERAL, "forward_kl"), ("none", "reverse_kl"), ("some", "jsd"), ("all", "forward_kl"))
-
-
-def hopper(*cases):
-    """The Hopper engine with each of these arguments. A case takes the interpreter ten seconds."""
-    return [parameter(HOPPER, *case, slow=True) for case in cases]
-
 
 WAYS_AND_KINDS = [parameter(x, way, k) for x in WAYS for way in WAYS[x] for k in KINDS if (x, k) not in FEWER]
-every_way_and_kind = pytest.mark.parametrize(("engine", "way", "kind"), [*WAYS_AND_KINDS, *hopper(*ON_HOPPER)])
+every_way_and_kind = pytest.mark.parametrize(("engine", "way", "kind"), WAYS_AND_KINDS)
 OF_EACH_ENGINE = [parameter(XLA, way, kind) for way in WAYS[XLA] for kind in KINDS]
-OF_EACH_ENGINE += [*(parameter(*narrow, "jsd") for narrow in NARROW), *hopper(*ON_HOPPER)]
+OF_EACH_ENGINE += [parameter(*narrow, "jsd") for narrow in NARROW]
 every_way_of_each_engine = pytest.mark.parametrize(("engine", "way", "kind"), OF_EACH_ENGINE)
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -109,7 +98,6 @@ def test_any_softmaxes_of_any_rows_are_as_accurate_as_full_logits(engine, way, k
         *(parameter(XLA, "some", *x) for x in VOCABULARIES),
         parameter(XLA, GENERAL, "reverse_kl", -16, 130),
         *(parameter(engine, way, *x) for engine, way in NARROW for x in VOCABULARIES[:3:2]),
-        *hopper(("none", "forward_kl", -16, None), ("some", "jsd", 40, 130), ("all", "reverse_kl", 8, 1)),
     ],
 )
 def test_only_tokens_of_both_vocabularies_exist(engine, way, kind, more, common):
@@ -133,7 +121,6 @@ def test_any_mixture_of_student_and_teacher_is_as_accurate_as_full_logits(beta):
     [
         parameter(XLA_BF16, "all", "reverse_kl"),
         parameter(TPU, "none", "jsd"),
-        *hopper(("none", "reverse_kl"), ("some", "reverse_kl")),
     ],
 )
 def test_float32_masters_with_bfloat16_products_get_float32_gradients(engine, way, kind):
@@ -164,24 +151,6 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine, way
     assert np.isnan(got.weight.astype(F32)).any()
     for x in (got.values, got.hidden.astype(F32).sum(axis=1)):
         np.testing.assert_array_equal(np.isnan(x), np.isin(np.arange(len(hidden)), [5, 9]))
-
-
-@pytest.mark.parametrize(
-    ("axes", "way", "kind"),
-    [
-        pytest.param(*case, marks=[needs_interpreter, pytest.mark.slow])
-        for case in (
-            ({"tokens": ("dp",)}, GENERAL, "forward_kl"),
-            ({"tokens": ("dp",)}, "all", "jsd"),
-            ({"tokens": (), "vocabulary": "dp"}, "none", "jsd"),
-            ({"tokens": (), "vocabulary": "dp"}, "all", "reverse_kl"),
-        )
-    ],
-)
-def test_a_mesh_is_as_accurate_as_full_logits_on_hopper(axes, way, kind):
-    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
-    engine = HOPPER._replace(shape=(256, 272, 128))
-    check(engine, way, models_of(engine), kind, "most", sharding=HeadSharding(mesh, **axes))
 
 
 # --- the rule of differentiation, transformations: which every engine shares ---
@@ -368,10 +337,3 @@ def test_the_argument_at_fault_is_named(function, fault):
     argument, faults = (FAULTS | OF_THE_LOSS)[fault]
     with pytest.raises(ValueError, match=rf"\b{argument}\b"):
         function(**(GOOD | faults))
-
-
-def test_what_the_hopper_kernels_cannot_multiply_is_refused_by_name():
-    models, why_not = models_of(HOPPER), "impl: mosaic_gpu can't run here: (of the teacher, weight|dtype) is"
-    for wrong in (models._replace(teacher_weight=models.teacher_weight[:-1]), Models(*(x.astype(F32) for x in models))):
-        with gpu_tiles.override(GPU_SIZES), pytest.raises(ValueError, match=why_not):
-            token_divergence(*wrong, kind="jsd", impl="mosaic_gpu")

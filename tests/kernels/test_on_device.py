@@ -3,8 +3,7 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/kernels/test_on_device.py
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_on_device.py
 
-`make device` runs them, each in a process of its own: a GPU that failed once fails in a process ever after. Most of the
-time is compiling.
+`make device` runs them; most of the time is compiling. On an H200 all have passed.
 
 Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
 again. Left out: what tests on a CPU compile or interpret.

@@ -14,18 +14,6 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", f"import os, sys, time\nfrom mllm.plan import child\n{code}", *arguments]
 
 
-def test_what_a_child_prints_stands_in_files_as_it_comes(tmp_path):
-    seen = []
-
-    def until():
-        seen.append((tmp_path / "stdout.txt").read_text())
-        return seen[-1] == "one\n"
-
-    code = "print('two', file=sys.stderr, flush=True); print('one', flush=True); time.sleep(3600)"
-    ended = child.run(python(code), until=until, folder=tmp_path)
-    assert (ended.stdout, ended.stderr, (tmp_path / "stderr.txt").read_text()) == ("one\n", "two\n", "two\n")
-
-
 def assert_ends(pid: int) -> None:
     """Until pytest's time is up, if it doesn't. One that is dead may have a new parent that is slow."""
     while subprocess.getoutput(f"ps -o stat= -p {pid}")[:1] not in ("", "Z"):

@@ -26,10 +26,8 @@ from mllm.rl.completion import Completion
 from mllm.rl.rollout import Sampler
 from mllm.run.checkpoint import by_name
 from mllm.run.report import summary
-from mllm.store.run_store import RunStore, seal
+from mllm.store.run_store import RunStore
 from tools import export, generate, plot
-from tools.bench import __main__ as bench
-from tools.bench import twice
 
 ROOT = Path(__file__).parent.parent.parent
 PROMPTS = [
@@ -277,31 +275,6 @@ def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_i
     assert capsys.readouterr().out == (shown if terminal else text) + "\n"
 
 
-# tools/bench twice
-
-
-def test_where_two_runs_differ_is_said_by_line_and_array(trained, copy):
-    one, two = RunStore(trained.run_dir), RunStore(copy)
-    assert twice.difference(one, two) == ""
-    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (copy / "metrics.jsonl").write_text("".join([*lines[:2], lines[2].replace("e", "E"), *lines[3:]]))
-    assert twice.difference(one, two) == "they differ in metrics.jsonl from line 3 on"
-    shutil.copytree(trained.run_dir, copy, dirs_exist_ok=True)
-    document = two.document(4)
-    document["arrays"]["params.norm"] = "another"
-    (copy / "checkpoints/4/document/metadata").write_text(json.dumps(seal(document)))
-    assert re.fullmatch(r"they differ in 1 of \d+ arrays, as params.norm", twice.difference(one, two))
-
-
-def test_two_runs_of_which_one_is_there_or_fails_are_refused(trained, tmp_path, capsys):
-    given = ["twice", str(tmp_path), "--config", "tiny_sft.yaml"]
-    assert bench.main([*given, "steps=none"]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/one: {ROOT}/configs/tiny_sft.yaml steps=none")
-    (tmp_path / "two").symlink_to(trained.run_dir)
-    assert bench.main(given) == 2
-    assert capsys.readouterr().err == f"error: FOLDER: {tmp_path}/two is a run already; give another folder\n"
-
-
 # tools/plot.py
 
 
@@ -355,10 +328,9 @@ TOOLS = (
     "plot.py",
     "rewards.py",
     "samples.py",
-    "teacher.py",
     "tune.py",
 )
-BENCHES = ("bench", "bench head", "bench rollout", "bench twice")
+BENCHES = ("bench", "bench head", "bench rollout")
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

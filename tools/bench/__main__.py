@@ -2,7 +2,6 @@
 
     head      the LM head beside the bare matrix products and other implementations
     rollout   the rollout engine beside google-tunix's sampler
-    twice     two runs of a configuration: whether their bits are the same
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -17,7 +16,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, the reposi
     sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
 from mllm import errors
 
-COMMANDS = ("head", "rollout", "twice")
+COMMANDS = ("head", "rollout")
 
 
 @errors.command

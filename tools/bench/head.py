@@ -5,16 +5,15 @@ name says otherwise, each in a process of its own. What isn't installed or can't
 Tables come at the end; a method's rows go to stderr as soon as it has run, with the share of rows that count.
 
     ms         median of the rounds, of calls that keep the device busy                      [host's clock]
-    /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA (or torch, for
-               methods through torch) multiplies them in the same round, at the rows that count
+    /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA
+               multiplies them in the same round, at the rows that count
     /four      the same with h Wᵀ twice, which is what a method without a workspace has to do
     TFLOP/s    of the products that a method has to make with the memory it is given: 3, 4, or 1
-    temp MiB   memory beside arguments and results             [the compiler's figure; torch's own count]
+    temp MiB   memory beside arguments and results             [the compiler's figure]
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
-A last table has the ratios to three at each share of rows that count, and temporaries. With --target, the methods are
-compiled for a TPU or an H100 that isn't there, and not run: see tools/bench/target.py.
+A last table has the ratios to three at each share of rows that count, and temporaries.
 
 Leaves out several devices. Exit codes: 0 done, 2 an error that one line explains.
 """
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 CHILD = "tools.bench.measure"
 LEAST = 0.05
 """Seconds of a turn, so that the clock and the start of the calls don't count."""
-PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix", "torch", "triton", "liger-kernel", "cut-cross-entropy")
+PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
 """The packages whose versions are printed, where they are installed."""
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
@@ -53,12 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     from tools.bench.methods import methods as known_methods
 
-    if options.target:
-        from tools.bench import target
-
-        known = known_methods(target.platform(options.target))
-        target.run(options.target, options.shape or LARGE, chosen_methods(options.methods, known))
-        return 0
     with tempfile.TemporaryDirectory() as cache:
         found, failure = start(CHILD, {}, options.timeout, cache)
         if failure:
@@ -100,13 +93,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
     add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
     add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
-    add("--target", metavar="CHIP", help="compile for this chip, as in v6e or h100, and time nothing")
     add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
-    options = known.parse_args(arguments)
-    for name in ("live", "dtype", "repeats"):
-        if options.target and getattr(options, name) is not None:
-            raise UserError(f"--{name}: has no meaning with --target, which times nothing")
-    return options
+    return known.parse_args(arguments)
 
 
 def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:
@@ -122,19 +110,18 @@ def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> li
 
 def text(live: float, measured: Mapping[str, Measured]) -> str:
     """The table at a share of rows that count; below it stands what wasn't measured, with the reason."""
-    rows, by_library, reasons = [], dict[str, list[Figures]](), dict[str, list[str]]()
+    rows, measured_here, reasons = list[list[str]](), list[Figures](), dict[str, list[str]]()
     for name, (found, reason) in measured.items():
         here = [figures for figures in found if figures["live"] == live]
         for figures in here:
-            by_library.setdefault(figures["through"], []).append(figures)
+            measured_here.append(figures)
             rows.append([name, *cells(figures)])
         if not here:
             reasons.setdefault(reason, []).append(name)
-    for library, each in by_library.items():
-        for number in (4, 3):
-            seconds = statistics.median(statistics.median(bare_seconds(figures, number)) for figures in each)
-            times = f"{1e3 * seconds:.2f}", "", "", f"{number * each[0]['flops'] / seconds / 1e12:.3g}"
-            rows.insert(0, [f"{number} bare products, {library}", *times, *[""] * 4])
+    for number in (4, 3) if measured_here else ():
+        seconds = statistics.median(statistics.median(bare_seconds(figures, number)) for figures in measured_here)
+        times = f"{1e3 * seconds:.2f}", "", "", f"{number * measured_here[0]['flops'] / seconds / 1e12:.3g}"
+        rows.insert(0, [f"{number} bare products", *times, *[""] * 4])
     absent = [f"not measured: {why}: {'; '.join(names)}" for why, names in reasons.items()]
     return "\n".join([table(COLUMNS, rows), *absent] if rows else absent)
 

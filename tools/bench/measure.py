@@ -5,8 +5,7 @@ the rows that count are at random places. A method is compiled once; for each sh
 products h Wᵀ, g W and gᵀ h of as many rows as count, where g has the shape and the dtype of logits; then its result is
 compared with plain JAX in float64 (float32 on TPUs).
 
-Temporaries are the compiler's figure. Through torch, the bare products are torch's, and temporaries are what its own
-count has beside arguments and results.
+Temporaries are the compiler's figure.
 
 Another process lists for tools/tune.py the tiles of the kernels that fit this device; a method is traced with some.
 """
@@ -28,7 +27,7 @@ from jaxtyping import Array
 from kernels.lm_head.gpu import tiles as gpu
 from kernels.lm_head.tpu import tiles as tpu
 from tools.bench.frame import Figures, Shape, answer
-from tools.bench.methods import IGNORED, Method, methods
+from tools.bench.methods import Method, methods
 
 CHUNK = 256
 """Tokens that the reference takes at a time."""
@@ -106,14 +105,11 @@ def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_ls
     return jnp.sum(jax.lax.map(of_row, (hidden, labels, by_logprob, by_lse), batch_size=CHUNK))
 
 
-# --- the libraries that methods run through
+# --- a method's program
 
 
-class Xla:
-    """A method, compiled by JAX."""
-
-    name = "XLA"
-    wait, read = staticmethod(jax.block_until_ready), staticmethod(jnp.asarray)
+class Program:
+    """A method, compiled."""
 
     def __init__(self, method: Method, problem: Problem) -> None:
         if problem.dtype == "float32":  # else a GPU multiplies in less
@@ -129,7 +125,7 @@ class Xla:
         """The method at this share of rows that count."""
         return partial(self.program, *self.fixed, *map(jnp.asarray, self.problem.per_token(self.method.general, live)))
 
-    def temporaries(self, call: Callable[[], tuple[Any, ...]]) -> int:
+    def temporaries(self) -> int:
         """Bytes that a call takes beside arguments and results."""
         analysis: Any = self.program.memory_analysis()
         return analysis.temp_size_in_bytes
@@ -140,52 +136,6 @@ class Xla:
         hw, gw, gh = jax.jit(lambda h, w: h @ w.T), jax.jit(lambda g, w: g @ w), jax.jit(lambda g, h: g.T @ h)
         g = hw(h, w)
         return {"hW": partial(hw, h, w), "gW": partial(gw, g, w), "gh": partial(gh, g, h)}
-
-
-class Torch:
-    """A method that runs through torch, with the same functions."""
-
-    name = "torch"
-
-    def __init__(self, method: Method, problem: Problem) -> None:
-        import torch  # type: ignore[import-not-found]
-
-        self.torch, self.problem, self.loss = torch, problem, method.call()
-        # torch can wait only for all calls, and their results take each other's place.
-        self.queue = MOST_CALLS
-        arrays = (torch.from_numpy(x.astype(np.float32)) for x in problem.fixed[:2])
-        self.hidden, self.weight = (x.to("cuda", getattr(torch, problem.dtype)).requires_grad_() for x in arrays)
-
-    def call(self, live: float) -> Callable[[], tuple[Any, ...]]:
-        chosen = np.where(self.problem.per_token(False, live)[0] != 0, self.problem.fixed[2], IGNORED)
-        labels = self.torch.from_numpy(chosen.astype(np.int64)).to("cuda")
-
-        def call() -> tuple[Any, ...]:
-            self.hidden.grad = self.weight.grad = None
-            value = self.loss(self.hidden, self.weight, labels)
-            value.backward()
-            return value.detach(), self.hidden.grad, self.weight.grad
-
-        return call
-
-    def temporaries(self, call: Callable[[], tuple[Any, ...]]) -> int:
-        self.hidden.grad = self.weight.grad = None
-        before = self.torch.cuda.memory_allocated()
-        self.torch.cuda.reset_peak_memory_stats()
-        results = self.wait(call())
-        return self.torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
-
-    def bare(self, rows: int) -> dict[str, Callable[[], Any]]:
-        h, w, product = self.hidden.detach()[:rows], self.weight.detach(), self.torch.matmul
-        g = product(h, w.T)
-        return {"hW": partial(product, h, w.T), "gW": partial(product, g, w), "gh": partial(product, g.T, h)}
-
-    def wait(self, results: Any) -> Any:
-        self.torch.cuda.synchronize()
-        return results
-
-    def read(self, result: Any) -> Any:
-        return result.float().cpu().numpy()
 
 
 # --- turns
@@ -282,20 +232,20 @@ def main(task: Figures) -> Iterator[Figures]:
     [method] = [method for method in methods(jax.default_backend()) if method.name == task["method"]]
     problem = Problem(tuple(task["shape"]), task["dtype"])
     with traced_with(task["tiles"]) if "tiles" in task else nullcontext():
-        library = (Torch if "torch" in method.needs else Xla)(method, problem)
+        program = Program(method, problem)
     for live in task["lives"]:
-        rows, call = live_rows(problem.shape[0], live), library.call(live)
-        temporaries = library.temporaries(call)
-        calls = {"method": call, **library.bare(rows)}
-        seconds = in_turns(calls, library.wait, rounds=task["rounds"], least=task["least"], queue=library.queue)
-        results = [library.read(result) for result in call()]
+        rows, call = live_rows(problem.shape[0], live), program.call(live)
+        calls = {"method": call, **program.bare(rows)}
+        turns = {"rounds": task["rounds"], "least": task["least"], "queue": program.queue}
+        seconds = in_turns(calls, jax.block_until_ready, **turns)
+        results = [jnp.asarray(result) for result in call()]
         if method.transposed:
             results[2] = results[2].T
         errors = []  # the largest difference over the largest magnitude expected; NaN if a number is
         for got, expected in zip(results, problem.expected(method.general, live), strict=False):
             difference = jnp.abs(jnp.asarray(got).astype(jnp.float32) - expected)
             errors.append(float(jnp.max(difference) / jnp.max(jnp.abs(expected))))
-        found = {"live": live, "through": library.name, "rounds": seconds, "temp_bytes": temporaries, "errors": errors}
+        found = {"live": live, "rounds": seconds, "temp_bytes": program.temporaries(), "errors": errors}
         yield found | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
 
 

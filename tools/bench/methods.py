@@ -2,7 +2,7 @@
 
 Libraries run with their default options. tokamax takes no weights: rows that don't count reach it as zeros, each of
 which adds log V to the loss and nothing to a gradient. google-tunix is its Qwen2 model's head and its trainer's default
-loss. Losses through torch ignore rows whose label is -100.
+loss.
 """
 
 import importlib.util
@@ -21,13 +21,8 @@ from kernels.lm_head import token_logprobs, token_loss
 Loss = Callable[..., Array]
 """(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""
 Call = Callable[..., Any]
-"""The same arguments -> (value,) or (value, dh, dW).
-
-For a method that needs torch: () -> a function of (hidden, weight, labels) -> the sum of cross-entropies.
-"""
+"""The same arguments -> (value,) or (value, dh, dW)."""
 WORKSPACE = 640 << 20
-IGNORED = -100
-"""The label of a row that doesn't count, for losses through torch."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +39,6 @@ class Method:
     """Modules that have to be installed."""
     platform: str | None = None
     """It runs on this platform only."""
-    skips: bool = False
-    """Rows that don't count take none of its time, in whole blocks."""
 
     def obstacle(self, platform: str) -> str | None:
         """Why the method can't run on `platform`, as far as that is known before it is started."""
@@ -65,8 +58,6 @@ def methods(platform: str) -> list[Method]:
         Method("full logits", 3, value_and_gradients(full_logits)),
         Method("chunked logits", 4, value_and_gradients(chunked())),
         Method("chunked logits, workspace 640 MiB", 4, value_and_gradients(chunked(workspace=WORKSPACE))),
-        Method("Liger, fused linear", 3, liger, needs=("torch", "liger_kernel"), platform="gpu"),
-        Method("cut-cross-entropy, exact", 4, cce, needs=("torch", "cut_cross_entropy"), platform="gpu"),
         Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
         Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
         Method("google-tunix, default loss", 3, value_and_gradients(tunix), needs=("tunix",)),
@@ -88,7 +79,7 @@ def engine_methods(impl: str, platform: str | None, default: int) -> list[Method
         "with entropy": (4, value_and_gradients(fused(0.01, impl=impl, workspace=0))),
     }
     return [
-        Method(f"{impl}, {name}", products, call, name == "general backward", platform=platform, skips=True)
+        Method(f"{impl}, {name}", products, call, name == "general backward", platform=platform)
         for name, (products, call) in known.items()
     ]
 
@@ -169,20 +160,3 @@ def tokamax(implementation: str | None) -> Call:
         return value, live * dh.astype(hidden.dtype), dw.astype(weight.dtype)
 
     return call
-
-
-# --- losses through torch
-
-
-def liger() -> Callable[..., Any]:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # type: ignore[import-not-found]
-
-    loss = LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORED, reduction="sum")
-    return lambda hidden, weight, labels: loss(weight, hidden, labels)
-
-
-def cce() -> Callable[..., Any]:
-    from cut_cross_entropy import linear_cross_entropy  # type: ignore[import-not-found]
-
-    options = {"ignore_index": IGNORED, "reduction": "sum", "filter_eps": None}  # None: nothing is left out
-    return lambda hidden, weight, labels: linear_cross_entropy(hidden, weight, labels, **options)
