@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Key
 
-from kernels.lm_head.sampling import kept_by_top_p
 from mllm.config.grpo import RolloutConfig
 
 
@@ -84,3 +83,27 @@ def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[
         before = jnp.cumsum(probability, axis=-1) - probability
         likeliest = jnp.where(before < top_p, likeliest, jnp.inf)
     return jnp.where(logits >= likeliest.min(-1, keepdims=True), logits, -jnp.inf)
+
+
+def kept_by_top_p(z_NV: Float[jax.Array, "N V"], top_p: float) -> Bool[jax.Array, "N V"]:
+    """Which logits top-p keeps: those above which there is less than `top_p` of the probability.
+
+    It takes 30 sums over the logits; those that differ by less than 1e-7, as float32 probabilities do, may count as
+    equal.
+    """
+
+    def mass(kept_NV: jax.Array | bool) -> Float[jax.Array, "N 1"]:
+        return jnp.sum(jnp.where(kept_NV, jnp.exp(z_NV - top_N1), 0), axis=1, keepdims=True)
+
+    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_N1, high_N1 = ends  # the least logit that is kept is above `low_N1`, and at most `high_N1`
+        middle_N1 = low_N1 + (high_N1 - low_N1) / 2
+        is_kept_N1 = mass(z_NV > middle_N1) < wanted_N1
+        return jnp.where(is_kept_N1, low_N1, middle_N1), jnp.where(is_kept_N1, middle_N1, high_N1)
+
+    top_N1 = z_NV.max(axis=1, keepdims=True)
+    wanted_N1 = top_p * mass(True)
+    # All tokens below this depth have less than 1 - top_p together. Near 1e9, logits are further apart than that.
+    depth = 1 + math.log(z_NV.shape[1] / (1 - top_p))
+    low_N1 = jnp.minimum(top_N1 - depth, jnp.nextafter(top_N1, -jnp.inf))
+    return z_NV > jax.lax.fori_loop(0, 30, halve, (low_N1, top_N1))[0]
