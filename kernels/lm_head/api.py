@@ -178,8 +178,7 @@ def choose_impl(
     dtypes alone.
     """
     inputs = jax.eval_shape(lambda h, w: checked_inputs(h.reshape(-1, h.shape[-1]), w), hidden, weight)
-    of_rows = None if sharding is None else sharding.of_rows
-    return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), of_rows)
+    return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), sharding)
 
 
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
