@@ -3,7 +3,7 @@
 The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
 Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
 top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1. min-p: Nguyen et al. 2024,
-arXiv:2407.01082. The penalty of repetitions: Keskar et al. 2019, arXiv:1909.05858, section 4.1. All as in transformers.
+arXiv:2407.01082. All as in transformers.
 """
 
 import math
@@ -21,7 +21,7 @@ class Draw(NamedTuple):
 
     tokens: Int[Any, "B *C"]
     logprobs: Float[Any, "B *C"]
-    """Under the distribution over the whole vocabulary, with a penalty, before top-k, top-p and min-p."""
+    """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
     kept: Float[Any, "B *C"] | None
     """The probability of all tokens that these keep, by which they divide; None with none of them."""
 
@@ -63,11 +63,6 @@ def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Draw(tokens, jnp.zeros(tokens.shape), jnp.ones(tokens.shape) if options.truncates else None)
-
-
-def penalize(logits: Float[jax.Array, "B V"], seen: Bool[jax.Array, "B V"], penalty: float) -> Float[jax.Array, "B V"]:
-    """The logits, those of tokens that were seen divided by the penalty if positive, and multiplied if negative."""
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
