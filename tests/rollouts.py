@@ -72,12 +72,10 @@ def sequences(batch):
     return found
 
 
-def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seen=(), penalty=1.0):
+def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution of a token: temperature, the k likeliest, the fewest of these that have top_p, and of these
-    those with the share min_p of the likeliest one's probability; float64. Before all the `seen` ones are penalized."""
+    those with the share min_p of the likeliest one's probability; float64."""
     logits = np.array(logits, np.float64)
-    for token in {*seen}:
-        logits[token] *= penalty if logits[token] < 0 else 1 / penalty
     probability = np.exp(logits / temperature)
     order = np.argsort(-probability)[: top_k or None]
     mass = np.cumsum(probability[order]) / probability[order].sum()

@@ -83,7 +83,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-p", type=positive(float, most=1), default=1.0)
     parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
     parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
-    parser.add_argument("--repetition-penalty", type=positive(float), help="above 1 tokens are less likely again")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
     what = "what answers, package.module:Class; task: what the run's task has"
     parser.add_argument("--environment", metavar="NAME", help=what)
@@ -193,7 +192,7 @@ def complete(
     if options.environment:  # which may add to the prompt
         turns = {"max_turns": options.max_turns or TURNS, "max_total_length": most}
         settings |= {"max_prompt_length": most - limit} | (turns if turns["max_turns"] > 1 else {})
-    settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p", "repetition_penalty")}
+    settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p")}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
     alone = len(prompts) == 1
     start, work = time.monotonic() - COMPILING.seconds, RolloutWork()

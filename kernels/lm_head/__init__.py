@@ -1,9 +1,8 @@
 """The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
-from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss, token_loss_and_gradients
+from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
 from kernels.lm_head.divergence import divergence_loss, token_divergence
 from kernels.lm_head.layout import HeadSharding
-from kernels.lm_head.sampling import sample_tokens
 from kernels.lm_head.softmax import TokenLogprobs
 from kernels.lm_head.top_k import top_k_logprobs
 
@@ -13,10 +12,8 @@ __all__ = [
     "TokenLogprobs",
     "choose_impl",
     "divergence_loss",
-    "sample_tokens",
     "token_divergence",
     "token_logprobs",
     "token_loss",
-    "token_loss_and_gradients",
     "top_k_logprobs",
 ]

@@ -1,7 +1,7 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -131,56 +131,10 @@ def token_loss(
             frozen or the objective uses the entropy; chunked_logits keeps in it the logits of one chunk, 64 tokens at
             least; full_logits ignores it.
     """
-    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
-    how: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "weight_copy": weight_copy, "dtype": dtype}
-    how |= {"workspace": workspace, "impl": impl, "sharding": sharding}
-    return _token_loss(hidden, weight, labels, objective, operands, **rows, **how)
-
-
-def token_loss_and_gradients(
-    hidden: Float[Array, "*N D"],
-    weight: Float[Array, "V D"],
-    labels: Integer[Array, "*N"],
-    objective: Callable[..., jax.Array],
-    *operands: Shaped[Array, "*N"],
-    into: Float[Array, "V D"] | None = None,
-    **options: Any,
-) -> tuple[tuple[Float[Array, ""], TokenLogprobs], tuple[Float[Array, "*N D"], Float[Array, "V D"]]]:
-    """What `token_loss` returns, dh, and dW in float32 whatever the weight's dtype, with `into` added.
-
-    To accumulate gradients, give each call the dW of the one before: nothing is rounded between them. On one device xla
-    sums in the memory of `into`, if that is donated or made in the same program; the kernels' engines are made to, and
-    no compiler's account of them was read. Call it inside `jit`. `options` and errors are those of `token_loss`.
-    """
-    if into is not None and (np.shape(into), jnp.result_type(into)) != (np.shape(weight), jnp.float32):
-        raise ValueError(f"into must be float32 {list(np.shape(weight))}, as weight is, not {jax.typeof(into)}")
-    copy = options.pop("weight_copy", None)
-    options |= {"weight_copy": weight if copy is None else copy, "into": into}
-    loss = lambda hidden, master: _token_loss(hidden, master, labels, objective, operands, **options)  # noqa: E731
-    # No number of the master is read: it has the dtype of the gradient.
-    master = jnp.zeros_like(weight, dtype=jnp.float32)
-    return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, master)
-
-
-def _token_loss(
-    hidden: Any,
-    weight: Any,
-    labels: Any,
-    objective: Any,
-    operands: Sequence[Any],
-    *,
-    weights: Any = None,
-    softcap: float | None = None,
-    workspace: int | None = None,
-    dtype: Any = None,
-    impl: Impl | None = None,
-    sharding: HeadSharding | None = None,
-    into: Any = None,
-    **others: Any,
-) -> tuple[Float[Array, ""], TokenLogprobs]:
-    inputs = checked_inputs(hidden, weight, labels, weights=weights, operands=operands, **others)
-    weights = np.ones(np.shape(labels), np.float32) if weights is None else weights
-    inputs, weight, weights, operands, into = same_varying((inputs, weight, weights, tuple(operands), into))
+    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index, "operands": operands}
+    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
+    shares: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
+    inputs, weight, shares, operands = same_varying((inputs, weight, shares, operands))
     dtypes, varying = [x.dtype for x in operands], varying_axes(inputs.hidden)
     closed, uses_entropy, uses_mean_logit = autodiff.close_objective(objective, dtypes, varying)
     if uses_mean_logit and softcap is not None:
@@ -188,17 +142,17 @@ def _token_loss(
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace)
     options = dataclasses.replace(options, entropy_slopes=uses_entropy)
 
-    def run(rows: Rows, inputs: Inputs, weight: Array, weights: Array, operands: Any, into: Any, closed: Any) -> Any:
+    def run(rows: Rows, inputs: Inputs, weight: Array, shares: Array, operands: Any, closed: Any) -> Any:
         operands = tuple(map(rows.flat, operands))
         if uses_mean_logit:
             operands = *operands, _mean_logit(inputs, weight)
-        weights = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(weights).astype(jnp.float32))
-        engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, weights, operands)
-        loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms, into)
+        shares = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(shares).astype(jnp.float32))
+        engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, shares, operands)
+        loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms)
         tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
         return loss, jax.tree.map(rows.folded, tokens)
 
-    arguments = weight, weights, operands, into, closed
+    arguments = weight, shares, operands, closed
     return run_on_mesh(run, sharding, inputs, arguments, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
@@ -224,8 +178,7 @@ def choose_impl(
     dtypes alone.
     """
     inputs = jax.eval_shape(lambda h, w: checked_inputs(h.reshape(-1, h.shape[-1]), w), hidden, weight)
-    of_rows = None if sharding is None else sharding.of_rows
-    return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), of_rows)
+    return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), sharding)
 
 
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:

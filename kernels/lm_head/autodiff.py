@@ -93,23 +93,18 @@ token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symboli
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def loss(
-    engine: Any, options: Options, inputs: Any, sides: Sides, terms: Terms, into: Float[Array, "V D"] | None = None
-) -> tuple[Float[Array, ""], Any]:
-    """The loss of an engine's statistics, and these, whose cotangents have no effect.
-
-    The weight's gradient has `into` added, which is right where the loss's cotangent is 1.
-    """
+def loss(engine: Any, options: Options, inputs: Any, sides: Sides, terms: Terms) -> tuple[Float[Array, ""], Any]:
+    """The loss of an engine's statistics, and these, whose cotangents have no effect."""
     tokens = engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
     return weighted_sum(inputs.live, tokens[:3], terms), tokens
 
 
 def _loss_forward(
-    engine: Any, options: Options, inputs: Any, sides: Any, terms: Any, into: Any
+    engine: Any, options: Options, inputs: Any, sides: Any, terms: Any
 ) -> tuple[tuple[Float[Array, ""], Any], Any]:
-    options, (inputs, terms, into) = with_wanted(options, sides), values((inputs, terms, into))
+    options, (inputs, terms) = with_wanted(options, sides), values((inputs, terms))
     if options.wants_any:
-        found, gradients = engine.loss_and_gradients(inputs, terms, options, into)
+        found, gradients = engine.loss_and_gradients(inputs, terms, options)
     else:
         found, gradients = engine.forward(inputs, options)[0], (None, None)
     tokens = found.outputs(inputs.live)
@@ -119,12 +114,12 @@ def _loss_forward(
 
 def _loss_backward(
     _engine: Any, _options: Options, residuals: Any, cotangents: tuple[Any, Any]
-) -> tuple[None, Gradients, Terms, None]:
+) -> tuple[None, Gradients, Terms]:
     pull, gradients = residuals
     g_loss = instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
-    return None, jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), g_terms, None
+    return None, jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), g_terms
 
 
 loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from kernels.lm_head import contract, full_logits, target
 from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
@@ -47,9 +47,8 @@ def gradients(
     saved: None,
     slopes: Slopes,
     options: Options,
-    into: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """The gradients: 3 matrix products, 2 for one gradient alone; dW with `into` added."""
+    """The gradients: 3 matrix products, 2 for one gradient alone."""
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     # The statistics that are made again with the logits are not used: without an axis nothing is exchanged for them.
     again = dataclasses.replace(options, vocabulary_axis=None, gradient_dtypes=(dh_dtype, jnp.dtype(jnp.float32)))
@@ -62,17 +61,14 @@ def gradients(
         return jax.tree.map(jnp.add, dw_VD, more_VD), dh_RD
 
     dw_VD = contract.zeros(inputs, *inputs.weight.shape) if options.wants_weight else None
-    dw_VD = dw_VD if into is None else into
     dw_VD, dh_CRD = lax.scan(chunk, dw_VD, (_chunks(inputs, options), *_chunks(inputs, options, (softmax, slopes))))
     return _joined(inputs, dh_CRD), None if dw_VD is None else dw_VD.astype(dw_dtype)
 
 
-def loss_and_gradients(
-    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     softmax, _ = forward(inputs, options)
     slopes = contract.loss_slopes(inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options, into)
+    return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
 def _chunks(inputs: Inputs, options: Options, arrays: Any = None) -> Any:

@@ -77,10 +77,8 @@ class Engine(Protocol):
     def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
         """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
 
-    def loss_and_gradients(
-        self, inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-    ) -> tuple[Softmax, Gradients]:
-        """The statistics, and the gradients of `weighted_sum`; dW, which is float32 then, with `into` added."""
+    def loss_and_gradients(self, inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
+        """The statistics, and the gradients of `weighted_sum`."""
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
         """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""

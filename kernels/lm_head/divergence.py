@@ -135,9 +135,7 @@ class _Comparing:
     def gradients(self, pair: Pair, found: TwoSoftmaxes, _: None, slopes: Array, options: Options) -> Gradients:
         return self.engine.gradients(pair, found, slopes, self.how, options)
 
-    def loss_and_gradients(
-        self, pair: Pair, terms: Terms, options: Options, into: None = None
-    ) -> tuple[TwoSoftmaxes, Gradients]:
+    def loss_and_gradients(self, pair: Pair, terms: Terms, options: Options) -> tuple[TwoSoftmaxes, Gradients]:
         return self.engine.loss_and_gradients(pair, terms.weights, self.how, options)
 
     def obstacle(self, pair: Pair, options: Options) -> str | None:

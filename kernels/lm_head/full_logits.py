@@ -58,13 +58,10 @@ def gradients(
     return dh, dw
 
 
-def loss_and_gradients(
-    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     softmax, y_NV = forward(inputs, options)
     slopes = contract.loss_slopes(inputs.live, softmax, terms)
-    dh, dw = gradients(inputs, softmax, y_NV, slopes, options)
-    return softmax, (dh, dw if into is None or dw is None else into + dw)
+    return softmax, gradients(inputs, softmax, y_NV, slopes, options)
 
 
 def _live_hidden(inputs: Inputs) -> Float[Array, "N D"]:

@@ -6,7 +6,6 @@ and takes the layout from the types where no `HeadSharding` is given.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,8 +22,8 @@ class HeadSharding:
     """The layout of tokens and weight on a mesh, by names of its axes; None: whole on every device.
 
     Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
-    ([B, T, D]: B over `tokens`, T over `sequence`), the rows of the weight [V, D] over `vocabulary`, its columns over
-    `features`; gradients have the layout of what they belong to. N, B, T and D must be divisible by the devices along
+    ([B, T, D]: B over `tokens`), the rows of the weight [V, D] over `vocabulary`, its columns over
+    `features`; gradients have the layout of what they belong to. N, B and D must be divisible by the devices along
     their axes. A V that is not is padded, which copies the weight.
     """
 
@@ -32,12 +31,6 @@ class HeadSharding:
     tokens: tuple[str, ...]
     vocabulary: str | None = None
     features: str | None = None
-    sequence: tuple[str, ...] = ()
-
-    @property
-    def of_rows(self) -> "HeadSharding":
-        """The layout of rows [N] that each device has made of its own part of [B, T]."""
-        return dataclasses.replace(self, tokens=(*self.tokens, *self.sequence), sequence=())
 
     @property
     def hidden_spec(self) -> PartitionSpec:
@@ -55,7 +48,7 @@ class HeadSharding:
         vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
         tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
-        return HeadSharding(auto, tokens, vocabulary, features, self.sequence)
+        return HeadSharding(auto, tokens, vocabulary, features)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
@@ -83,33 +76,17 @@ class HeadSharding:
 
 
 class Rows(NamedTuple):
-    """How leading dims [B, T, ...] become rows [N] and back. A device whose T is spread keeps its part of the rows."""
+    """How leading dims [B, T, ...] become rows [N] and back."""
 
-    sharding: HeadSharding | None  # of the rows
+    sharding: HeadSharding | None
     flat: Callable[[Array], Array]  # [B, T, ..., *rest] -> [N, *rest]
     folded: Callable[[Array], Array]  # [N, *rest] -> [B, T, ..., *rest]
 
 
 def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
-    """The rows of arrays with these leading dims; ValueError where they can't be laid out so."""
-    count = math.prod(lead)
-    if sharding is None or not sharding.sequence:
-        flat = lambda x: x.reshape(count, *x.shape[len(lead) :])  # noqa: E731
-        return Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
-    sizes = sharding.devices(*sharding.tokens), sharding.devices(*sharding.sequence)
-    if len(lead) != 2 or lead[0] % sizes[0] or lead[1] % sizes[1]:
-        shards = f"{sizes[0]} x {sizes[1]} shards over {', '.join(sharding.tokens)} x {', '.join(sharding.sequence)}"
-        raise ValueError(f"hidden: leading dims {list(lead)} don't make {shards}; add tokens that don't count")
-    own, apart = (lead[0] // sizes[0], lead[1] // sizes[1]), PartitionSpec(sharding.tokens, sharding.sequence)
-    rows = sharding.of_rows
-    together, mesh = PartitionSpec(rows.tokens), sharding.in_use().mesh
-    local = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-
-    return Rows(
-        rows,
-        local(lambda x: x.reshape(-1, *x.shape[2:]), in_specs=apart, out_specs=together),
-        local(lambda x: x.reshape(*own, *x.shape[1:]), in_specs=together, out_specs=apart),
-    )
+    """The rows of arrays with these leading dims."""
+    flat = lambda x: x.reshape(math.prod(lead), *x.shape[len(lead) :])  # noqa: E731
+    return Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
 
 
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------
@@ -146,7 +123,7 @@ def run_on_mesh(
         return in_rows(inputs, *others)
     if sharding.mesh.shape != mesh.shape:
         raise ValueError(f"sharding: its mesh {dict(sharding.mesh.shape)} is not the arguments' {dict(mesh.shape)}")
-    dims = sharding.tokens or None, sharding.sequence or None, *[None] * hidden.ndim
+    dims = sharding.tokens or None, *[None] * hidden.ndim
     tokens = PartitionSpec(*dims[: hidden.ndim - 1])
     run = jax.sharding.auto_axes(in_rows, axes=mesh.explicit_axes, out_sharding=out_specs(tokens))
     # Outside of `jit`, JAX would not change the axes' mode.
@@ -160,11 +137,12 @@ def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpe
     Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
     """
     tokens, *others = (*map(_axes, hidden[:-1]), ())
-    sequence = sum(others, ())
+    if any(others):
+        raise ValueError(f"hidden must be spread over its first dim alone, and its type says {hidden}")
     vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
-    if vocabulary in (*tokens, *sequence):
+    if vocabulary in tokens:
         vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
-    return HeadSharding(mesh, tokens, vocabulary, features, sequence)
+    return HeadSharding(mesh, tokens, vocabulary, features)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Integer
 
 from kernels.lm_head import contract
 from kernels.lm_head.contract import Gradients, Inputs, Options
@@ -74,7 +74,6 @@ def over_waves(
     wave: Callable[[Array, Array, Any, Any], tuple[Carry, Any, Any, Any]],
     all_M: Carry,
     *,
-    into: Float[Array, "V D"] | None = None,
     kept: Any = None,
     one_always_runs: bool = False,
 ) -> tuple[Carry, Gradients]:
@@ -82,7 +81,7 @@ def over_waves(
 
     `wave(row_R, live_R, dw_VD, kept)` gives a wave's statistics and dh, dW with the wave's part added to what it is
     given, and `kept` for the next wave to write over. Where `one_always_runs`, a single wave is no loop, and is given
-    `into` itself.
+    no dW.
     """
     live = live_rows(inputs.live, rows)
     (dh_dtype, dw_dtype), one = contract.gradient_dtypes(inputs, options), len(live.row) == rows
@@ -97,10 +96,10 @@ def over_waves(
     dh_shape = len(live.row), inputs.weight.shape[1]
     dh_MD = contract.zeros(inputs, *dh_shape, dtype=dh_dtype) if options.wants_hidden else None
     if one and one_always_runs:
-        all_M, dh_MD, dw_VD, _ = step(jnp.int32(0), (all_M, dh_MD, into, kept))
+        all_M, dh_MD, dw_VD, _ = step(jnp.int32(0), (all_M, dh_MD, None, kept))
     else:
-        if into is None and options.wants_weight:
-            into = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype if one else jnp.float32)
-        all_M, dh_MD, dw_VD, _ = live.over_blocks(rows, step, (all_M, dh_MD, into, kept), options.in_step)
+        shape, dtype = inputs.weight.shape, dw_dtype if one else jnp.float32
+        nothing = contract.zeros(inputs, *shape, dtype=dtype) if options.wants_weight else None
+        all_M, dh_MD, dw_VD, _ = live.over_blocks(rows, step, (all_M, dh_MD, nothing, kept), options.in_step)
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)
     return jax.tree.map(lambda x: x[live.place], all_M), (dh, None if dw_VD is None else dw_VD.astype(dw_dtype))

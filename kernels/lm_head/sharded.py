@@ -58,15 +58,12 @@ class Sharded:
         given = ((softmax, self.rows), (saved, self._saved), (slopes, self.rows))
         return self.run_and_sum(pass_, (), inputs, options, *given)[1]
 
-    def loss_and_gradients(
-        self, inputs: Any, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-    ) -> tuple[Any, Gradients]:
+    def loss_and_gradients(self, inputs: Any, terms: Terms, options: Options) -> tuple[Any, Gradients]:
         def pass_(own: Any, local: Options, terms: Terms) -> tuple[Any, Gradients]:
             return self.engine.loss_and_gradients(own, terms, local)
 
         given = (terms, Terms(PartitionSpec(), self.rows, self.rows))  # type: ignore[arg-type]
-        softmax, (dh, dw) = self.run_and_sum(pass_, self.rows, inputs, options, given)
-        return softmax, (dh, dw if dw is None or into is None else into + dw)
+        return self.run_and_sum(pass_, self.rows, inputs, options, given)
 
     @property
     def rows(self) -> PartitionSpec:
@@ -164,21 +161,6 @@ class Sharded:
         dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
         dw = (lax.psum(dw, others) if others else dw).astype(dtype)
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
-
-
-def on_devices(
-    pass_: Callable[..., Any], engine: Engine, inputs: Inputs, options: Options, *given: Array, sums: bool = False
-) -> Any:
-    """`pass_(inputs, options, *given)` where the engine's passes run: on each device's part.
-
-    All that is given and returned has rows [N, ...]; with `sums`, what is returned are `Gradients` of a device's part.
-    """
-    if not isinstance(engine, Sharded):
-        return pass_(inputs, options, *given)
-    with_specs = [(x, engine.rows) for x in given]
-    if sums:
-        return engine.run_and_sum(lambda *own: ((), pass_(*own)), (), inputs, options, *with_specs)[1]
-    return engine.run(pass_, engine.rows, inputs, options, *with_specs)
 
 
 class ShardedPair(Sharded):

@@ -1,10 +1,8 @@
-"""The likeliest tokens of each row, and what else is found without labels in one pass over the vocabulary: plain XLA.
+"""The likeliest tokens of each row, found in one pass over the vocabulary: plain XLA.
 
 Suffixes: N rows, R rows of a block; T columns of a tile, K columns of a list.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,12 +14,12 @@ from kernels.lm_head import contract, xla
 from kernels.lm_head.arguments import checked_inputs, checked_options
 from kernels.lm_head.contract import Inputs, Options
 from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
-from kernels.lm_head.sharded import Sharded, on_devices
+from kernels.lm_head.sharded import Sharded
 from kernels.lm_head.softmax import Columns, Softmax, empty_running, finish_live, include_tile
 from kernels.lm_head.target import same_varying
 
 Lists = tuple[Array, ...]
-"""Columns of each row, [N, K] each: their logits and ids, and what else is known of them."""
+"""Columns of each row, [N, K] each: their logits and ids."""
 
 
 def top_k_logprobs(
@@ -43,79 +41,55 @@ def top_k_logprobs(
     if not isinstance(k, int) or not 1 <= k <= np.shape(weight)[0]:
         raise ValueError(f"k must be a number from 1 to the vocabulary's {np.shape(weight)[0]}, not {k!r}")
 
+    inputs = checked_inputs(hidden, weight, where=where, temperature=temperature)
+    inputs = same_varying(inputs)
+    options = checked_options(softcap, dtype, inputs[:2])
+
     def pass_(inputs: Inputs, options: Options) -> Lists:
-        softmax, lists = search(inputs, options, k, partial(largest, k))
-        z_NK, id_NK = largest(k, of_all_shards(options, lists))
+        softmax, lists = _search(inputs, options, k)
+        axis = options.vocabulary_axis
+        if axis is not None:  # the lists of all shards beside each other, in their order
+            lists = tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in lists)
+        z_NK, id_NK = _largest(k, lists)
         logprob_NK = (z_NK - softmax.top[:, None]) - softmax.log_sum_e[:, None]
         return tuple(jnp.where(inputs.live[:, None], x, 0) for x in (logprob_NK, id_NK))
 
-    inputs = checked_inputs(hidden, weight, where=where, temperature=temperature)
-    return over_rows(pass_, sharding, inputs, softcap, dtype)
+    def run(rows: Rows, inputs: Inputs) -> Lists:
+        count = len(inputs.labels)
+        if not count:  # one row is computed and dropped
+            one = lambda x: jnp.ones((1, *x.shape[1:]), x.dtype)  # noqa: E731
+            inputs = Inputs(one(inputs.hidden), inputs.weight, one(inputs.labels), one(inputs.live), inputs.temperature)
+        engine: Any = Sharded.of(xla, rows.sharding)
+        on_mesh = isinstance(engine, Sharded)
+        found = engine.run(pass_, engine.rows, inputs, options) if on_mesh else pass_(inputs, options)
+        return tuple(rows.folded(x[:count]) for x in found)
+
+    return run_on_mesh(run, sharding, inputs)
 
 
-def search(
-    inputs: Inputs,
-    options: Options,
-    k: int,
-    choose: Callable[[Lists], Lists],
-    noise: Callable[[Array, Array], Array] | None = None,
-) -> tuple[Softmax, Lists]:
-    """The statistics, and the k columns that `choose` takes of many: of those of one tile, and of two lists.
+def _search(inputs: Inputs, options: Options, k: int) -> tuple[Softmax, Lists]:
+    """The statistics, and the k largest columns of this shard of the vocabulary."""
+    shard = 0 if options.vocabulary_axis is None else lax.axis_index(options.vocabulary_axis)
+    first = jnp.int32(shard * len(inputs.weight))
 
-    Lists of this shard are (z, id), and with `noise(id_T, row_R)` [R, T] they have z + noise as well.
-    """
-
-    def include(state: Any, z_RT: Array, columns: Columns, column_T: Array, row_R: Array) -> Any:
+    def include(state: Any, z_RT: Array, columns: Columns, column_T: Array, _: Array) -> Any:
         running, lists = state
-        z_RT, id_T = jnp.where(columns.fresh, z_RT, -jnp.inf), first_column(options, inputs) + column_T
-        new = z_RT, jnp.broadcast_to(id_T, z_RT.shape), *([] if noise is None else [z_RT + noise(id_T, row_R)])
-        lists = tuple(jnp.concatenate(both, axis=1) for both in zip(lists, choose(new), strict=True))
-        return include_tile(running, z_RT, columns), choose(lists)
+        z_RT = jnp.where(columns.fresh, z_RT, -jnp.inf)
+        new = _largest(k, (z_RT, jnp.broadcast_to(first + column_T, z_RT.shape)))
+        z_RK, id_RK = (jnp.concatenate(both, axis=1) for both in zip(lists, new, strict=True))
+        return include_tile(running, z_RT, columns), _largest(k, (z_RK, id_RK))
 
     def empty(rows: int) -> Any:
         nothing = contract.zeros(inputs, rows, k) - jnp.inf, contract.zeros(inputs, rows, k, dtype=jnp.int32)
-        return empty_running(contract.zeros(inputs, rows)), (*nothing, *([] if noise is None else nothing[:1]))
+        return empty_running(contract.zeros(inputs, rows)), nothing
 
     running, lists = xla.stream(inputs, options, empty, include)
     return finish_live(running, inputs.live, options.vocabulary_axis), lists
 
 
-def largest(k: int, lists: Lists, by: int = 0) -> Lists:
-    """The k columns in which the `by`th array is largest, or all if they are fewer; ties in their order."""
-    k = min(k, lists[by].shape[1])
-    place_RK = jnp.argmax(lists[by], axis=1, keepdims=True) if k == 1 else lax.top_k(lists[by], k)[1]
-    return tuple(jnp.take_along_axis(x, place_RK, axis=1) for x in lists)
-
-
-def first_column(options: Options, inputs: Inputs) -> Array:
-    """The id of the first column on this device."""
-    shard = 0 if options.vocabulary_axis is None else lax.axis_index(options.vocabulary_axis)
-    return jnp.int32(shard * len(inputs.weight))
-
-
-def of_all_shards(options: Options, lists: Lists) -> Lists:
-    """The lists of all shards of the vocabulary beside each other, in their order."""
-    axis = options.vocabulary_axis
-    return lists if axis is None else tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in lists)
-
-
-def over_rows(
-    pass_: Callable[..., Lists], sharding: HeadSharding | None, inputs: Inputs, softcap: Any, dtype: Any, *given: Any
-) -> Any:
-    """`pass_(inputs, options, *given)` of checked inputs, whose labels mean nothing.
-
-    All that is given and returned has rows [*N, ...], in the pass [N, ...].
-    """
-    inputs, given = same_varying((inputs, given))
-    options = checked_options(softcap, dtype, inputs[:2])
-
-    def run(rows: Rows, inputs: Inputs, *given: Array) -> Lists:
-        given, count = tuple(map(rows.flat, given)), len(inputs.labels)
-        if not count:  # one row is computed and dropped
-            one = lambda x: jnp.ones((1, *x.shape[1:]), x.dtype)  # noqa: E731
-            given = tuple(map(one, given))
-            inputs = Inputs(one(inputs.hidden), inputs.weight, one(inputs.labels), one(inputs.live), inputs.temperature)
-        found = on_devices(pass_, Sharded.of(xla, rows.sharding), inputs, options, *given)
-        return tuple(rows.folded(x[:count]) for x in found)
-
-    return run_on_mesh(run, sharding, inputs, given)
+def _largest(k: int, lists: Lists) -> Lists:
+    """The k columns with the largest logits, or all if they are fewer; ties in their order."""
+    z, ids = lists
+    k = min(k, z.shape[1])
+    place_RK = jnp.argmax(z, axis=1, keepdims=True) if k == 1 else lax.top_k(z, k)[1]
+    return jnp.take_along_axis(z, place_RK, axis=1), jnp.take_along_axis(ids, place_RK, axis=1)

@@ -49,16 +49,14 @@ def obstacle(inputs: Inputs, options: Options) -> None:
     """It always runs."""
 
 
-def loss_and_gradients(
-    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
     wave = wave_rows(plan, inputs, options)
     if wave:
-        return _waves(plan._replace(block=wave), inputs, terms, options, into)
+        return _waves(plan._replace(block=wave), inputs, terms, options)
     softmax, _ = forward(inputs, options)
     slopes = contract.loss_slopes(inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options, into)
+    return softmax, gradients(inputs, softmax, None, slopes, options)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
@@ -105,9 +103,8 @@ def gradients(
     saved: None,
     slopes: Slopes,
     options: Options,
-    into: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone; dW with `into` added."""
+    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
     plan = make_plan(len(inputs.labels), *inputs.weight.shape)
 
     def dy(c: Array, row_R: Array, live_R: Array) -> Float[Array, "R T"]:
@@ -117,7 +114,7 @@ def gradients(
         y_RT = product(options, inputs.hidden[row_R], w_TD, (1, 1))
         return _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
 
-    return products_of_slopes(plan, inputs, options, dy, into)
+    return products_of_slopes(plan, inputs, options, dy)
 
 
 def products_of_slopes(
@@ -125,7 +122,6 @@ def products_of_slopes(
     inputs: Inputs,
     options: Options,
     dy: Callable[[Array, Array, Array], Float[Array, "R T"]],
-    into: Float[Array, "V D"] | None = None,
 ) -> Gradients:
     """The wanted gradients, tile by tile and in each block by block; `dy(c, row_R, live_R)` are slopes by products."""
     live = live_rows(inputs.live, plan.block)
@@ -151,13 +147,11 @@ def products_of_slopes(
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD if into is None else into))
+    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 
-def _waves(
-    plan: Plan, inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None
-) -> tuple[Softmax, Gradients]:
+def _waves(plan: Plan, inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
 
     def wave(row_R: Array, live_R: Array, h_RD: Array, y_CRT: Array) -> Any:
@@ -183,7 +177,7 @@ def _waves(
 
     all_M = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.block)) for _ in Softmax._fields))
     kept = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
-    return in_waves(plan, inputs, options, wave, all_M, kept, into)
+    return in_waves(plan, inputs, options, wave, all_M, kept)
 
 
 def in_waves(
@@ -193,7 +187,6 @@ def in_waves(
     wave: Callable[[Array, Array, Array, Array], tuple[State, Array, Callable[[Array], Float[Array, "R T"]]]],
     all_M: State,
     kept: Array,
-    into: Float[Array, "V D"] | None = None,
 ) -> tuple[State, Gradients]:
     """What `over_waves` gives, a tile of columns at a time.
 
@@ -218,7 +211,7 @@ def in_waves(
             dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
         return all_R, dh_RD, dw_VD, kept
 
-    return over_waves(inputs, options, plan.block, step, all_M, into=into, kept=kept)
+    return over_waves(inputs, options, plan.block, step, all_M, kept=kept)
 
 
 # --- blocks and tiles ---------------------------------------------------------------------------------------------

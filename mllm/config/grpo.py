@@ -30,9 +30,6 @@ class RolloutConfig(Section):
     """How many of the likeliest tokens are sampled from; 0: all."""
     min_p: float | None = Field(default=None, gt=0, le=1)
     """Tokens that are less likely than this share of the likeliest one's probability are not sampled; null: all are."""
-    repetition_penalty: PositiveFloat | None = None
-    """What logits of tokens that were in the prompt or completion are divided by, or multiplied if negative, also for
-    greedy completions; null: 1. Not under GRPO, whose update computes the probabilities without it."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own tokens; its text ends before them."""
     weights: Literal["int8"] | None = None

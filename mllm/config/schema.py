@@ -196,8 +196,6 @@ class Config(Section):
     def check_rollouts(self) -> None:
         """The same of all that samples completions to learn from."""
         assert self.grpo and self.rollout  # noqa: PT018
-        if self.rollout.repetition_penalty is not None:
-            raise impossible("rollout.repetition_penalty", "changes the probabilities that grpo learns from: remove it")
         longest = self.rollout.total_length
         if self.grpo.row_length is not None and self.grpo.row_length < longest:
             what = "max_prompt_length + max_completion_length" if self.rollout.turns == 1 else "max_total_length"

@@ -18,7 +18,7 @@ class Completion:
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """Those that stop a turn included."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    """Those of the sampled tokens, under the distribution over the whole vocabulary, with temperature and penalty."""
+    """Those of the sampled tokens, under the distribution over the whole vocabulary, with the temperature."""
     kept: "array[float] | None" = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
     finished: bool = False

@@ -333,18 +333,14 @@ class RolloutEngine:
 
     def slots(self) -> Slots:
         """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
-        live, most = self.sequences >= 0, self.options.total_length
+        live = self.sequences >= 0
         tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
-        history = None if self.options.repetition_penalty is None else np.zeros((*live.shape, most), np.int32)
         for place in zip(*np.nonzero(live), strict=True):
             prompt, made = self.prompts[self.sequences[place]], self.completions[self.sequences[place]].tokens
             tokens[place] = made[-1] if made else prompt[-1]
             lengths[place], counts[place] = len(prompt) + len(made) - 1, len(made)
             limits[place] = self.limit(int(self.sequences[place]))
-            if history is not None:
-                history[place] = tokens[place]
-                history[place][: lengths[place] + 1] = [*prompt, *made]
-        return Slots(tokens, lengths, counts, limits, self.sequences + self.first_sequence, live, history)
+        return Slots(tokens, lengths, counts, limits, self.sequences + self.first_sequence, live)
 
     def limit(self, sequence: int) -> int:
         """How many tokens may follow the sequence's prompt before its turn is cut off."""

@@ -3,7 +3,7 @@
 The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
 Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
 top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1. min-p: Nguyen et al. 2024,
-arXiv:2407.01082. The penalty of repetitions: Keskar et al. 2019, arXiv:1909.05858, section 4.1. All as in transformers.
+arXiv:2407.01082. All as in transformers.
 """
 
 import math
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Key
 
-from kernels.lm_head.sampling import kept_by_top_p
 from mllm.config.grpo import RolloutConfig
 
 
@@ -22,7 +21,7 @@ class Draw(NamedTuple):
 
     tokens: Int[Any, "B *C"]
     logprobs: Float[Any, "B *C"]
-    """Under the distribution over the whole vocabulary, with a penalty, before top-k, top-p and min-p."""
+    """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
     kept: Float[Any, "B *C"] | None
     """The probability of all tokens that these keep, by which they divide; None with none of them."""
 
@@ -66,11 +65,6 @@ def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
     return Draw(tokens, jnp.zeros(tokens.shape), jnp.ones(tokens.shape) if options.truncates else None)
 
 
-def penalize(logits: Float[jax.Array, "B V"], seen: Bool[jax.Array, "B V"], penalty: float) -> Float[jax.Array, "B V"]:
-    """The logits, those of tokens that were seen divided by the penalty if positive, and multiplied if negative."""
-    return jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
-
-
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
     """The logits, -inf where top-k or top-p excludes the token.
 
@@ -84,3 +78,27 @@ def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[
         before = jnp.cumsum(probability, axis=-1) - probability
         likeliest = jnp.where(before < top_p, likeliest, jnp.inf)
     return jnp.where(logits >= likeliest.min(-1, keepdims=True), logits, -jnp.inf)
+
+
+def kept_by_top_p(z_NV: Float[jax.Array, "N V"], top_p: float) -> Bool[jax.Array, "N V"]:
+    """Which logits top-p keeps: those above which there is less than `top_p` of the probability.
+
+    It takes 30 sums over the logits; those that differ by less than 1e-7, as float32 probabilities do, may count as
+    equal.
+    """
+
+    def mass(kept_NV: jax.Array | bool) -> Float[jax.Array, "N 1"]:
+        return jnp.sum(jnp.where(kept_NV, jnp.exp(z_NV - top_N1), 0), axis=1, keepdims=True)
+
+    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_N1, high_N1 = ends  # the least logit that is kept is above `low_N1`, and at most `high_N1`
+        middle_N1 = low_N1 + (high_N1 - low_N1) / 2
+        is_kept_N1 = mass(z_NV > middle_N1) < wanted_N1
+        return jnp.where(is_kept_N1, low_N1, middle_N1), jnp.where(is_kept_N1, middle_N1, high_N1)
+
+    top_N1 = z_NV.max(axis=1, keepdims=True)
+    wanted_N1 = top_p * mass(True)
+    # All tokens below this depth have less than 1 - top_p together. Near 1e9, logits are further apart than that.
+    depth = 1 + math.log(z_NV.shape[1] / (1 - top_p))
+    low_N1 = jnp.minimum(top_N1 - depth, jnp.nextafter(top_N1, -jnp.inf))
+    return z_NV > jax.lax.fori_loop(0, 30, halve, (low_N1, top_N1))[0]

@@ -51,8 +51,6 @@ class Slots(NamedTuple):
     """The sequence's number among those of the step."""
     live: Bool[Any, "B"]
     """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
-    history: Int[Any, "B L"] | None = None
-    """All tokens of prompt and completion, some repeatedly; None where nothing depends on them."""
 
 
 class Stream(NamedTuple):
@@ -150,17 +148,15 @@ def decode(
     alive = slots.live.sum()
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
-        _, done, _, _, live, _ = carry
+        _, done, _, _, live = carry
         left = live.sum()
         return (done < begun + steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
-        chunk, done, tail, tokens, live, seen = carry
+        chunk, done, tail, tokens, live = carry
         hidden, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens[:, None], slots.lengths, done)
         positions = slots.counts + done
         logits = logits_of(model, hidden[:, 0])
-        if seen is not None:
-            logits = sampling.penalize(logits, seen, options.repetition_penalty or 1.0)
         # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
         drawn = jax.lax.cond(
             stream.greedy,
@@ -170,15 +166,12 @@ def decode(
         )
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
-        seen = None if seen is None else seen | (drawn.tokens[:, None] == jnp.arange(seen.shape[1]))
-        return chunk, done + 1, tail, drawn.tokens, live & ~stopped, seen
+        return chunk, done + 1, tail, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates else None
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.asarray(begun)
-    nothing = jnp.zeros(model.config.vocab_size, bool)
-    seen = None if slots.history is None else jax.vmap(lambda row: nothing.at[row].set(True))(slots.history)
-    chunk, done, tail, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, tail, slots.tokens, slots.live, seen))
+    chunk, done, tail, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, tail, slots.tokens, slots.live))
     # Every process reads the tokens of all rows.
     return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), tail
 

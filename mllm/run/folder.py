@@ -41,7 +41,7 @@ CHANGEABLE = {
     *("model.remat", "model.attention"),
     *("data.epochs", "data.validation.every", "data.validation.patience", "eval.every", "eval.test"),
     *(f"rollout.{name}" for name in ("max_completion_length", "temperature", "top_p", "top_k", "min_p")),
-    *("rollout.repetition_penalty", "rollout.weights", "rollout.max_slots"),
+    *("rollout.weights", "rollout.max_slots"),
     *(f"grpo.{name}" for name in ("loss_type", "epsilon", "epsilon_high", "dual_clip", "beta", "reference")),
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
     *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),

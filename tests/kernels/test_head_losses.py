@@ -35,7 +35,7 @@ from jax.sharding import AxisType
 from lm_head_cases import OBJECTIVES, SCALES, Loss, Problem, loss_and_gradients, sparse_weights
 from oracle import Objective, exact, exact_loss
 
-from kernels.lm_head import HeadSharding, token_loss, token_loss_and_gradients
+from kernels.lm_head import HeadSharding, token_loss
 from kernels.lm_head.gpu import tiles as gpu_tiles
 from kernels.lm_head.gpu.tiles import Sizes, Tiles
 
@@ -204,57 +204,6 @@ def test_weights_operands_and_what_the_objective_closes_over_get_gradients_too()
     want = by_weights, w * rows.logprob, np.sum(w * b * rows.entropy)
     for x, y in zip(gradients(w, a, jnp.float32(0.5)), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("engine", "workspace"),
-    [
-        parameter(XLA_BF16, "none"),
-        parameter(XLA_BF16, "all"),
-        parameter(FULL_BF16, "all"),
-        parameter(CHUNKED_BF16, "some"),
-        parameter(TPU, "none"),
-        parameter(TPU, "all"),
-        parameter(GPU, "some"),
-    ],
-)
-def test_gradients_of_a_bfloat16_weight_are_summed_in_float32_over_calls(engine: Engine, workspace: str) -> None:
-    """The loss of all rows, taken a half at a time, has the dW of all rows, rounded nowhere; dh has hidden's dtype."""
-    problem, weights = engine.problem(), sparse_weights(engine.shape[0])
-    options: dict[str, Any] = {"impl": engine.impl, "workspace": engine.bytes_of(workspace)}
-    half = jnp.arange(engine.shape[0]) % 2 == 0
-
-    @jax.jit
-    def halves() -> Any:
-        dw = None
-        for counts in (half, ~half):
-            given = {"weights": jnp.where(counts, weights, 0), "into": dw, **options}
-            _, (dh, dw) = token_loss_and_gradients(*problem, CROSS_ENTROPY, **given)
-        return dh, dw
-
-    with engine.strictly():
-        want, (dh, dw) = loss_and_gradients(problem, CROSS_ENTROPY, (), weights, **options), halves()
-    exactly = exact_loss(*problem, CROSS_ENTROPY, weights=weights).rows.weight
-    assert dw.dtype == F32
-    assert dh.dtype == engine.dtype
-    error, rounded = (np.abs(np.asarray(x, np.float64) - exactly).max() for x in (dw, want.rows.weight))
-    assert error <= rounded
-    assert np.any(dw != dw.astype(BF16).astype(F32))
-    live = np.asarray(~half & (weights != 0))
-    np.testing.assert_allclose(dh[live].astype(F32), want.rows.hidden[live].astype(F32), rtol=2**-7)
-
-
-def test_into_is_summed_in_place_and_refused_where_it_is_no_float32_weight() -> None:
-    weight = jax.ShapeDtypeStruct((200_000, 64), F32)
-    hidden, labels = jax.ShapeDtypeStruct((512, 64), F32), jax.ShapeDtypeStruct((512,), jnp.int32)
-
-    def step(into: Any, *arrays: Any) -> Any:
-        return token_loss_and_gradients(*arrays, CROSS_ENTROPY, into=into, workspace=0, impl="xla")[1][1]
-
-    account = jax.jit(step, donate_argnums=0).lower(weight, hidden, weight, labels).compile().memory_analysis()
-    assert account.temp_size_in_bytes < 4 * weight.size / 2
-    with pytest.raises(ValueError, match="into must be float32"):
-        jax.eval_shape(step, jax.ShapeDtypeStruct((200_000, 64), BF16), hidden, weight, labels)
 
 
 # --- Hopper: logits in float16, sums over waves and blocks, clusters ---

@@ -162,10 +162,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 
 @engines(FULL_BF16, CHUNKED_BF16, XLA_BF16, GPU)
 def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
-    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded.
-
-    `token_loss_and_gradients` multiplies a copy on TPUs, too (test_head_losses.py).
-    """
+    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
     problem, cotangents, live = engine.problem(), random_cotangents(engine.shape[0]), engine.live("most")
     objective, weights = OBJECTIVES["entropy bonus"], jnp.where(live, 0.7, 0.0)
 

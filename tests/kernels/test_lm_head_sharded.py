@@ -5,9 +5,7 @@ are those at the edges of the vocabulary's shards, and no mesh divides the vocab
 that there are several of them.
 """
 
-import contextlib
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -119,32 +117,6 @@ def test_values_and_gradients_are_those_of_one_device(shape, axes, way, options,
     assert_near((got, gradients), (want, tuple(by_all[i] for i in sides)))
 
 
-@pytest.mark.parametrize(("way", "explicit"), [("general", False), ("in waves", True)], ids=str)
-def test_a_sequence_may_be_spread_and_no_hidden_state_leaves_its_device(way, explicit):
-    """B over two devices, T over two (context parallelism), the vocabulary over two."""
-    options = {}
-    in_rows = [x.reshape(8, 10, *x.shape[1:]) if np.shape(x)[:1] == (N,) else x for x in ARGUMENTS]
-    labels, want = LABELS.reshape(8, 10), of_one_device(way)
-    if explicit:
-        mesh = jax.make_mesh(CUBE, ("dp", "cp", "tp"))
-        specs = P("dp", "cp"), P(None, "tp"), P("dp", "cp"), P("dp", "cp"), P(), P("dp", "cp")
-        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-        *in_rows, labels = map(put, (*in_rows, labels), specs)
-    else:
-        mesh = jax.make_mesh(CUBE, ("dp", "cp", "tp"), axis_types=(AxisType.Auto,) * 3)
-        options["sharding"] = HeadSharding(mesh, ("dp",), "tp", sequence=("cp",))
-    function, settings = WAYS[way]
-    run = jax.value_and_grad(lambda *x: function(*x[:-1], labels=x[-1], **settings, **options), ALL, has_aux=True)
-    with jax.sharding.set_mesh(mesh) if explicit else contextlib.nullcontext():
-        compiled = jax.jit(run).lower(*in_rows, labels).compile()
-        got = compiled(*in_rows, labels)
-    flat = [np.reshape(x, np.shape(y)) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]
-    assert_near(flat, jax.tree.leaves(want))
-    moved = re.findall(r"= f32\[([\d,]*)\]\S* (?:all-gather|all-to-all|collective-permute)\(", compiled.as_text())
-    sizes = {np.prod([int(n) for n in shape.split(",") if n]) for shape in moved}
-    assert not [size for size in sizes if N * D // 8 <= size < V * D], moved  # the weight's features are gathered
-
-
 KERNELS = [((2, 1, 2), "general", True), ((1, 4, 1), "general", False), ((1, 2, 2), "in waves", False)]
 
 
@@ -236,7 +208,6 @@ def on_one_device(way):
         pytest.param("in waves", P("data"), P("data"), id="vocabulary over the tokens' axis"),
         pytest.param("general", P("data"), P("model", "data"), id="vocabulary and features"),
         pytest.param("a copy", P("data"), P("model", "data"), id="a copy"),
-        pytest.param("in waves", P("data", "model"), P(), id="rows and columns of tokens"),
     ],
 )
 def test_results_are_those_of_one_device_laid_out_like_the_arguments(way, tokens, weight):
@@ -291,3 +262,8 @@ def test_a_sharding_on_another_mesh_than_the_arguments_is_refused():
     other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
     with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
         differentiated("general", sharding=other)(*laid_out(P("data"), P("model")))
+
+
+def test_a_sequence_that_is_spread_is_refused():
+    with pytest.raises(ValueError, match="hidden must be spread over its first dim alone"):
+        differentiated("general")(*laid_out(P("data", "model"), P()))

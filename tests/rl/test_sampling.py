@@ -7,7 +7,7 @@ import pytest
 from rollouts import sampling_logprobs
 
 from mllm.config.grpo import RolloutConfig
-from mllm.rl.sampling import exclude, penalize, sample, sequence_keys
+from mllm.rl.sampling import exclude, sample, sequence_keys
 
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
@@ -82,20 +82,6 @@ def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
 
 
 LOGITS = [2.0, -1.0, 0.5, -0.25, 0.0, 1.5, -3.0, 1.0]
-SEEN = [0, 3, 3, 6, 4]
-
-
-@pytest.mark.parametrize(
-    ("penalty", "expected"),
-    [
-        (1.3, [1.5384615384615383, -1.0, 0.5, -0.325, 0.0, 1.5, -3.9, 1.0]),
-        (0.5, [4.0, -1.0, 0.5, -0.125, 0.0, 1.5, -1.5, 1.0]),
-    ],
-)
-def test_the_penalty_of_repetitions_is_that_of_transformers(penalty, expected):
-    """The numbers are those of RepetitionPenaltyLogitsProcessor (transformers 5.23), in float64."""
-    seen = jnp.zeros((1, 8), bool).at[:, jnp.array(SEEN)].set(True)
-    np.testing.assert_allclose(penalize(jnp.array([LOGITS]), seen, penalty)[0], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

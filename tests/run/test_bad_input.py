@@ -141,7 +141,6 @@ OVERRIDES = {
     "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
     "rollout.stop=['']": "rollout.stop.0: String should have at least 1 character",
     "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
-    "rollout.repetition_penalty=1.2": "rollout.repetition_penalty: changes the probabilities that grpo learns from",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",

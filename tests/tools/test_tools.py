@@ -215,7 +215,7 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
 @pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
 def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
     """Without --dtype the run would compute in float32, and its export in bfloat16."""
-    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1, "repetition-penalty": 1.2}
+    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1}
     numbers |= {"seed": 3, "slots": 5}
     options = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
     options += ["--stop", "two tokens", "--stop", "<|im_start|>"]
@@ -223,7 +223,7 @@ def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
     ((sampler, params, _, given),) = calls
     chosen = sampler.options
     found = [chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p]
-    assert [*found, chosen.repetition_penalty, sampler.seed, sampler.room().slots] == [*numbers.values()]
+    assert [*found, sampler.seed, sampler.room().slots] == [*numbers.values()]
     assert nnx.merge(sampler.graphdef, params).rounding.dtype == dtype
     assert (*sampler.stop_texts,) == ("~", "two tokens", "<|im_start|>")
     ids = {*stop_ids(bytes_tokenizer(), stop=("~", "<|im_start|>"))}

@@ -65,9 +65,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
 
-def loss_and_gradients(
-    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     plan = make_plan(inputs, options)
 
     def wave(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
@@ -80,7 +78,7 @@ def loss_and_gradients(
 
     nothing = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.rows)) for _ in Softmax._fields))
     # The host would have to wait for the device before each step of a loop whose length is found there.
-    return over_waves(inputs, options, plan.rows, wave, nothing, into=into, one_always_runs=True)
+    return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
 
 def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:

@@ -80,9 +80,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
     return dh, dw
 
 
-def loss_and_gradients(
-    inputs: Inputs, terms: Terms, options: Options, into: Float[Array, "V D"] | None = None
-) -> tuple[Softmax, Gradients]:
+def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
     wave = _wave(inputs, options)
     keep = wave is not None
@@ -102,20 +100,19 @@ def loss_and_gradients(
             own_tile = tiles.choose(case_of(own, options, "hidden"))
             dh_RD = backward.gradient("hidden", own, factors_R, options, own_tile)
         if kept is not None:
-            so_far = None if count == rows and into is None else dw_VD
+            so_far = None if count == rows else dw_VD
             dw_VD = backward.gradient("kept", own, factors_R, options, kept.tile, kept, so_far)
         return (softmax_R, top_y_R), dh_RD, dw_VD, None
 
     nothing = Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)), contract.zeros(inputs, count)
     sums = dataclasses.replace(options, wants_weight=keep)
-    (softmax, top_y), (dh, dw) = over_waves(inputs, sums, rows, over, nothing, into=into if keep else None)
+    (softmax, top_y), (dh, dw) = over_waves(inputs, sums, rows, over, nothing)
     if options.wants_weight and not keep:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
         slopes = contract.loss_slopes(inputs.live, softmax, terms)
         factors = _row_factors(inputs, options, softmax, top_y, slopes)
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
-        dw = dw if into is None else into + dw
     return softmax, (dh, dw)
 
 
