@@ -59,7 +59,12 @@ def test_nothing_grows_in_two_thousand_steps(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(RunLog, "write_timings", sample)
     jax.monitoring.register_event_duration_secs_listener(count)
     every = {"every": STEPS // 10}
-    assert run(changed(RUNS["grpo"], run_dir=str(tmp_path / "run"), steps=STEPS, eval=every, checkpoint=every)) == 0
+    sections = {
+        "eval": every,
+        "checkpoint": every,
+        "optimizer": {"learning_rate": 1e-6},
+    }  # so that rewards go on to differ
+    assert run(changed(RUNS["grpo"], run_dir=str(tmp_path / "run"), steps=STEPS, **sections)) == 0
     first, *_, last = (part.min(0) for part in np.array_split(samples[STEPS // 4 :], 5))
     growth = (last - first) * 1000 / (STEPS * 0.75 * 0.8)
     with capfd.disabled():
