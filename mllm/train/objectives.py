@@ -9,8 +9,7 @@ PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex c
 R1-Zero-like training, section 3.2. DAPO: Yu et al. 2025, eq. 8. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated
 importance weights (TIS): Yao et al. 2025, Your efficient RL framework secretly brings you off-policy RL training, and
 Espeholt et al. 2018, IMPALA, section 4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability. CISPO:
-MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO: Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6. A
-teacher's likeliest tokens, and all others as one: Anshumann et al. 2025, Sparse logit sampling, arXiv:2503.16870.
+MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO: Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6.
 """
 
 from typing import Any, Literal, NamedTuple

@@ -1,6 +1,6 @@
 """Devices that aren't there: their names, and the compilers' account of memory against the whole program's.
 
-For GPUs the account is held against arithmetic, too. No GPU has ever confirmed it.
+For GPUs the account is held against arithmetic, too. A plan was held against an H200 once: docs/log.md.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Distillation's update: the divergence against a float64 oracle, its metrics, meshes, lists, and the sampled term."""
+"""Distillation's update: the divergence against a float64 oracle, its metrics, meshes, and the sampled term."""
 
 from functools import cache
 from pathlib import Path

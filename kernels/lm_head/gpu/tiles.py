@@ -24,7 +24,7 @@ _DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of 
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
 _LAUNCHES = 20e-6  # seconds of a chunk's kernel launches, an estimate
 _RATES = {"H200": (790e12, 4.3e12), "H100": (750e12, 3.35e12)}
-"""flop/s that products reach, and the memory's byte/s; other Hopper GPUs count as an H100. Nothing was timed."""
+"""flop/s that products reach, and the memory's byte/s; other Hopper GPUs count as an H100. None was measured."""
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
 _MOST_CHUNK = 66 * 256  # columns
