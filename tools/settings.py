@@ -36,7 +36,7 @@ def tables(schema: dict[str, Any], key: str, is_list: bool = False) -> Iterator[
     yield "| setting | type | default | meaning |\n| --- | --- | --- | --- |"
     inner = []
     for name, field in schema["properties"].items():
-        if name in ("changes", "learned"):  # records that the trainer writes
+        if name == "changes":  # records that the trainer writes
             continue
         dotted = f"{key}.{name}" if key else name
         kind, default = readable(field), json.dumps(field.get("default", {})).strip('"')

@@ -86,12 +86,12 @@ class Head:
         )
 
     def top_k(
-        self, states: States, k: int, where: Bool[Array, "B T"], vocabulary: int | None = None
+        self, states: States, k: int, where: Bool[Array, "B T"]
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """The k largest log-probabilities at each place, and their ids; over the first tokens of the `vocabulary`."""
+        """The k largest log-probabilities at each place, and their ids."""
         options = {name: self.options[name] for name in ("temperature", "sharding")}
         options |= {"where": where, "dtype": states.hidden.dtype}
-        return lm_head.top_k_logprobs(states.hidden, states.copy[:vocabulary], k, **options)
+        return lm_head.top_k_logprobs(states.hidden, states.copy, k, **options)
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:
