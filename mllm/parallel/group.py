@@ -66,10 +66,13 @@ def join(
         raise UserError(f"{given}: {brief(error)}; --cluster finds what is not given, in clusters JAX knows") from None
     finally:
         watchdog.cancel()
-    compare(settings)
+    try:
+        compare(settings, wait)
+    except jax.errors.JaxRuntimeError as error:
+        leave(RESTART, f"another process was lost ({printable(brief(error)):.300}): start all again")
 
 
-def compare(settings: Mapping[str, Any]) -> None:
+def compare(settings: Mapping[str, Any], wait: int) -> None:
     """Raise CommonError, with the key, where a process was started with other settings or programs than process 0."""
     root, state = Path(__file__).parents[2], distributed.global_state
     files = sorted(path for room in ("kernels", "mllm") for path in (root / room).rglob("*.py"))
@@ -77,7 +80,7 @@ def compare(settings: Mapping[str, Any]) -> None:
     facts = {"--processes": state.num_processes, "mllm": f"code {code:08x}", "jax": jax.__version__, **settings}
     client: Any = state.client
     client.key_value_set(f"{FACTS}/{state.process_id}", json.dumps(facts))
-    client.wait_at_barrier(FACTS, 60_000)
+    client.wait_at_barrier(FACTS, wait * 1000)
     given = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(FACTS)}
     for number in sorted(given):
         for key, mine, yours in differences(given[0], given[number]):

@@ -15,11 +15,12 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from mllm.config.load import read
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
@@ -29,7 +30,7 @@ from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
-from mllm.store.run_store import CHECKPOINTS, Damaged, RunStore, seal
+from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.train.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -63,12 +64,12 @@ class Checkpoints:
         """
         self.store, self.config, self.digests = store, config, dict(digests or {})
         self.frozen = checksums(by_name(frozen)) if frozen else {}
-        self.ends: Ends | None = None
+        self.ends: dict[str, int] | None = None
         """Where the logs end that belong to the checkpoint that was restored."""
         self.nbytes, self.started, self.save_timings = 0, 0.0, dict[str, float]()
         with raise_everywhere():
             if is_writer() and begun:
-                check_there(store, config)
+                check_there(store)
         self.manager = self.open_manager()
 
     def open_manager(self) -> ocp.CheckpointManager:
@@ -120,7 +121,7 @@ class Checkpoints:
             try:
                 document = read_document(self.store, step)
                 with damaged_everywhere(self.store, step):
-                    ends = Ends.of(self.store, document["logs"], step, steps[0]) if is_writer() else None
+                    ends = ends_of_logs(self.store, document["logs"], step) if is_writer() else None
                 self.check_dependencies(document)
                 arrays = read_arrays(self.store, step, by_name(like), document)
                 state = RunState.from_document(step, with_leaves(like, arrays), document)
@@ -129,6 +130,8 @@ class Checkpoints:
                 continue
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             with raise_everywhere():
+                if is_writer():
+                    keep_logs(self.store, document["logs"], steps[0], [*document["logs"]] if damaged else [])
                 for number, reason in damaged.items() if is_writer() else ():
                     self.store.put_aside(number, reason)
             if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
@@ -169,7 +172,8 @@ class Checkpoints:
             self.manager.close()
 
     def published(self) -> None:
-        """Called by Orbax's thread when a checkpoint is complete."""
+        """Called by Orbax's thread when all of a checkpoint is written, before it is published and old ones removed."""
+        self.store.check()
         self.save_timings = {"save/gb_per_second": self.nbytes / 1e9 / max(time.monotonic() - self.started, 1e-9)}
 
     def timings(self) -> dict[str, float]:
@@ -183,43 +187,39 @@ class Checkpoints:
         return timings
 
 
-class Ends(NamedTuple):
-    """Where the logs end that belong to a checkpoint."""
+def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[str, int]:
+    """The bytes of each log that belong to the checkpoint of `step`, by its marks.
 
-    sizes: Mapping[str, int]
-    """The bytes of each log."""
-    asides: Mapping[str, str]
-    """The names under which logs are kept that have more than that, and will not have the same again."""
-
-    @classmethod
-    def of(cls, store: RunStore, marks: Mapping[str, Any], step: int, newest: int) -> "Ends":
-        """Where they end by the marks of the checkpoint of `step`.
-
-        Damaged is raised where lines are missing, or have changed, that are made again from an older one. Timings are
-        not: they are kept beside. Where a run falls back from its `newest` checkpoint all logs are.
-        """
-        faults = store.compare_logs(marks)
-        for name, fault in faults.items():
-            if name != TIMINGS:
-                raise Damaged(f"{name} {fault}")
-            logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, name, fault, newest)
-        kept = [*marks] if step < newest else [*faults]
-        sizes = {name: min(size, len(store.read_log(name))) for name, (size, _) in marks.items()}
-        if TIMINGS in sizes:  # those of the step itself, with the seconds of the save, are written after it
-            line, end, _ = store.read_log(TIMINGS)[sizes[TIMINGS] :].partition(b"\n")
-            if end and line.startswith(f'{{"step": {step},'.encode()):
-                sizes[TIMINGS] += len(line) + 1
-        return cls(sizes, {name: f"{name}.until_{newest}" for name in kept})
+    Damaged is raised where lines are missing, or have changed, that are made again from an older one; timings are not.
+    """
+    for name, fault in store.compare_logs(marks).items():
+        if name != TIMINGS:
+            raise Damaged(f"{name} {fault}")
+    sizes = {name: min(size, len(store.read_log(name))) for name, (size, _) in marks.items()}
+    if TIMINGS in sizes:  # those of the step itself, with the seconds of the save, are written after it
+        line, end, _ = store.read_log(TIMINGS)[sizes[TIMINGS] :].partition(b"\n")
+        if end and line.startswith(f'{{"step": {step},'.encode()):
+            sizes[TIMINGS] += len(line) + 1
+    return sizes
 
 
-def check_there(store: RunStore, config: CheckpointConfig) -> None:
+def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Sequence[str]) -> None:
+    """Keep copies of logs that will not have the same again: these, and timings that have changed since `newest`."""
+    if fault := store.compare_logs(marks).get(TIMINGS):
+        logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, TIMINGS, fault, newest)
+    for name in dict.fromkeys([*names, *([TIMINGS] if fault else [])]):
+        store.keep_log(name, f".until_{newest}")
+
+
+def check_there(store: RunStore) -> None:
     """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
     place, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
     if not store.in_bucket and not (store.checkpoints / "metadata").exists():
         raise UserError(f"{place}: what was there when the run began is missing: {way_out}")
+    every = (read(store.folder / CONFIG).get("checkpoint") or {}).get("every")  # as it was until now
     logged = last_logged_step(store)
-    if config.every and logged > 2 * config.every and not any(store.checkpoints.glob("[0-9]*")):
-        due = f"{METRICS} has step {logged}, and checkpoints were due from step {config.every} on"
+    if every and logged > 2 * every and not store.steps():
+        due = f"{METRICS} has step {logged}, and checkpoints were due from step {every} on"
         raise UserError(f"{place}: is empty, but {due}: {way_out}")
 
 

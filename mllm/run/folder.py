@@ -105,7 +105,7 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
     if is_writer() and write_model:
         with TemporaryDirectory() as made:
             write_model(Path(made))
-            for path in sorted(Path(made).iterdir()):
+            for path in sorted(path for path in Path(made).iterdir() if path.is_file()):
                 store.write(path.name, path.read_bytes())
     if is_writer():
         store.write(CONFIG, dump(config).encode())

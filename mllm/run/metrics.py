@@ -53,7 +53,7 @@ class RunLog:
         last_step: int,
         steps: int,
         config: Config | None = None,
-        ends: Any = None,
+        ends: Mapping[str, int] | None = None,
     ) -> None:
         """Open the files, and cut off what was written after the `ends` of a checkpoint from which a run goes on.
 
@@ -67,12 +67,12 @@ class RunLog:
         self.files: dict[str, Log] = {}
         if is_writer():
             for name in RECORDS:
-                size, aside = (ends.sizes[name], ends.asides.get(name)) if ends else (0, None)
-                self.files[name] = store.open_log(name, size, aside)
+                self.files[name] = store.open_log(name, ends[name] if ends else 0)
         self.steps, self.said = steps, -1.0
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         # Weights & Biases follows the events of files that are opened later.
         self.wandb = Wandb(store, config) if self.files and config and config.log.wandb else None
+        store.check()
         self.events = Events(store.folder / EVENTS, last_step + 1) if self.files else None
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -6,6 +6,7 @@ nothing has used for `UNUSED_DAYS`, and of more than `MOST_BYTES` those that wer
 """
 
 import fcntl
+import re
 import shutil
 import sys
 import time
@@ -120,6 +121,13 @@ def prune(places: Iterable[Path]) -> None:
                     total -= size
 
 
+def is_of_storage(error: Exception) -> bool:
+    """Whether a disk or a bucket has failed: gcsfs, aiohttp and tensorstore have kinds of errors of their own."""
+    library = type(error).__module__.partition(".")[0]
+    of_tensorstore = type(error) is ValueError and re.match(r"[A-Z_]+: ", str(error))
+    return isinstance(error, OSError) or library in ("gcsfs", "aiohttp", "google", "fsspec") or bool(of_tensorstore)
+
+
 @contextmanager
 def naming(key: str) -> Iterator[None]:
     """Let errors begin with the setting, and make errors of this machine's disk, or of the bucket, UserErrors."""
@@ -127,7 +135,9 @@ def naming(key: str) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
-    except Exception as error:  # gcsfs and aiohttp have many kinds of their own
+    except Exception as error:
+        if not is_of_storage(error):
+            raise
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename} can't be written ({error.strerror})"
             raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None

@@ -62,10 +62,14 @@ def hold_folder(store: RunStore) -> Iterator[None]:
         for path in made:
             sync(path.parent)
 
-    def check() -> None:
+    def is_ours() -> bool:
         with suppress(OSError):
-            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
-                return
+            return os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat())
+        return False
+
+    def check() -> None:
+        if is_ours():
+            return
         fault = "was moved, removed or replaced while this run wrote it"
         raise UserError(f"run_dir: {folder} {fault}: nothing more is written; start again where it is now")
 
@@ -78,7 +82,7 @@ def hold_folder(store: RunStore) -> Iterator[None]:
         with suppress(OSError):
             file.truncate(0)
         with suppress(OSError, UserError):
-            if not store.is_run():
+            if is_ours() and not store.is_run():
                 (folder / LOCK).unlink()
                 for path in made:
                     path.rmdir()

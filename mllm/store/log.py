@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -26,23 +25,17 @@ class Log:
     """A log on a disk, without a buffer here. Each method raises UserError where the disk refuses."""
 
     def __init__(
-        self,
-        path: Path,
-        size: int,
-        check: Callable[[], None],
-        failing: Callable[[], AbstractContextManager[None]],
-        aside: Path | None = None,
+        self, path: Path, size: int, check: Callable[[], None], failing: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Open a log, of which `size` bytes stay; what was longer is kept whole as `aside`, if that is given.
+        """Open a log, of which `size` bytes stay.
 
         `check` raises UserError where the run was taken from this process; `failing` makes UserErrors of the system's
         errors.
         """
         self.check, self.failing = check, failing
+        check()
         with failing():
             self.file = path.open("ab", buffering=0)
-            if aside is not None and path.stat().st_size > size:
-                shutil.copyfile(path, aside)
             self.file.truncate(size)
             content = path.read_bytes()
             self.size, self.checksum = len(content), hashlib.sha256(content)

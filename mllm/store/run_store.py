@@ -28,16 +28,19 @@ from typing import Any
 
 from etils import epath
 
-from mllm.errors import UserError
-from mllm.store.bucket import bucket_path, is_bucket, local_place
-from mllm.store.fetch import fetch, fetch_folder, naming, send
+from mllm.errors import UserError, brief
+from mllm.store.bucket import bucket_path, cache_folder, is_bucket, local_place
+from mllm.store.fetch import fetch, fetch_folder, is_of_storage, naming, prune, send
 from mllm.store.folder import UNFINISHED, failing, write_file
 from mllm.store.log import Log, Mark, compare
+from mllm.store.names import is_plain
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
 LARGEST_DOCUMENT = 2**28
 LARGEST_FILE = 2**31
+MIRRORS = "runs"
+"""The folder of `local_place` with the files of runs in buckets that this machine writes."""
 PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 RECORDED = ("arrays", "logs", "digests", "frozen")
@@ -56,7 +59,7 @@ class RunStore:
         """Opens nothing. `copy` is a folder with a bucket's files, for who reads them; by default that of a writer."""
         self.in_bucket = is_bucket(url)
         self.url = str(url).rstrip("/") if self.in_bucket else str(Path(url))
-        self.folder = copy or (local_place(self.url, "runs") if self.in_bucket else Path(url))
+        self.folder = copy or (local_place(self.url, MIRRORS) if self.in_bucket else Path(url))
         """The folder of this machine with the run's files."""
         self.check: Callable[[], None] = lambda: None
         """Raises UserError where this process may not write any more."""
@@ -145,10 +148,16 @@ class RunStore:
         """A log's content; empty where there is none."""
         return self.read(name) or b""
 
-    def open_log(self, name: str, size: int = 0, aside: str | None = None) -> Log:
-        """A log to append to, of which `size` bytes stay; a longer one is kept whole under the name `aside`, if any."""
-        place, kept = self.folder / name, self.folder / aside if aside else None
-        self.logs[name] = log = Log(place, size, self.check, lambda: self.failing(name, "written"), kept)
+    def keep_log(self, name: str, suffix: str) -> None:
+        """Copy a log, as it is, to a name that ends so and that nothing has yet."""
+        content, aside = self.read_log(name), f"{name}{suffix}"
+        while (self.folder / aside).exists():
+            aside += "_again"
+        self.write(aside, content)
+
+    def open_log(self, name: str, size: int = 0) -> Log:
+        """A log to append to, of which `size` bytes stay."""
+        self.logs[name] = log = Log(self.folder / name, size, self.check, lambda: self.failing(name, "written"))
         return log
 
     def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +180,10 @@ class RunStore:
         with self.failing("", "read"):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir(parents=True)
+            prune((cache_folder() / MIRRORS).iterdir())
             for source in files_below(self.place, (CHECKPOINTS, LOCK)):
+                if not is_plain(str(source.relative_to(self.place))):
+                    continue
                 path = self.folder / (name := str(source.relative_to(self.place)))
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(source.read_bytes())
@@ -179,11 +191,14 @@ class RunStore:
 
     def send_files(self) -> None:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
-        files = {str(path.relative_to(self.folder)): path for path in self.folder.rglob("*") if path.is_file()}
-        changed = {name: now for name, path in files.items() if self.sent.get(name) != (now := stamp(path))}
-        names = sorted(
-            (name for name in changed if not name.endswith(UNFINISHED)), key=lambda name: (name == CONFIG, name)
-        )
+        changed = dict[str, tuple[int, int]]()
+        for path in self.folder.rglob("*"):
+            name = str(path.relative_to(self.folder))
+            if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
+                continue
+            if path.is_file() and not name.endswith(UNFINISHED) and self.sent.get(name) != (now := stamp(path)):
+                changed[name] = now
+        names = sorted(changed, key=lambda name: (name == CONFIG, name))
         self.check()
         with self.failing("", "written"):
             send(self.folder, self.url, names)
@@ -203,11 +218,15 @@ class RunStore:
 
         Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
-        path = self.checkpoints / str(step) / "document" / "metadata"
+        name = f"{CHECKPOINTS}/{step}/document/metadata"
         with self.failing(f"{CHECKPOINTS}/{step}", "read"):
-            there = path.exists() and not path.is_dir() and path.stat().length < LARGEST_DOCUMENT
-            content = path.read_bytes() if there else b""
-        if not there:
+            if self.in_bucket:
+                path = self.place / name
+                there = path.exists() and path.stat().length < LARGEST_DOCUMENT
+                content = path.read_bytes() if there else None
+            else:
+                content = self.read(name)
+        if content is None:
             raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
             document = unseal(json.loads(content))
@@ -231,14 +250,18 @@ class RunStore:
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
-        aside, others = f"damaged_{step}", {path.name for path in self.checkpoints.iterdir()}
-        while aside in others:
-            aside += "_again"
-        self.check()
+        aside = f"damaged_{step}"
         try:
+            others = {path.name for path in self.checkpoints.iterdir()}
+            while aside in others:
+                aside += "_again"
+            self.check()
             (self.checkpoints / str(step)).rename(self.checkpoints / aside)
-        except OSError as error:
-            fault = f"can't be read ({reason}), nor put aside as {aside} ({error.strerror})"
+        except Exception as error:
+            if isinstance(error, UserError) or not is_of_storage(error):
+                raise
+            why = getattr(error, "strerror", None) or brief(error)
+            fault = f"can't be read ({reason}), nor put aside as {aside} ({why})"
             raise UserError(f"{self.url}/{CHECKPOINTS}/{step}: {fault}; rename or remove it") from None
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
 

@@ -34,7 +34,7 @@ from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
-from mllm.run.checkpoint import Checkpoints, Ends, damaged_everywhere, read_document
+from mllm.run.checkpoint import Checkpoints, damaged_everywhere, ends_of_logs, read_document
 from mllm.store.log import Mark
 from mllm.store.run_store import Damaged, RunStore, seal
 
@@ -258,7 +258,7 @@ def read_documents(folder: Path, content: bytes) -> None:
     try:
         document = read_document(store, 7)
         with damaged_everywhere(store, 7):
-            Ends.of(store, document["logs"], 7, fell_back=False)
+            ends_of_logs(store, document["logs"], 7)
         Checkpoints.check_dependencies(checkpoints, document)
     except Damaged as error:
         raise UserError(str(error)[:LONGEST]) from None

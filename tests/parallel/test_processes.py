@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.experimental import multihost_utils
-from mllm.store.lock import hold, lock
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
     arguments,
@@ -64,6 +63,7 @@ from mllm.rl import trajectories
 from mllm.run.checkpoint import by_name
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
+from mllm.store.holder import hold, hold_folder
 from mllm.store.run_store import RunStore
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
@@ -207,7 +207,7 @@ def check_rows_and_reading(path):
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        lock(RunStore(folder)) if process == 0 else nullcontext(),
+        hold_folder(RunStore(folder)) if process == 0 else nullcontext(),
         pytest.raises(UserError, match=r"^process 0: run_dir: .* is in use by process \d+ on .*; wait for it"),
         hold(RunStore(folder)),
     ):

@@ -282,8 +282,6 @@ TOOLS = (
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
     ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
-    ("bench.head", "--target v9", "--target: target 'v9': there are v5e"),
-    ("bench.head", "--target v6e --live 1", "--live: has no meaning with --target, which times nothing"),
     ("tune", "", "there is no TPU or Hopper GPU here"),
     ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),
 )

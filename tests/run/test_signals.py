@@ -41,7 +41,7 @@ def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monk
 
         def gather(own):
             interrupt.received = signal.SIGTERM  # as the thread notes it
-            return [own, (0, "")]
+            return [own, 0]
 
         monkeypatch.setattr(signals, "gather_objects", gather)
         assert not interrupt.agree()

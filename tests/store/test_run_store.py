@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from unittest.mock import patch
 
+import jax
 import pytest
 from runs import ROOT, environment
 from states import make_state, opened
@@ -89,9 +90,12 @@ def test_a_log_grows_is_cut_anywhere_and_knows_what_it_holds(store):
         store.write(CONFIG, b"")
     with hold(again := RunStore(store.url)):
         assert again.read_log("metrics.jsonl") == b"1\n2\n3\n"
-        again.open_log("metrics.jsonl", mark.size, "before").append(b"x\n")
+        for _ in range(2):  # a copy is never written over another
+            again.keep_log("metrics.jsonl", ".until_3")
+        again.open_log("metrics.jsonl", mark.size).append(b"x\n")
         assert again.read_log("metrics.jsonl") == b"1\n2\nx\n"
-        assert again.read("before") == b"1\n2\n3\n"
+        kept = [again.read(f"metrics.jsonl.until_3{more}") for more in ("", "_again")]
+        assert kept == [b"1\n2\n3\n"] * 2
         assert again.sync()["metrics.jsonl"].size == 6
         (again.folder / "metrics.jsonl").write_bytes(b"1\n?\n")
         assert again.compare_logs({"metrics.jsonl": mark}) == {"metrics.jsonl": "has changed"}
@@ -137,6 +141,20 @@ def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
     with limited_files(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
         file.append(b"x" * 30)
     file.close()
+
+
+@disk
+def test_what_is_no_regular_file_is_read_by_nobody(store):
+    (store.folder / "checkpoints/7/document").mkdir(parents=True)
+    os.mkfifo(store.folder / "checkpoints/7/document/metadata")
+    with pytest.raises(UserError, match="is no regular file"):
+        store.document(7)
+
+
+def test_only_a_disk_or_a_bucket_that_fails_is_said_to(store):
+    for error in (TypeError("a bug"), MemoryError(), jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo closed")):
+        with pytest.raises(type(error)), store.failing("checkpoints", "written"):
+            raise error
 
 
 # The holder
@@ -206,6 +224,17 @@ def test_a_folder_that_is_moved_removed_or_replaced_under_a_run_ends_it_and_noth
                 with pytest.raises(UserError, match=r"^run_dir: .* was moved, removed or replaced while"):
                     attempt()
     assert sorted(store.folder.parent.rglob("*")) == before
+
+
+@disk
+def test_a_holder_that_lost_its_folder_leaves_the_lock_of_the_next_one(store):
+    with hold(store):
+        move(store.folder)
+        successor = RunStore(store.url)
+        held = hold(successor)
+        held.__enter__()  # it has not begun yet
+    successor.check()
+    held.__exit__(None, None, None)
 
 
 @google

@@ -29,7 +29,8 @@ def test_what_fails_costs_only_itself(codes, exit_code, tmp_path, monkeypatch, c
 def finished_run(folder, metrics, arrays):
     (folder / "checkpoints" / "3" / "document").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text(metrics)
-    (folder / "checkpoints" / "3" / "document" / "metadata").write_text(json.dumps(seal({"arrays": arrays})))
+    document = {"arrays": arrays, "logs": {}, "digests": {}, "frozen": {}}
+    (folder / "checkpoints" / "3" / "document" / "metadata").write_text(json.dumps(seal(document)))
     return folder
 
 
