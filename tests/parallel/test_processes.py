@@ -214,8 +214,8 @@ def check_rows_and_reading(path):
         pass
 
     with tempfile.TemporaryDirectory() as folder:
-        with hold(store := RunStore(gather_objects(folder)[0])):
-            assert len({*gather_objects(store.token)}) == 1
+        with hold(RunStore(gather_objects(folder)[0])):
+            gather_objects(None)
         gather_objects(None)  # before it is removed
 
     trajectories.MOST_FAILED_GROUPS = 0.25
