@@ -35,6 +35,7 @@ from runs import (
     start_group,
     start_two,
 )
+from states import like, make_state, opened, save
 from tiny import config
 
 import train
@@ -265,9 +266,22 @@ def check_rows_and_reading(path):
         assert sum(map(sum, gather_objects(read))) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         loaded.append(checksums(by_name(params)))
     assert loaded[0] == loaded[1] == loaded[2]
-    import test_reading  # which pytest does not find from here, and this process does
 
-    test_reading.check_processes(f"{path}.run")
+    store = RunStore(f"{path}.run")
+    with hold(store):
+        save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
+        for mesh_config in (MeshConfig(dp=8), MeshConfig(**MESH)):
+            with opened(store) as checkpoints:
+                found = checkpoints.restore(like(mesh_config))
+            assert found.step == 2
+            same = checksums(by_name(make_state(2, mesh_config).train))
+            assert checksums(by_name(found.train)) == same
+        if process == 0:
+            for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
+                file.write_bytes(bytes(file.stat().st_size))
+        gather_objects(None)
+        with opened(store) as checkpoints:  # what only one of them could find is damage for both
+            assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
 @pytest.mark.slow
