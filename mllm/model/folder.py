@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
-from mllm.store.bucket import bucket_path, cache_folder, is_bucket
+from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket
 from mllm.store.fetch import OBJECTS, fetch_folder, naming, send
+from mllm.store.folder import failing
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -164,7 +165,8 @@ def refuse_foreign_files(place: str | Path) -> None:
     folder = bucket_path(str(place)) if is_bucket(place) else epath.Path(place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{place}: is a file; choose another folder for the export")
-    names = [path.name + "/" * path.is_dir() for path in folder.iterdir()] if folder.is_dir() else []
+    with naming(str(place)) if is_bucket(place) else failing(place, "read"):
+        names = [path.name + "/" * path.is_dir() for path in below(folder)]
     described = README in names and (folder / README).read_bytes().startswith(REPLACED.encode())
     if foreign := [name for name in names if name and not (described if name == README else EXPORTED.fullmatch(name))]:
         raise UserError(f"{place}/{min(foreign)}: no export wrote this, and it would be lost; choose another folder")

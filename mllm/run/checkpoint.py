@@ -195,9 +195,12 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
     for name, fault in store.compare_logs(marks).items():
         if name != TIMINGS:
             raise Damaged(f"{name} {fault}")
-    sizes = {name: min(size, len(store.read_log(name))) for name, (size, _) in marks.items()}
-    if TIMINGS in sizes:  # those of the step itself, with the seconds of the save, are written after it
-        line, end, _ = store.read_log(TIMINGS)[sizes[TIMINGS] :].partition(b"\n")
+    sizes = {name: size for name, (size, _) in marks.items()}
+    if TIMINGS in sizes:
+        timings = store.read_log(TIMINGS)
+        sizes[TIMINGS] = min(sizes[TIMINGS], len(timings))
+        # Those of the step itself, with the seconds of the save, are written after it.
+        line, end, _ = timings[sizes[TIMINGS] :].partition(b"\n")
         if end and line.startswith(f'{{"step": {step},'.encode()):
             sizes[TIMINGS] += len(line) + 1
     return sizes
@@ -205,7 +208,7 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
 
 def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Sequence[str]) -> None:
     """Keep copies of logs that will not have the same again: these, and timings that have changed since `newest`."""
-    if fault := store.compare_logs(marks).get(TIMINGS):
+    if fault := store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
         logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, TIMINGS, fault, newest)
     for name in dict.fromkeys([*names, *([TIMINGS] if fault else [])]):
         store.keep_log(name, f".until_{newest}")

@@ -29,6 +29,17 @@ def bucket_path(url: str) -> epath.Path:
     return epath.Path(f"{SCHEME}{rest}")
 
 
+def below(folder: epath.Path) -> list[epath.Path]:
+    """The files and folders just below a folder; none where there is no folder. Raises where a disk or bucket fails.
+
+    `is_dir` does not: it says of a bucket that refuses or fails that there is nothing.
+    """
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
 def local_place(url: str, root: str) -> Path:
     """The folder of this machine for what belongs to a URL: `root` in mllm's own in $XDG_CACHE_HOME or ~/.cache."""
     scheme, _, rest = url.rstrip("/").partition("://")

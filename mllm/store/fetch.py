@@ -18,7 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from mllm.errors import UserError, brief
-from mllm.store.bucket import bucket_path, cache_folder, local_place
+from mllm.store.bucket import below, bucket_path, cache_folder, local_place
 from mllm.store.names import is_plain
 
 AT_ONCE = 8
@@ -41,7 +41,7 @@ def fetch_files(source: str, key: str) -> list[Path]:
     if not any(sign in pattern for sign in "*?["):
         return fetch(url, [pattern], key)
     with naming(key):
-        names = matching(url, pattern)
+        names = matching(url, [pattern])
     if not names:
         raise UserError(f"{key}: no object matches {source}: correct the pattern")
     return fetch(url, names, key)
@@ -50,7 +50,7 @@ def fetch_files(source: str, key: str) -> list[Path]:
 def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
     with naming(key):
-        wanted = [name for pattern in patterns for name in matching(url, pattern)]
+        wanted = matching(url, patterns)
     if not wanted:
         raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
     folder = fetch(url, wanted, key)[0].parent
@@ -60,11 +60,10 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     return folder
 
 
-def matching(url: str, pattern: str) -> list[str]:
-    """The names of the objects just below a URL that match a pattern, in order."""
-    root = bucket_path(url)
-    names = [path.name for path in root.iterdir()] if root.exists() else []
-    return sorted(name for name in names if is_plain(name) and Path(name).match(pattern))
+def matching(url: str, patterns: Sequence[str]) -> list[str]:
+    """The names of the objects just below a URL that match one of the patterns, in order."""
+    names = [path.name for path in below(bucket_path(url))]
+    return sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns)))
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
@@ -75,9 +74,12 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
 
     def get(name: str) -> Path:
         source, path = bucket_path(f"{url}/{name}"), folder / name
-        if not source.exists() or source.is_dir():
+        try:
+            stat = source.stat()
+        except FileNotFoundError:
+            stat = None
+        if stat is None or stat.is_directory:
             raise UserError(f"{source}: there is no such object: correct the URL")
-        stat = source.stat()
         mark = path.with_name(f".{path.name}.generation")  # says of which object the file is
         with suppress(OSError):
             if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -37,8 +37,8 @@ def find_fault(error: BaseException | None) -> OSError | None:
 
 
 @contextmanager
-def failing(place: object, use: str, resumption: str = "") -> Iterator[None]:
-    """Turn the system's errors into a UserError: `place` can't be `use`, as in `read`; `resumption` ends the line."""
+def failing(place: object, use: str, resumption: Callable[[], str] = str) -> Iterator[None]:
+    """Turn the system's errors into a UserError: `place` can't be `use`, as in `read`; `resumption()` ends the line."""
     try:
         yield
     except UserError:
@@ -48,7 +48,7 @@ def failing(place: object, use: str, resumption: str = "") -> Iterator[None]:
             raise
         reason = fault.strerror or brief(fault)
         raise UserError(
-            f"{place}: can't be {use} ({reason}); {REMEDY.get(fault.errno or 0, 'check it')}{resumption}"
+            f"{place}: can't be {use} ({reason}); {REMEDY.get(fault.errno or 0, 'check it')}{resumption()}"
         ) from None
 
 

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -35,15 +35,11 @@ def hold(store: RunStore) -> Iterator[None]:
 
     At the end a bucket has everything. UserError is raised if another run holds it, or it can't be written.
     """
-    with raise_everywhere():
-        held = (hold_bucket(store) if store.in_bucket else hold_folder(store)) if is_writer() else None
-        if held:
-            held.__enter__()
-    try:
+    with ExitStack() as stack:
+        with raise_everywhere():
+            if is_writer():
+                stack.enter_context(hold_bucket(store) if store.in_bucket else hold_folder(store))
         yield
-    finally:
-        if held:
-            held.__exit__(*sys.exc_info())
 
 
 # A folder

@@ -29,7 +29,7 @@ from typing import Any
 from etils import epath
 
 from mllm.errors import UserError, brief
-from mllm.store.bucket import bucket_path, cache_folder, is_bucket, local_place
+from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket, local_place
 from mllm.store.fetch import fetch, fetch_folder, is_of_storage, naming, prune, send
 from mllm.store.folder import UNFINISHED, failing, write_file
 from mllm.store.log import Log, Mark, compare
@@ -92,7 +92,7 @@ class RunStore:
     def entries(self) -> list[str]:
         """The names of the files and folders just below the run's, in order; none where there is no folder."""
         with self.failing("", "read"):
-            return sorted(path.name for path in self.place.iterdir()) if self.place.is_dir() else []
+            return sorted(path.name for path in below(self.place))
 
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file.
@@ -128,13 +128,12 @@ class RunStore:
 
         Where a disk does not take what is written it says from which checkpoint the same command goes on.
         """
-        with naming("run_dir") if self.in_bucket else failing(self.folder / name, use, self.resumption(use)):
+        resumption = self.resumption if use == "written" else str
+        with naming("run_dir") if self.in_bucket else failing(self.folder / name, use, resumption):
             yield
 
-    def resumption(self, use: str) -> str:
-        """What the same command does next, where something could not be written."""
-        if use != "written":
-            return ""
+    def resumption(self) -> str:
+        """What the same command does next, where something could not be written: the end of the error's line."""
         try:
             steps = self.steps()
         except UserError:
@@ -209,8 +208,7 @@ class RunStore:
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
         with self.failing(CHECKPOINTS, "read"):
-            there = list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
-            found = [path for path in there if STEP.fullmatch(path.name)]
+            found = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
 
     def document(self, step: int | str) -> dict[str, Any]:
@@ -268,9 +266,9 @@ class RunStore:
 
 def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.Path]:
     """All files below a folder, none where it is missing, without the folders and files of some names just in it."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in below(folder):
         if path.name not in but:
-            yield from files_below(path) if path.is_dir() else [path]
+            yield from files_below(path) if path.stat().is_directory else [path]
 
 
 def stamp(path: Path) -> tuple[int, int]:
