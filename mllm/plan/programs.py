@@ -41,7 +41,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
     """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
-    shapes = Programs(Config.model_validate(config), mesh)
+    shapes = Programs(schema().model_validate(config), mesh)
     shapes.tokens = tokens
     return getattr(shapes, name)()
 
