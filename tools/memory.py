@@ -32,7 +32,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm import errors
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.config.distill import DistillConfig
 from mllm.config.grpo import GrpoConfig
 from mllm.config.schema import Config

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from kernels.lm_head.two_softmaxes import Kind
+from lm_head.two_softmaxes import Kind
 from mllm.config.grpo import GrpoConfig, LossType
 from mllm.data.batch import Batch
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.config.dpo import DpoConfig
 from mllm.data.batch import Batch
 from mllm.train.head import Head, States

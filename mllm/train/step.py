@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.config.schema import Config, Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
