@@ -34,7 +34,7 @@ from jaxtyping import Array, Float
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm.algorithms.algorithms import Comparison, Distill
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm import errors
 from mllm.algorithms.grpo.losses import summed_divergence
 from mllm.config import load as configs

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 from flax import nnx
 
-from kernels.lm_head import chunked_logits
+from lm_head import chunked_logits
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device

@@ -11,12 +11,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import TokenLogprobs
-from mllm.algorithms.algorithms import Algorithm, Metrics
+from lm_head import TokenLogprobs
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
+from mllm.train.algorithm import Algorithm, Metrics
 from mllm.train.head import Head, States
 from mllm.train.optimizer import update_count, update_key, updated
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mllm.algorithms.algorithms import Distill
 from tiny import ARCHITECTURE, config, logits, random_batch
 
-from mllm.algorithms.algorithms import Distill
 from mllm.algorithms.distill.settings import DistillConfig
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch

@@ -15,12 +15,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from mllm.algorithms.dpo.validation import make_preference_validation
 from tiny import load_weights
 
 from mllm.algorithms.dpo.losses import Dpo, means, preference_loss, preference_sums
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource, with_kl
-from mllm.algorithms.dpo.validation import make_preference_validation
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig
 from mllm.config.schema import Rows

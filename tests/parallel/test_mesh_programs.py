@@ -10,7 +10,7 @@ from compiled_program import arrays, exchanged, text
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
-from kernels.lm_head import xla
+from lm_head import xla
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.algorithms.dpo.losses import Sums, means, preference_loss, preference_sums
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceInputs, PreferenceSource

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.algorithms.grpo import losses
 from mllm.algorithms.grpo.batch import PolicyInputs
 from mllm.algorithms.grpo.settings import GrpoConfig

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.algorithms.sft.source import SftBatches, SftSource
 from mllm.data.batch import Batch
 from mllm.data.source import Source
