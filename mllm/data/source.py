@@ -41,8 +41,10 @@ class Fixed(NamedTuple):
 class Source(Protocol):
     steps: int
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
-    learned: Form | None
-    """What its examples are: texts or chats."""
+
+    @property
+    def learned(self) -> Form | None:
+        """What its examples are: texts or chats."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         """The data of update `step`, counted from 0 and below `steps`; `params` are the policy's."""
@@ -55,3 +57,11 @@ class Source(Protocol):
 
     def resumable(self, step: int) -> bool:
         """Whether a run can be resumed from the position after `step` updates."""
+
+
+@runtime_checkable
+class ReferencedSource(Source, Protocol):
+    """A source that compares the policy with the run's first parameters, which are needed only once."""
+
+    def set_reference(self, params: Params, checksum: str) -> None:
+        """Take these parameters, which are known by their checksum, as the reference, before the first update."""

@@ -25,7 +25,7 @@ from mllm.config.schema import Config
 from mllm.config.task import Form
 from mllm.data.cache import tokenizer_digest
 from mllm.data.prompts import task_renderer
-from mllm.data.source import Source
+from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
@@ -49,6 +49,7 @@ from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.sampler.sampler import Sampler
 from mllm.store.checksum import checksums
+from mllm.train.algorithm import Parts, make_algorithm
 from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.room import room_that_fits
@@ -202,6 +203,7 @@ class Run:
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
         checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
         self.watch.mark(0, "reference")
+        assert isinstance(self.source, ReferencedSource)
         self.source.set_reference(initial, checksum)
 
     def make_measurements(self) -> Measurements:

@@ -1,7 +1,7 @@
 """The section `distill`: what is learned from a teacher; and the rules of distillation."""
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -45,7 +45,7 @@ class DistillConfig(Section):
 
 class DistillRules(Rules):
     implementation = "mllm.algorithms.distill.algorithm:make_distillation"
-    sections = {"distill": DistillConfig, "grpo": GrpoConfig}
+    sections: ClassVar = {"distill": DistillConfig, "grpo": GrpoConfig}
     needs = ("distill", "teacher")
 
     def faults(self, config: Config) -> Iterator[Fault]:

@@ -1,7 +1,7 @@
 """The section `dpo`: what is learned from preferences; and the rules of DPO and its kin."""
 
 from collections.abc import Iterator
-from typing import Literal, Self, TypeAlias
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -55,7 +55,7 @@ class DpoConfig(Section):
 
 class DpoRules(Rules):
     implementation = "mllm.algorithms.dpo.algorithm:Dpo"
-    sections = {"dpo": DpoConfig}
+    sections: ClassVar = {"dpo": DpoConfig}
     needs = ("data", "dpo")
     unused = ("teacher",)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, Self, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -161,7 +161,7 @@ class GrpoConfig(Section):
 
 class GrpoRules(Rules):
     implementation = "mllm.algorithms.grpo.algorithm:Grpo"
-    sections = {"grpo": GrpoConfig}
+    sections: ClassVar = {"grpo": GrpoConfig}
     needs = ("task", "rollout", "grpo")
     unused = ("data", "teacher")
 

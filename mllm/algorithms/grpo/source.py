@@ -191,7 +191,7 @@ class GrpoSource:
     def ask_policies(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
         """The batch with log-probabilities under the old and the reference policy, as far as the loss needs them.
 
-        The second value are metrics. Whether it is the rollout's `first` batch changes no shape: one program serves all.
+        The second value are metrics. Whether it is a rollout's `first` batch changes no shape: one program serves all.
         """
         inputs = batch.inputs
         if self.needs_old_logprobs:
