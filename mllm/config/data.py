@@ -56,9 +56,6 @@ class DataConfig(Section):
     cache: str | None = None
     """The folder that keeps the examples as tokens, for later starts; None: mllm in $XDG_CACHE_HOME or ~/.cache. Not
     with source task."""
-    on_bad_line: Literal["error", "skip"] = "error"
-    """What to do with lines that are no examples: list all in one error, or leave them out and count them. Not with
-    source task."""
     validation: ValidationConfig | None = None
     """The examples that the loss is measured on; None: there is no validation."""
 
@@ -67,7 +64,7 @@ class DataConfig(Section):
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":
-            self.reject_unused("with source: task", "on_bad_line", "cache")
+            self.reject_unused("with source: task", "cache")
         if self.validation and self.validation.split and (self.source == "task" or names_files(self.source)):
             raise impossible("validation.split", f"is not used with source: {self.source}: give a source or a share")
         if self.validation and self.validation.share and self.source == "task":

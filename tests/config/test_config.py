@@ -155,7 +155,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT, "optimizer.warmup_steps=5", "optimizer.warmup_steps: longer than the run (4 steps)"),
         (SFT.replace("{init", "{param_dtype: bfloat16, init"), "optimizer.moment_dtype=bfloat16", "has no effect with"),
         (SFT, "log.samples=3", "log.samples: is not used by algorithm: sft"),
-        (SFT, "data={source: task, max_length: 8, on_bad_line: skip}", "data.on_bad_line: is not used with "),
+        (SFT, "data={source: task, max_length: 8, cache: x}", "data.cache: is not used with "),
         (SFT, "steps=null", "steps: this setting is required, or data.epochs"),
         (SFT, "data.validation={share: 0.1, split: test}", "data.validation.source: give one of source, split"),
         (SFT, "data.validation={share: 0.1, patience: 2}", "data.validation.patience: is not used without every"),

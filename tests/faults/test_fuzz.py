@@ -141,7 +141,6 @@ BYTES = tokenizer.bytes_tokenizer()
 CHAT = [{"role": role, "content": "2+2?"} for role in ("system", "user", "assistant", "user", "assistant")]
 CHATS = [*map(json.loads, (ROOT / "docs/examples/formats.jsonl").open()), {"messages": CHAT}]
 OPTIONS = {"packing": [True, False], "shuffle": [True, False], "epochs": [1, 3], "max_length": [1, 8, 32, 64]}
-OPTIONS["on_bad_line"] = ["error", "skip", "skip"]
 data_settings = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 

@@ -30,7 +30,7 @@ from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, Fixed, Step
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.tokenizing import Document, Documents, encode_document, encode_preference
+from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_preference
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
@@ -283,9 +283,12 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
         messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
         try:
-            return encode_document(renderer, max_length, {"messages": messages})[0]
+            encoded = encode_document(renderer, max_length, {"messages": messages})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        if isinstance(encoded, Skipped):
+            raise UserError(f"{place}: {encoded.reason}")
+        return encoded[0]
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
@@ -308,9 +311,12 @@ def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documen
         answers = {"chosen": example.solution, "rejected": example.rejected}
         record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
         try:
-            made.append(encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})[0])
+            encoded = encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        if isinstance(encoded, Skipped):
+            raise UserError(f"{place}: {encoded.reason}")
+        made.append(encoded[0])
     content = hashlib.sha256(b"".join(signed(one).tobytes() for one in made)).hexdigest()
     sizes = np.array([one.size for one in made], np.int32)
     return Documents(sizes, lambda indices: [made[index] for index in indices], content, renderer.form, "pairs")
