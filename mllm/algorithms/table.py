@@ -1,7 +1,7 @@
 """The algorithms, by their names: the one place, besides its own files, that knows of each."""
 
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, create_model
 
@@ -23,7 +23,7 @@ def schema() -> type[Config]:
 def schema_of(algorithms: tuple[tuple[str, Rules], ...]) -> type[Config]:
     """The configuration with the sections of these algorithms, in alphabetical order."""
     described = Config.model_fields["algorithm"].description
-    fields = {"algorithm": (Literal[*(name for name, _ in algorithms)], Field(description=described))}
+    fields: dict[str, Any] = {"algorithm": (Literal[*(name for name, _ in algorithms)], Field(description=described))}
     sections = {key: kind for _, rules in algorithms for key, kind in rules.sections.items()}
     for key in sorted(sections):
         users = " and ".join(name for name, rules in algorithms if key in rules.sections)

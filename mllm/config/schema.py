@@ -126,7 +126,7 @@ class Config(Section):
     mesh: MeshConfig = MeshConfig()
     """The devices."""
     data: DataConfig | None = None
-    """Examples, or preferences; sft and dpo need it, grpo does not use it, and distill learns from it or from `grpo`."""
+    """Examples, or preferences; sft and dpo need it, and distill learns from it or from `grpo`."""
     task: TaskConfig | None = None
     """Problems with rewards; grpo and `eval` need it."""
     rollout: RolloutConfig | None = None

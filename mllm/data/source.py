@@ -43,7 +43,7 @@ class Source(Protocol):
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
 
     @property
-    def learned(self) -> Form | None:
+    def learned(self) -> Form:
         """What its examples are: texts or chats."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
