@@ -65,6 +65,8 @@ class Algorithm(ABC):
     teacher_in_update = False
     """Whether an update computes the teacher's distributions."""
     passes: tuple[Pass, ...] = ()
+    group = 1
+    """How many sequences are compared with each other: `batch_size` is a multiple of it."""
     completions = 0
     """The completions of a rollout; 0: nothing is sampled to learn from."""
 

@@ -25,6 +25,7 @@ class Grpo(Algorithm):
         assert config.rollout is not None
         self.settings = settings = config.section(GrpoConfig)
         self.temperature = config.rollout.temperature
+        self.group = settings.num_generations
         self.completions = settings.updates_per_generation * config.batch_size
         self.reference = "held" if settings.beta > 0 else None
         self.passes = (Pass("policy"),) if settings.passes else ()
