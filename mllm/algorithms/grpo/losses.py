@@ -104,6 +104,8 @@ def token_inputs(config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B 
     """
     inputs, by_sequence = batch.inputs, config.weighs_sequences
     return inputs._replace(
+        old_logprobs=inputs.old_logprobs if config.updates_per_rollout > 1 else None,
+        reference_logprobs=inputs.reference_logprobs if config.beta > 0 else None,
         sampler_logprobs=None if config.importance_cap is None or by_sequence else inputs.sampler_logprobs,
         sequence_weights=sequence_importance_weights(config, batch, logprob) if by_sequence else None,
     )
