@@ -29,6 +29,6 @@ def schema_of(algorithms: tuple[tuple[str, Rules], ...]) -> type[Config]:
         users = " and ".join(name for name, rules in algorithms if key in rules.sections)
         first = (sections[key].__doc__ or "").strip().partition("\n\n")[0]
         fields[key] = (sections[key] | None, Field(default=None, description=f"{first} For {users}."))
-    full = create_model("Config", __base__=Config, **fields)
+    full = create_model("Config", __base__=Config, __doc__="The settings of a run; its sections follow.", **fields)
     full.rules_by_name = dict(algorithms)
     return full

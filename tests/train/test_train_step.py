@@ -152,7 +152,9 @@ def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-9)
     np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], 1, rtol=1e-5)
     entropy_term = settings.grpo.entropy_coef * metrics["entropy"]
-    np.testing.assert_allclose(metrics["loss"], -(BATCH.advantages * BATCH.weights).sum() - entropy_term, atol=1e-5)
+    np.testing.assert_allclose(
+        metrics["loss"], -(BATCH.inputs.advantages * BATCH.weights).sum() - entropy_term, atol=1e-5
+    )
 
 
 def test_the_state_s_moments_are_laid_out_as_their_parameters():
