@@ -92,7 +92,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
 
 
 def fitting_room(policy, memory=None):
-    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
+    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
 
 
 def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
