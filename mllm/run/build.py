@@ -246,6 +246,13 @@ class Run:
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
             print(report.start_lines(self.mesh, policy, head, config.changes, state.step), file=sys.stderr)
-        log = RunLog(self.store, state.logged_step, self.source.steps, self.config, self.checkpoints.ends)
+        log = RunLog(
+            self.store,
+            state.logged_step,
+            self.source.steps,
+            self.config,
+            self.algorithm.progress,
+            self.checkpoints.ends,
+        )
         self.log = self.stack.enter_context(closing(log))
         return state

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, harmonic_mean
 from typing import Any
 
@@ -13,7 +13,7 @@ from lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.layout import count
 from mllm.model.load import Policy
-from mllm.run.metrics import LEARNED, WITHOUT_REWARDS, functions_of, measured, number, read_records
+from mllm.run.metrics import functions_of, measured, number, read_records
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
@@ -48,11 +48,14 @@ def why_ended(state: RunState, steps: int) -> str:
     return f"after step {state.step:,} of {steps:,}: {validations} (data.validation.patience)"
 
 
-def summary(store: RunStore, ended: str) -> str:
-    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`."""
+def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
+    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`.
+
+    `shown` are the metrics that say what its updates have learned, by their names in the table.
+    """
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [("ended", ended), *held_out(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
+    lines = [("ended", ended), *held_out(metrics), *progress(metrics, shown), *speed(timings), ("", ""), *places(store)]
     width = max(18, *(len(name) for name, _ in lines))
     return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 
@@ -66,10 +69,10 @@ def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
-def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """What updates learned from: the mean of the first and of the last tenth of the steps."""
     functions = dict(pair for record in metrics for pair in functions_of(record).items())
-    for name, key in ({**LEARNED, **functions} if present(metrics, "reward") else WITHOUT_REWARDS).items():
+    for name, key in {**shown, **(functions if "reward" in shown else {})}.items():
         if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])
