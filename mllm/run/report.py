@@ -18,7 +18,9 @@ from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
 
-def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequence[Change], step: int) -> str:
+def start_lines(
+    mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
+) -> str:
     """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
     attention, whole, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
@@ -31,6 +33,7 @@ def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequenc
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),
+            examples,
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
