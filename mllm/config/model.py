@@ -27,7 +27,7 @@ class LoraConfig(Section):
     rslora: bool | None = None
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
-    """The products with an adapter, of q, k, v, o, gate, up, down and head, or by PEFT's names (`q_proj`, `lm_head`); None:
+    """The products with an adapter, of q, k, v, o, gate, up, down and head, or by PEFT's names (`q_proj`); None:
     the source's, or all but head."""
     base: Literal["int8"] | None = None
     """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
