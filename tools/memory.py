@@ -31,8 +31,6 @@ from jaxtyping import Array, Float
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from kernels.lm_head import TokenLogprobs
 from mllm import errors
-from mllm.algorithms.algorithms import Comparison, Distill
-from mllm.algorithms.grpo.losses import summed_divergence
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
