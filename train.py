@@ -114,7 +114,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs those that teach something.
                 try:
-                    data = source.next(whole(state.train.params), state.step, watch, run.reference)
+                    data = source.next(whole(state.train.params), state.step, watch, run.fixed)
                 except StepError as error:
                     fatal_error = str(error)
                     break

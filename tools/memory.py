@@ -29,8 +29,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm import errors
+from mllm.algorithms.table import schema
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
@@ -41,6 +42,7 @@ from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
+from mllm.train.algorithm import make_algorithm
 from mllm.train.head import States
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
@@ -60,7 +62,7 @@ Bar = dict[str, int]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
-    if config.teacher_in_update:
+    if make_algorithm(config).teacher_in_update:
         raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
     devices = plan.find_devices(config.mesh, options.target)
     bars: dict[tuple[str, int], Bar] = {}
@@ -124,7 +126,7 @@ def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
 def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
-    group = 2 if config.grpo is None else config.grpo.num_generations
+    group = max(2, make_algorithm(config).group)
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
     if head in HEADS[:2]:
         changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
@@ -154,7 +156,7 @@ class NoHead(Forward):
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
     """The program of `Programs` with this name and this head."""
     kind = NoHead if head == "none" else Forward
-    return getattr(Programs(Config.model_validate(config), mesh, kind), name)()
+    return getattr(Programs(schema().model_validate(config), mesh, kind), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
+from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.sft.source import load_documents, origin_of
 from mllm.config import load as configs
 from mllm.config.schema import Config
@@ -107,7 +108,7 @@ def examples(config: Config) -> Iterator[str]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return
-    form = config.dpo.form if config.dpo else None
+    form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
     if config.data.source == "task":
         documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]

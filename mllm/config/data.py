@@ -1,12 +1,14 @@
 """The section `data`: the examples that SFT learns from, and the preferences that DPO does."""
 
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
+PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
+"""What a record of preferences is: a prompt with two completions, or one completion with a label."""
 
 
 class ValidationConfig(Section):

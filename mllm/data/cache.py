@@ -25,8 +25,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from mllm.algorithms.dpo.settings import PreferenceForm
-from mllm.config.data import DataConfig
+from mllm.config.data import DataConfig, PreferenceForm
 from mllm.data.records import Origin, bad_lines
 from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipped, encode_records
 from mllm.errors import UserError, brief

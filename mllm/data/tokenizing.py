@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from mllm.algorithms.dpo.settings import PreferenceForm
+from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
 from mllm.data.formats import labelled, messages_of, pair_of, text, tools_of, turns
 from mllm.data.records import BadRecord, Record, Records, read_records

@@ -71,9 +71,9 @@ def subject(shapes: Programs) -> Iterator[str]:
     if config.teacher and shapes.teacher:
         yield f"teacher: {config.teacher.source}, {count(shapes.teacher.params):,} parameters in {config.teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
-    if config.grpo and rollout:
+    if (completions := shapes.algorithm.completions) and rollout:
         limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
-        batch += f", {config.grpo.num_generations} completions a prompt, {limits} tokens at most"
+        batch += f", {completions} completions in a rollout, {limits} tokens at most"
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
     yield f"{batch}; micro_batch_size {rows.micro}, rows of {rows.length} tokens; {steps}"
     nbytes, settings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)), config.checkpoint
@@ -98,9 +98,8 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        room = room_that_fits(
-            shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory, shapes.teacher
-        )
+        holds = shapes.algorithm.reference == "held"
+        room = room_that_fits(shapes.policy, config.rollout, config.optimizer, holds, devices.memory, shapes.teacher)
         shapes.config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
         )
@@ -132,7 +131,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    reference = bytes_on_device(shapes.policy.trained) if config.grpo and config.grpo.beta > 0 else 0
+    algorithm = shapes.algorithm
+    reference = bytes_on_device(shapes.policy.trained) if algorithm.reference == "held" else 0
     teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
     frozen = reference + teacher  # in memory in every phase, whose program may not have them
     held = {"parameters": parameters + frozen, "optimizer": optimizer}
@@ -149,21 +149,20 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
         if config.rollout.turns > 1:
             found.append(phase("answers", compiled("answers", "extend").peak + others, known, 0))
-    in_update = config.teacher_in_update
-    if config.grpo and config.grpo.passes and not in_update:
-        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-        found.append(phase("log-prob", account.peak + frozen + optimizer, held, head.temporaries))
-    if config.dpo and config.dpo.needs_reference:
-        # The reference's pass comes before the optimizer's moments are made; KTO estimates z0 beside them.
-        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-        beside = optimizer if config.dpo.form == "labelled" else 0
-        found.append(phase("log-prob", account.peak + beside, {**held, "optimizer": beside}, head.temporaries))
-    if teacher and not in_update:
-        account = compiled("teacher", "teacher_pass")
-        found.append(phase("teacher", account.peak + parameters + reference + optimizer, held, 0))
+    for policy, beside_optimizer in algorithm.passes:
+        moments = optimizer if beside_optimizer else 0
+        known = {**held, "optimizer": moments}
+        if policy == "teacher":
+            peak = compiled("teacher", "teacher_logprob").peak + parameters + reference + moments
+            found.append(phase("teacher", peak, known, 0))
+        else:
+            account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+            found.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
-    found.append(phase("update", account.peak + (reference if in_update else frozen), known, head.temporaries))
+    found.append(
+        phase("update", account.peak + (reference if algorithm.teacher_in_update else frozen), known, head.temporaries)
+    )
     return found
 
 

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -152,16 +153,16 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
                 for into, segment, part in laid:
                     inside = into.segments[row] == segment
                     np.testing.assert_array_equal(into.tokens[row, inside], examples[index][part].tokens)
-                    (at,) = np.flatnonzero(into.reference_logprobs[row] * inside)
-                    assert into.reference_logprobs[row, at] == reference[index, part]
+                    (at,) = np.flatnonzero(into.inputs.reference_logprobs[row] * inside)
+                    assert into.inputs.reference_logprobs[row, at] == reference[index, part]
                     assert at == np.flatnonzero(into.weights[row] * inside)[0]
                     if form == "labelled":
-                        assert into.advantages[row, at] == (1 if examples[index].desirable else -1)
+                        assert into.inputs.labels[row, at] == (1 if examples[index].desirable else -1)
     assert seen > 15
     parts = zip(*(batches(share=RowShare(index, 2)).train() for index in range(2)), strict=True)
     for expected, shares in zip(whole.train(), parts, strict=True):
         for one, *others in zip(expected, *shares, strict=True):
-            for field, *halves in zip(*(filter(lambda x: x is not None, b or ()) for b in (one, *others)), strict=True):
+            for field, *halves in zip(*(jax.tree.leaves(b) for b in (one, *others)), strict=True):
                 np.testing.assert_array_equal(np.concatenate(halves), field)
 
 

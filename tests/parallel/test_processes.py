@@ -36,6 +36,7 @@ from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
+from mllm.data.source import Fixed
 from mllm.errors import StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -211,17 +212,17 @@ def check_rows_and_reading(path):
             gather_objects(None)
         gather_objects(None)  # before it is removed
 
-    trajectories.MOST_FAILED_GROUPS = 0.25
     source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
+    source.most_failed = 0.25
     source.rows = RowShare(process, 2)
     three = [next(source.prompts) for _ in range(3)]
     given = {"step": 0, "first_sequence": 0, "rows": source.rows, "watch": Stopwatch()}
     scored = trajectories.sample_trajectories(source.sampler, SquareRewards(), three, np.float32(0), **given)
     assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
-        source.next(np.float32(0), 0, Stopwatch())
+        source.next(np.float32(0), 0, Stopwatch(), Fixed())
     source.rewards = SquareRewards()
-    own = len(sequences(source.next(np.float32(0), 0, Stopwatch()).batch))
+    own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), Fixed()).batch))
     assert sum(gather_objects(own)) == 2 * GROUP
 
     read: list[int] = []

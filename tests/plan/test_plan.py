@@ -177,7 +177,7 @@ def test_a_plan_says_its_subject_and_that_figures_for_gpus_were_never_held_again
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
     starts = [
         "grpo of a new model, ",
-        "batch_size 8, 4 completions a prompt, ",
+        "batch_size 8, 8 completions in a rollout, ",
         "checkpoint: ",
         *("prefill: ", "decode: ", "update: ", "update, head: "),
         "MiB a device",
@@ -196,7 +196,7 @@ def test_the_subject_has_model_batch_lengths_micro_batch_and_steps(config, shape
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     model, batch, _ = subject(shapes)
     assert model == f"grpo of a new model, {count:,} parameters"
-    completions = "batch_size 8, 4 completions a prompt, 16 + 4 tokens at most"
+    completions = "batch_size 8, 8 completions in a rollout, 16 + 4 tokens at most"
     assert batch == f"{completions}; micro_batch_size 4, rows of 20 tokens; 4 steps"
     adapters = changed(config, model={"lora": {"rank": 2, "alpha": 2, "targets": ["head"]}})
     model, *_ = subject(Programs(adapters, shapes.mesh))
@@ -255,7 +255,7 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, monkeypatch):
     if estimator == "sampled":
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
-    arguments = config.rollout, config.optimizer, config.grpo, 2**23
+    arguments = config.rollout, config.optimizer, False, 2**23
     assert room_that_fits(shapes.policy, *arguments, shapes.teacher) < room_that_fits(shapes.policy, *arguments)
 
 

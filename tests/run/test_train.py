@@ -238,7 +238,7 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
     )
     assert process.returncode == exit_code
     text, modules = process.stdout.split("imported:")
-    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "kernels"}.isdisjoint(modules.split())
+    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules.split())
     assert process.stderr.count("error: ") == (exit_code == 2)
     assert ("key.sub=value" in text) == ("--help" in options)
     assert ("\nseed: 7\n" in text) == ("seed=7" in options)
