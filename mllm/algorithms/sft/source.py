@@ -286,9 +286,9 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
         place = example.place or f"{task.name}[{index}]"
         if example.solution is None:
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
-        messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
+        completion = [{"role": "assistant", "content": example.solution}]
         try:
-            encoded = encode_document(renderer, max_length, {"messages": messages})
+            encoded = encode_document(renderer, max_length, {"prompt": example.prompt, "completion": completion})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         if isinstance(encoded, Skipped):
