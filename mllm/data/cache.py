@@ -58,13 +58,13 @@ def cached_documents(
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form])]
+        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form, config.columns])]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         if (summary := read_summary(folder)) is None:
             with locked(folder):
                 if (summary := read_summary(folder)) is None:  # no other process has made it meanwhile
                     prune(place for place in caches.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
-                    encoded = encode_records(renderer, config.max_length, origin.records(), form)
+                    encoded = encode_records(renderer, config.max_length, origin.records(), form, config.columns)
                     summary = make(folder, origin, encoded, content)
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)

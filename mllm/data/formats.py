@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from mllm.data.records import Record
@@ -10,6 +11,21 @@ from mllm.strict_json import refuse
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
+
+
+def renamed(columns: Mapping[str, str], record: Record) -> Record:
+    """The record with the fields of an example under their own names; UserError where a column is missing.
+
+    An `input` that is not blank follows the question behind an empty line.
+    """
+    named = dict(record)
+    for ours, theirs in columns.items():
+        if theirs not in record and ours != "input":
+            raise UserError(f"{theirs} is missing, which data.columns.{ours} names")
+        named[ours] = record.get(theirs)
+    if "input" in columns and isinstance(given := named["input"], str) and given.strip():
+        named["question"] = f"{text(named, 'question')}\n\n{given}"
+    return named
 
 
 def text(record: Record, key: str) -> str:

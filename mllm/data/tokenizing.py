@@ -1,6 +1,6 @@
 """Turns records into documents of tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int32
 
 from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
-from mllm.data.formats import labelled, messages_of, pair_of, text, tools_of, turns
+from mllm.data.formats import labelled, messages_of, pair_of, renamed, text, tools_of, turns
 from mllm.data.records import BadRecord, Record, Records, read_records
 from mllm.errors import UserError
 from mllm.model.examples import encode_example, encode_text
@@ -83,10 +83,16 @@ Encoded = tuple[str, tuple[Document | Preference, bool, bool] | Skipped | BadRec
 
 
 def encode_records(
-    renderer: Renderer, max_length: int, records: Records, form: PreferenceForm | None = None
+    renderer: Renderer,
+    max_length: int,
+    records: Records,
+    form: PreferenceForm | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Iterator[Encoded]:
-    """The documents of records, in their order; with a `form` they are preferences."""
+    """The documents of records, in their order; with a `form` they are preferences. `columns` name their fields."""
     encode = partial(encode_preference, form) if form else encode_document
+    if columns:
+        records = read_records(records, partial(renamed, columns))
     encoded = read_records(records, partial(encode, renderer, max_length))
     return mismatched(encoded, max_length) if form == "labelled" else encoded
 
@@ -186,7 +192,7 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
         return *encode_text(tokenizer, "", text(record, "text")), True
     else:
         known = "messages, conversations, question and answer, prompt and completion, text"
-        raise UserError(f"none of {known} is there")
+        raise UserError(f"none of {known} is there: data.columns says what they are called")
     if rule == "never":
         return *encode_text(tokenizer, *texts_of(prompt + answer, "user", "assistant")), True
     if tools := tools_of(record):
