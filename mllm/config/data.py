@@ -52,7 +52,7 @@ class DataConfig(Section):
     split: str = "train"
     """The split of a data set on the hub; not with files."""
     columns: dict[Column, str] | None = None
-    """What the data calls the fields of an example, where it doesn't call them so: for Alpaca's `{question: instruction,
+    """What the data calls the fields of an example, where it has other names: for Alpaca's `{question: instruction,
     input: input, answer: output}`, of which the `input` follows the question behind an empty line."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
