@@ -132,7 +132,7 @@ def across_devices(running: Running, scale: Any, axis: Any) -> Running:
     if axis is None:
         return running
     top = lax.pmax(running.top, axis)
-    return lax.psum(raised(running, top, scale), axis)._replace(top=top)
+    return Running(top, *lax.psum(raised(running, top, scale)[1:], axis))
 
 
 def finish_live(running: Running, live: Bool[Array, "R"], scale: Any, axis: Any) -> Softmax:

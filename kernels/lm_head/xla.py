@@ -63,10 +63,13 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
         if wave:
             return _waves(plan._replace(block=wave), inputs, None, options)[0], None
 
-    def block(own: Inputs) -> Softmax:
-        return statistics(plan, own, options)[0]
-
-    return over_rows(plan, inputs, options, block, contract.no_statistics(inputs, 0)), None
+    if inputs.teacher is not None:
+        nothing = contract.no_statistics(inputs, 0)
+        return over_rows(plan, inputs, options, lambda own: statistics(plan, own, options)[0], nothing), None
+    # Devices exchange their sums of all rows at once: the loop over blocks needs no step in common.
+    alone, empty = dataclasses.replace(options, vocabulary_axis=None), empty_running(contract.zeros(inputs, 0))
+    running = over_rows(plan, inputs, alone, lambda own: _running(plan, own, options)[0], empty)
+    return finish_live(running, inputs.live, contract.scales_of(inputs, options)[0], options.vocabulary_axis), None
 
 
 def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inputs], Any], nothing: Any) -> Any:
@@ -143,18 +146,7 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
 def statistics(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
     """The statistics of a block's rows, and all of their y [C, R, T], written over `kept` if that is given."""
     scales, how, axis = contract.scales_of(own, options), options.divergence, options.vocabulary_axis
-    zeros_R = contract.zeros(own, len(own.labels))
-
-    def include(c: Array, carry: Any) -> Any:
-        (running, kept), y, columns = carry, logits_of_tile(plan, own, options, c), columns_of(plan, own, c)
-        if kept is not None:
-            kept = tuple(lax.dynamic_update_index_in_dim(x, new, c, 0) for x, new in zip(kept, y, strict=True))
-        if own.teacher is None:
-            return include_tile(running, y[0], columns, scales[0]), kept
-        return include_tiles(running, y, columns, scales, how), kept
-
-    running = empty_running(zeros_R) if own.teacher is None else empty_pair(zeros_R)
-    running, kept = _over_tiles(plan, include, (running, kept))
+    running, kept = _running(plan, own, options, kept)
     if own.teacher is None:
         return finish_live(running, own.live, scales[0], axis), kept
     softmax = finish_pair(running, own.live, scales, how, axis)
@@ -168,9 +160,26 @@ def statistics(plan: Plan, own: Inputs, options: Options, kept: Logits | None = 
         zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
         return jax.tree.map(jnp.add, sums, tuple(lax.reduce(terms, zero, add, (1,))))
 
-    sums = _over_tiles(plan, mixture, (zeros_R, zeros_R))
+    nothing = (contract.zeros(own, len(own.labels)),) * 2
+    sums = _over_tiles(plan, mixture, nothing)
     divergence, to_mixture = (jnp.where(own.live, x, 0) for x in (sums if axis is None else lax.psum(sums, axis)))
     return softmax._replace(divergence=divergence, to_mixture=to_mixture), kept
+
+
+def _running(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
+    """A block's sums over this device's columns, and its y as in `statistics`."""
+    scales, zeros_R = contract.scales_of(own, options), contract.zeros(own, len(own.labels))
+
+    def include(c: Array, carry: Any) -> Any:
+        (running, kept), y, columns = carry, logits_of_tile(plan, own, options, c), columns_of(plan, own, c)
+        if kept is not None:
+            kept = tuple(lax.dynamic_update_index_in_dim(x, new, c, 0) for x, new in zip(kept, y, strict=True))
+        if own.teacher is None:
+            return include_tile(running, y[0], columns, scales[0]), kept
+        return include_tiles(running, y, columns, scales, options.divergence), kept
+
+    running = empty_running(zeros_R) if own.teacher is None else empty_pair(zeros_R)
+    return _over_tiles(plan, include, (running, kept))
 
 
 # --- blocks and tiles ---------------------------------------------------------------------------------------------
