@@ -4,6 +4,7 @@ from . import libtpu  # noqa: F401  its settings are made before JAX loads libtp
 from .api import EngineChoice, choose_impl, token_logprobs, token_loss
 from .divergence import divergence_loss, token_divergence
 from .layout import HeadSharding
+from .logits import logits_logprobs
 from .softmax import TokenLogprobs
 from .top_k import top_k_logprobs
 
@@ -13,6 +14,7 @@ __all__ = [
     "TokenLogprobs",
     "choose_impl",
     "divergence_loss",
+    "logits_logprobs",
     "token_divergence",
     "token_logprobs",
     "token_loss",

@@ -8,15 +8,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from . import autodiff, full_logits, target
-from .arguments import checked_inputs, checked_options
-from .contract import Engine, Inputs, Options, Terms
+from .arguments import TeacherArguments, as_array, checked_inputs, checked_options
+from .contract import Engine, Inputs, Options, Terms, number_of_columns
 from .layout import HeadSharding, Rows, run_on_mesh
-from .shapes import Array, Bool, Float, Integer, Shaped
+from .shapes import Array, Bool, Float, Int, Integer, Shaped
 from .sharded import Sharded
 from .softmax import TokenLogprobs
 from .target import same_varying, varying_axes
+from .two_softmaxes import Kind
 
 Impl = Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
@@ -46,6 +48,7 @@ def token_logprobs(
     ignore_index: int | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
+    vocabulary: int | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
@@ -69,6 +72,7 @@ def token_logprobs(
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
         temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
         softcap: positive, a Python number.
+        vocabulary: so many first rows of `weight` are tokens; the others, padding, have no probability. None: all.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
             likes. `weight` gets the copy's gradient, in its own dtype, as if nothing were rounded. None: `weight`.
         dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
@@ -81,7 +85,7 @@ def token_logprobs(
     Raises:
         ValueError: names the argument; before anything is compiled.
     """
-    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index}
+    rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index, "vocabulary": vocabulary}
     inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
     inputs, weight = same_varying((inputs, weight))
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight))
@@ -105,7 +109,14 @@ def token_loss(
     ignore_index: int | None = None,
     temperature: float | Float[Array, ""] = 1.0,
     softcap: float | None = None,
+    vocabulary: int | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
+    teacher_hidden: Float[Array, "*N E"] | None = None,
+    teacher_weight: Float[Array, "W E"] | None = None,
+    kind: Kind = "reverse_kl",
+    beta: float = 0.5,
+    teacher_temperature: float | Float[Array, ""] | None = None,
+    teacher_softcap: float | Literal["same"] | None = "same",
     workspace: int | None = None,
     dtype: Any = None,
     impl: Impl | None = None,
@@ -120,10 +131,19 @@ def token_loss(
 
     Errors, and args beyond these, are those of `token_logprobs`:
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
-            from token to token reaches it as an operand, floating, integer or boolean. An objective with a required
-            keyword argument `lse` (for z-loss) or `mean_logit` (the mean of z over the vocabulary, for label
-            smoothing) gets it, too; `mean_logit` reads the weight once more, and can't be had with a softcap.
+            from token to token reaches it as an operand, floating, integer or boolean. An objective with a keyword-only
+            argument `lse` (for z-loss), `mean_logit` (the mean of z over the vocabulary, for label smoothing) or
+            `divergence` (from the teacher's distribution) gets it, too, whether it has a default or not. `mean_logit`
+            reads the weight once more, and can't be had with a softcap.
         weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
+        teacher_hidden, teacher_weight: bfloat16 or float32, of the teacher's own width; no gradient reaches them. Both
+            softmaxes are over the first `vocabulary` rows, None: as many as both weights have.
+        kind: "reverse_kl" is KL(student || teacher), "forward_kl" KL(teacher || student), and "jsd" the generalised
+            Jensen-Shannon divergence: with m = beta teacher + (1 - beta) student,
+            beta KL(teacher || m) + (1 - beta) KL(student || m) (Agarwal et al. 2023, arXiv:2306.13649).
+        beta: the teacher's share of jsd. Towards 0 jsd over beta tends to forward_kl, towards 1 jsd over 1 - beta to
+            reverse_kl, and at 0 and 1 these are meant, as in TRL.
+        teacher_temperature, teacher_softcap: the teacher's own; by default the student's.
         workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
             as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None: what
@@ -131,28 +151,36 @@ def token_loss(
             frozen or the objective uses the entropy; chunked_logits keeps in it the logits of one chunk, 64 tokens at
             least; full_logits ignores it.
     """
+    if (teacher_hidden is None) != (teacher_weight is None):
+        raise ValueError("teacher_hidden and teacher_weight must be given together")
+    teacher = None
+    if teacher_hidden is not None:
+        teacher = TeacherArguments(teacher_hidden, teacher_weight, kind, beta, teacher_temperature, teacher_softcap)
+    elif "divergence" in autodiff.names_of(objective):
+        raise ValueError("objective: divergence needs a teacher: give teacher_hidden and teacher_weight")
+    given: dict[str, Any] = {"vocabulary": vocabulary, "weight_copy": weight_copy, "teacher": teacher}
     rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index, "operands": operands}
-    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
-    shares: Any = np.ones(np.shape(labels), np.float32) if weights is None else weights
-    inputs, weight, shares, operands = same_varying((inputs, weight, shares, operands))
+    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, **rows, **given)
+    shares: Any = np.ones(inputs.labels.shape, np.float32) if weights is None else as_array(weights)
+    inputs, weight, shares, operands = same_varying((inputs, weight, shares, tuple(map(as_array, operands))))
     dtypes, varying = [x.dtype for x in operands], varying_axes(inputs.hidden)
-    closed, uses_entropy, uses_mean_logit = autodiff.close_objective(objective, dtypes, varying)
-    if uses_mean_logit and softcap is not None:
+    own = autodiff.close_objective(objective, dtypes, varying, teacher is not None)
+    if own.uses_mean_logit and softcap is not None:
         raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
-    options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace)
-    options = dataclasses.replace(options, entropy_slopes=uses_entropy)
+    options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace, teacher)
+    options = dataclasses.replace(options, entropy_slopes=own.uses_entropy, token_slopes=own.uses_tokens)
 
     def run(rows: Rows, inputs: Inputs, weight: Array, shares: Array, operands: Any, closed: Any) -> Any:
         operands = tuple(map(rows.flat, operands))
-        if uses_mean_logit:
-            operands = *operands, _mean_logit(inputs, weight)
+        if own.uses_mean_logit:
+            operands = *operands, _mean_logit(inputs, weight, options)
         shares = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(shares).astype(jnp.float32))
         engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, shares, operands)
         loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms)
-        tokens = jax.lax.stop_gradient(_without_bad_labels(tokens, inputs))
+        tokens = lax.stop_gradient(_without_bad_labels(tokens, inputs))
         return loss, jax.tree.map(rows.folded, tokens)
 
-    arguments = weight, shares, operands, closed
+    arguments = weight, shares, operands, own.function
     return run_on_mesh(run, sharding, inputs, arguments, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 
@@ -207,7 +235,7 @@ def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSh
 
 def _has_bad_label(inputs: Inputs) -> Bool[Array, "N"]:
     """Whether a row counts and has a label out of range."""
-    return inputs.live & ((inputs.labels < 0) | (inputs.labels >= len(inputs.weight)))
+    return inputs.live & ((inputs.labels < 0) | (inputs.labels >= _columns(inputs)))
 
 
 def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
@@ -216,12 +244,26 @@ def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
     return tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
 
 
-def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"]) -> Float[Array, "N"]:
-    """The mean of the logits over the vocabulary, which is a product with the mean row of the copy that is multiplied.
+def _columns(inputs: Inputs) -> Int[Array, ""]:
+    """The number of tokens: rows that are in the vocabulary, and in both weights."""
+    columns = number_of_columns(inputs)
+    return columns if inputs.teacher is None else jnp.minimum(columns, len(inputs.teacher.weight))
 
-    `weight` gets the gradient.
+
+def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"], options: Options) -> Float[Array, "N"]:
+    """The mean of the logits over the vocabulary: a product of hidden states with the mean row of the weight.
+
+    Its value is that of the numbers that are multiplied, its gradient as if nothing were rounded.
     """
-    mean_D, copy_D = (jnp.mean(x, axis=0, dtype=jnp.float32) for x in (weight, inputs.weight))
-    mean_D += jax.lax.stop_gradient(copy_D - mean_D)
-    hidden_ND = jnp.where(inputs.live[:, None], inputs.hidden, 0).astype(jnp.float32)
-    return jnp.sum(hidden_ND * mean_D, axis=1) / inputs.temperature
+
+    def rounded(x: Array, multiplied: Array) -> Float[Array, "..."]:
+        x = x.astype(jnp.float32)
+        operand = lax.reduce_precision(
+            multiplied.astype(jnp.float32), jnp.finfo(options.dtype).nexp, jnp.finfo(options.dtype).nmant
+        )
+        return x + lax.stop_gradient(operand - x)
+
+    tokens = (jnp.arange(len(weight)) < _columns(inputs))[:, None]
+    mean_D = jnp.sum(jnp.where(tokens, rounded(weight, inputs.weight), 0), axis=0) / _columns(inputs)
+    hidden_ND = jnp.where(inputs.live[:, None], inputs.hidden, 0)
+    return jnp.sum(rounded(hidden_ND, hidden_ND) * mean_D, axis=1) / inputs.temperature

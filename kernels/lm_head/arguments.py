@@ -1,6 +1,8 @@
 """Checks of the arguments that the heads share: each raises a ValueError that names the argument, before compiling."""
 
+import dataclasses
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .contract import Inputs, Options
+from .contract import Inputs, Options, Teacher
 from .shapes import Array, Float
+from .two_softmaxes import KINDS, Divergence
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
 """Not float16: a probability times a token's weight, such as 2^-16, would be 0 there for all but likely words."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherArguments:
+    """What an entry point is told of a teacher, as the caller gave it."""
+
+    hidden: Any
+    weight: Any
+    kind: Any
+    beta: Any
+    temperature: Any  # None: the student's
+    softcap: Any  # "same": the student's
+
+
+def as_array(x: Any) -> Any:
+    """An array as it is, and numbers in lists as one."""
+    return x if hasattr(x, "dtype") else np.asarray(x)
 
 
 def check_floating(name: str, value: Any) -> None:
@@ -43,72 +63,143 @@ def checked_inputs(
     ignore_index: int | None = None,
     temperature: Any = 1.0,
     weight_copy: Any = None,
+    vocabulary: Any = None,
     operands: Sequence[Any] = (),
+    teacher: TeacherArguments | None = None,
 ) -> Inputs:
-    """The arguments of a pass in any leading dims, as they are given; their weight is the copy, if there is one."""
+    """The arguments of a pass in any leading dims; their weight is the copy, if there is one."""
     check_model("", hidden, weight)
     copy = weight if weight_copy is None else weight_copy
     check_floating("weight_copy", copy)
     if np.shape(copy) != np.shape(weight):
         raise ValueError(f"weight_copy must have weight's shape {np.shape(weight)}, not {np.shape(copy)}")
-    lead = np.shape(hidden)[:-1]
-    labels = np.zeros(lead, np.int32) if labels is None else labels
-    live: Any = np.ones(lead, np.bool_) if where is None else where
+    lead, rows = np.shape(hidden)[:-1], np.shape(weight)[0]
+    labels = np.zeros(lead, np.int32) if labels is None else as_array(labels)
+    live: Any = np.ones(lead, np.bool_) if where is None else as_array(where)
     for name, array, kind, word in (("labels", labels, jnp.integer, "integers"), ("where", live, jnp.bool_, "boolean")):
-        if not jnp.issubdtype(jnp.result_type(array), kind):
-            raise ValueError(f"{name} must be {word}, not {jnp.result_type(array)}")
+        if not jnp.issubdtype(array.dtype, kind):
+            raise ValueError(f"{name} must be {word}, not {array.dtype}")
     named = {"labels": labels, "where": live, "weights": live if weights is None else weights}
     for name, value in (named | {f"operands[{i}]": x for i, x in enumerate(operands)}).items():
         if np.shape(value) != lead:
             raise ValueError(f"{name} must have hidden's leading shape {list(lead)}, not {list(np.shape(value))}")
+    temperature, other = checked_temperature("temperature", temperature), None
+    if teacher is not None:
+        check_model("teacher_", teacher.hidden, teacher.weight)
+        if np.shape(teacher.hidden)[:-1] != lead:
+            leads = f"{list(lead)}, not {list(np.shape(teacher.hidden)[:-1])}"
+            raise ValueError(f"teacher_hidden must have hidden's leading shape {leads}")
+        rows = min(rows, np.shape(teacher.weight)[0])
+        own = teacher.temperature
+        own = temperature if own is None else checked_temperature("teacher_temperature", own)
+        other = Teacher(teacher.hidden, teacher.weight, own)
+    columns = checked_vocabulary(vocabulary, rows)
     if weights is not None:
-        live = live & (weights != 0)
-    if ignore_index is not None:
-        live = live & (labels != ignore_index)
-    check_labels(labels, live, vocabulary=np.shape(weight)[0])
-    return Inputs(hidden, copy, labels, live, checked_temperature(temperature))
+        live = live & (as_array(weights) != 0)
+    if ignore_index is not None and _fits(ignore_index, labels.dtype):
+        live = live & (labels != labels.dtype.type(ignore_index))
+    check_labels(labels, live, vocabulary=rows if columns is None else columns)
+    bound = None if columns is None else jnp.int32(columns)
+    return Inputs(hidden, copy, as_int32(labels), live, temperature, bound, other)
 
 
 def check_labels(labels: Any, live: Any, vocabulary: int) -> None:
     """Checks the labels [*N] of the rows that count, unless they are traced."""
     if _is_known(labels) and _is_known(live):
-        wrong = np.asarray(labels)[np.asarray(live)]
+        wrong = np.asarray(labels)[np.asarray(live)].astype(object if labels.dtype.itemsize > 4 else np.int64)
         wrong = wrong[(wrong < 0) | (wrong >= vocabulary)]
         if wrong.size:
             raise ValueError(f"labels must be within [0, {vocabulary}), where they count; one is {wrong[0]}")
 
 
-def checked_temperature(temperature: Any) -> Float[Array, ""]:
+def as_int32(labels: Any) -> Any:
+    """The labels as int32; -1 for one that is no such number."""
+    bounds, most = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32).max
+    if bounds.max > most:
+        labels = (np if isinstance(labels, np.ndarray) else jnp).where((labels < 0) | (labels > most), -1, labels)
+    return labels.astype(np.int32)
+
+
+def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
+    """How many first rows of the weights are tokens; None: all `rows`."""
+    if vocabulary is None:
+        return None
+    if not _is_whole(vocabulary) or not 1 <= vocabulary <= rows:
+        raise ValueError(f"vocabulary must be within [1, {rows}], not {vocabulary!r}")
+    return int(vocabulary)
+
+
+def checked_temperature(name: str, temperature: Any) -> Float[Array, ""]:
     """The temperature as a float32 scalar that is not differentiated."""
     if np.shape(temperature) != ():
-        raise ValueError(f"temperature must be a scalar, not of shape {list(np.shape(temperature))}")
+        raise ValueError(f"{name} must be a scalar, not of shape {list(np.shape(temperature))}")
     if _is_known(temperature) and not 0 < float(temperature) < math.inf:
-        raise ValueError(f"temperature must be positive and finite, not {float(temperature)}")
+        raise ValueError(f"{name} must be positive and finite, not {float(temperature)}")
     return jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
 
 
-def checked_softcap(softcap: Any) -> float | None:
+def checked_softcap(name: str, softcap: Any) -> float | None:
     if softcap is None:
         return None
-    if isinstance(softcap, jax.core.Tracer) or not 0 < float(softcap) < math.inf:
-        raise ValueError(f"softcap must be None or a positive number known before tracing, not {softcap}")
+    if isinstance(softcap, jax.core.Tracer | str) or not 0 < float(softcap) < math.inf:
+        raise ValueError(f"{name} must be None or a positive number known before tracing, not {softcap}")
     return float(softcap)
 
 
 def checked_options(
-    softcap: Any, dtype: Any, multiplied: Sequence[Any], differentiated: Sequence[Any] = (), workspace: Any = None
+    softcap: Any,
+    dtype: Any,
+    multiplied: Sequence[Any],
+    differentiated: Sequence[Any] = (),
+    workspace: Any = None,
+    teacher: TeacherArguments | None = None,
 ) -> Options:
     """The options. Products' operands have `dtype`, or the widest dtype of all that is multiplied.
 
     `differentiated` are the arrays whose dtypes dh and dW get; without any, they get those of the inputs.
     """
-    product = jnp.dtype(jnp.result_type(*(x.dtype for x in multiplied)) if dtype is None else dtype)
+    if teacher is not None:
+        multiplied = *multiplied, teacher.hidden, teacher.weight
+    dtypes = {jnp.dtype(x.dtype) for x in multiplied}
+    product = jnp.dtype(max(dtypes, key=lambda x: x.itemsize) if dtype is None else dtype)
     if product not in DTYPES:
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, not {product}")
-    if workspace is not None and (not isinstance(workspace, int) or workspace < 0):
+    if workspace is not None and (not _is_whole(workspace) or workspace < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     gradients: Any = tuple(x.dtype for x in differentiated) or None
-    return Options(checked_softcap(softcap), product, workspace, gradient_dtypes=gradients)
+    room = None if workspace is None else int(workspace)
+    options = Options(checked_softcap("softcap", softcap), product, room, gradient_dtypes=gradients)
+    if teacher is None:
+        return options
+    cap = softcap if teacher.softcap == "same" else teacher.softcap
+    how = checked_divergence(teacher.kind, teacher.beta)
+    return dataclasses.replace(options, divergence=how, teacher_softcap=checked_softcap("teacher_softcap", cap))
+
+
+def checked_divergence(kind: Any, beta: Any) -> Divergence:
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
+    if kind != "jsd":
+        return Divergence(kind)
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta must be within [0, 1], not {beta}")
+    ends: Any = {0: "forward_kl", 1: "reverse_kl"}
+    return Divergence(ends[beta]) if beta in ends else Divergence(kind, float(beta))
+
+
+def _fits(number: int, dtype: Any) -> bool:
+    return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
+
+
+def _is_whole(x: Any) -> bool:
+    """Whether it is a whole number of Python's or NumPy's."""
+    if isinstance(x, bool | jax.Array):
+        return False
+    try:
+        operator.index(x)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_known(x: Any) -> bool:

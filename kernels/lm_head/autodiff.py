@@ -8,42 +8,55 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from .contract import Engine, Gradients, Inputs, Options, Terms, weighted_sum
+from .contract import Engine, Gradients, Inputs, Options, Terms, outputs_of, weighted_sum
 from .shapes import Array, Float
 from .softmax import Slopes, TokenLogprobs
 from .target import vary
 
 
-def _named_statistics(objective: Callable[..., Any]) -> Sequence[str]:
-    """Which of `lse` and `mean_logit` the objective requires by keyword."""
+class Objective(NamedTuple):
+    """An objective as `Terms` have it, and what it depends on."""
+
+    function: Any
+    """(logprob, lse, entropy[, divergence], *operands[, mean_logit]) -> the loss of a token: a `Partial`."""
+    uses_tokens: bool  # whether it depends on the log-probability or the lse
+    uses_entropy: bool
+    uses_mean_logit: bool
+
+
+def names_of(objective: Callable[..., Any]) -> Sequence[str]:
+    """Which of `lse`, `divergence` and `mean_logit` the objective takes by keyword alone, with a default or without."""
     try:
         parameters = inspect.signature(objective).parameters.values()
     except (TypeError, ValueError):
         return ()
-    required = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY and x.default is x.empty]
-    return [name for name in ("lse", "mean_logit") if name in required]
+    keywords = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
+    return [name for name in ("lse", "divergence", "mean_logit") if name in keywords]
 
 
-def close_objective(objective: Callable[..., Any], dtypes: Sequence[Any], varying: Set[str]) -> tuple[Any, bool, bool]:
-    """The objective as `Terms` have it; whether it uses the entropy, and whether `mean_logit` is a last operand.
+def close_objective(
+    objective: Callable[..., Any], dtypes: Sequence[Any], varying: Set[str], has_teacher: bool
+) -> Objective:
+    """The objective as a function of its arguments alone: a custom rule differentiates by arguments, not by closures.
 
-    What it closes over becomes an argument: a custom rule differentiates by its arguments only. The operands have these
-    dtypes and, under the caller's `shard_map`, vary over these axes.
+    The operands have these dtypes and, under the caller's `shard_map`, vary over these axes.
     """
-    names = _named_statistics(objective)
-    dtypes = [*[jnp.float32] * 3, *dtypes, *[jnp.float32] * ("mean_logit" in names)]
+    names, statistics = names_of(objective), 3 + has_teacher
+    mean = "mean_logit" in names
+    dtypes = [*[jnp.float32] * statistics, *dtypes, *[jnp.float32] * mean]
 
-    def by_place(logprob: Array, lse: Array, entropy: Array, *operands: Array) -> Array:
-        given = {"lse": lse, "mean_logit": operands[-1] if operands else None}
-        own = operands[: len(operands) - ("mean_logit" in names)]
-        return objective(logprob, entropy, *own, **{name: given[name] for name in names})
+    def by_place(*scalars: Array) -> Array:
+        logprob, lse, entropy, *others = scalars
+        given = {"lse": lse, "divergence": others[0] if has_teacher else None, "mean_logit": scalars[-1]}
+        operands = scalars[statistics : len(scalars) - mean]
+        return objective(logprob, entropy, *operands, **{name: given[name] for name in names})
 
     if varying:
         closed = jax.make_jaxpr(by_place)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
@@ -58,33 +71,33 @@ def close_objective(objective: Callable[..., Any], dtypes: Sequence[Any], varyin
     def function(shared: list[Array], *scalars: Array) -> Array:
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, shared))(*scalars)[0]
 
-    entropy, used = closed.jaxpr.invars[2], (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns))
-    uses_entropy = any(x is entropy for operands in used for x in operands)
+    used = [x for operands in (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns)) for x in operands]
+    logprob, lse, entropy = (any(x is variable for x in used) for variable in closed.jaxpr.invars[:3])
     shared = list(map(jnp.asarray, closed.consts))
-    return jax.tree_util.Partial(function, shared), uses_entropy, "mean_logit" in names
+    return Objective(jax.tree_util.Partial(function, shared), logprob or lse, entropy, mean)
 
 
 Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]
-"""The (student's) hidden states and weight, by which the rules differentiate: inputs have the same, or a copy."""
+"""Hidden states and weight, by which the rules differentiate: inputs have the same, or a copy."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def token_logprobs(engine: Engine, options: Options, inputs: Inputs, sides: Sides) -> TokenLogprobs:
     """The statistics."""
-    return engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
+    return outputs_of(engine.forward(inputs, options.values_alone)[0], inputs, options)
 
 
 def _token_logprobs_forward(engine: Engine, options: Options, inputs: Any, sides: Any) -> tuple[TokenLogprobs, Any]:
-    options, inputs = with_wanted(options, sides), values(inputs)
+    options, inputs = _with_wanted(options, sides), _values(inputs)
     softmax, saved = engine.forward(inputs, options)
-    return softmax.outputs(inputs.live), (options, inputs, softmax, saved)
+    return outputs_of(softmax, inputs, options), (options, inputs, softmax, saved)
 
 
 def _token_logprobs_backward(
     engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs
 ) -> tuple[None, Gradients]:
     options, inputs, softmax, saved = residuals
-    slopes = Slopes(*map(instantiate, cotangents[:3]))
+    slopes = Slopes(*map(_instantiate, cotangents[:3]))
     options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
     return None, engine.gradients(inputs, softmax, saved, slopes, options)
 
@@ -93,22 +106,24 @@ token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symboli
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def loss(engine: Any, options: Options, inputs: Any, sides: Sides, terms: Terms) -> tuple[Float[Array, ""], Any]:
-    """The loss of an engine's statistics, and these, whose cotangents have no effect."""
-    tokens = engine.forward(inputs, options.values_alone)[0].outputs(inputs.live)
-    return weighted_sum(inputs.live, tokens[:3], terms), tokens
+def loss(
+    engine: Engine, options: Options, inputs: Inputs, sides: Sides, terms: Terms
+) -> tuple[Float[Array, ""], TokenLogprobs]:
+    """The loss, and the tokens' statistics, whose cotangents have no effect."""
+    tokens = outputs_of(engine.forward(inputs, options.values_alone)[0], inputs, options)
+    return weighted_sum(inputs.live, tokens.statistics, terms), tokens
 
 
 def _loss_forward(
-    engine: Any, options: Options, inputs: Any, sides: Any, terms: Any
-) -> tuple[tuple[Float[Array, ""], Any], Any]:
-    options, (inputs, terms) = with_wanted(options, sides), values((inputs, terms))
+    engine: Engine, options: Options, inputs: Any, sides: Any, terms: Any
+) -> tuple[tuple[Float[Array, ""], TokenLogprobs], Any]:
+    options, (inputs, terms) = _with_wanted(options, sides), _values((inputs, terms))
     if options.wants_any:
-        found, gradients = engine.loss_and_gradients(inputs, terms, options)
+        softmax, gradients = engine.loss_and_gradients(inputs, terms, options)
     else:
-        found, gradients = engine.forward(inputs, options)[0], (None, None)
-    tokens = found.outputs(inputs.live)
-    value, pull = jax.vjp(functools.partial(weighted_sum, inputs.live, tokens[:3]), terms)
+        softmax, gradients = engine.forward(inputs, options)[0], (None, None)
+    tokens = outputs_of(softmax, inputs, options)
+    value, pull = jax.vjp(functools.partial(weighted_sum, inputs.live, tokens.statistics), terms)
     return (value, tokens), (pull, gradients)
 
 
@@ -116,7 +131,7 @@ def _loss_backward(
     _engine: Any, _options: Options, residuals: Any, cotangents: tuple[Any, Any]
 ) -> tuple[None, Gradients, Terms]:
     pull, gradients = residuals
-    g_loss = instantiate(cotangents[0])
+    g_loss = _instantiate(cotangents[0])
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
     return None, jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), g_terms
@@ -125,16 +140,16 @@ def _loss_backward(
 loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
-def with_wanted(options: Options, sides: Any) -> Options:
-    """The options that leave out what isn't differentiated; `sides` are those of a rule with symbolic zeros."""
+def _with_wanted(options: Options, sides: Any) -> Options:
+    """The options that leave out what isn't differentiated; `sides` are a rule's, with symbolic zeros."""
     return dataclasses.replace(options, wants_hidden=sides[0].perturbed, wants_weight=sides[1].perturbed)
 
 
-def values(perturbable: Any) -> Any:
+def _values(perturbable: Any) -> Any:
     """The values of a rule's arguments."""
     return jax.tree.map(lambda x: x.value, perturbable)
 
 
-def instantiate(cotangent: Any) -> Array:
+def _instantiate(cotangent: Any) -> Array:
     """The cotangent, zeros where it is symbolic."""
     return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent

@@ -35,8 +35,8 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     """The statistics: 1 matrix product."""
 
-    def chunk(rows: dict[str, Array]) -> Softmax:
-        return full_logits.forward(inputs._replace(**rows), options.values_alone)[0]
+    def chunk(rows: Any) -> Softmax:
+        return full_logits.forward(_with_rows(inputs, rows), options.values_alone)[0]
 
     return _joined(inputs, lax.map(chunk, _chunks(inputs, options))), None
 
@@ -55,7 +55,7 @@ def gradients(
 
     def chunk(dw_VD: Array | None, chunk: Any) -> tuple[Array | None, Array | None]:
         rows, softmax_R, slopes_R = chunk
-        own = inputs._replace(**rows)
+        own = _with_rows(inputs, rows)
         _, y_RV = full_logits.forward(own, again)
         dh_RD, more_VD = full_logits.gradients(own, softmax_R, y_RV, slopes_R, again)
         return jax.tree.map(jnp.add, dw_VD, more_VD), dh_RD
@@ -67,8 +67,7 @@ def gradients(
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     softmax, _ = forward(inputs, options)
-    slopes = contract.loss_slopes(inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options)
+    return softmax, gradients(inputs, softmax, None, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
 def _chunks(inputs: Inputs, options: Options, arrays: Any = None) -> Any:
@@ -81,8 +80,16 @@ def _chunks(inputs: Inputs, options: Options, arrays: Any = None) -> Any:
     def chunks(x: Array) -> Array:
         return jnp.pad(x, ((0, -count % rows), *[(0, 0)] * (x.ndim - 1))).reshape(-1, rows, *x.shape[1:])
 
-    own = {"hidden": inputs.hidden, "labels": inputs.labels, "live": inputs.live}
+    teacher = None if inputs.teacher is None else inputs.teacher.hidden
+    own = inputs.hidden, inputs.labels, inputs.live, teacher
     return jax.tree.map(chunks, own if arrays is None else arrays)
+
+
+def _with_rows(inputs: Inputs, rows: Any) -> Inputs:
+    """The inputs with a chunk of `_chunks` for their rows."""
+    hidden, labels, live, states = rows
+    teacher = None if inputs.teacher is None else inputs.teacher._replace(hidden=states)
+    return inputs._replace(hidden=hidden, labels=labels, live=live, teacher=teacher)
 
 
 def _joined(inputs: Inputs, chunks: Any) -> Any:

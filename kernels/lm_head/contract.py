@@ -9,10 +9,19 @@ from jax import lax
 
 from .precision import precision_of
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
-from .softmax import Slopes, Softmax
+from .softmax import Slopes, Softmax, cap_slope
 from .target import vary, varying_axes
+from .two_softmaxes import REVERSE_KL, Divergence
 
 Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None where not asked for
+
+
+class Teacher(NamedTuple):
+    """A second head at the same rows, whose distribution the student's is compared with."""
+
+    hidden: Float[Array, "N E"]
+    weight: Float[Array, "W E"]
+    temperature: Float[Array, ""]
 
 
 class Inputs(NamedTuple):
@@ -20,10 +29,11 @@ class Inputs(NamedTuple):
 
     hidden: Float[Array, "N D"]
     weight: Float[Array, "V D"]
-    labels: Integer[Array, "N"]
+    labels: Int[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
-    columns: Integer[Array, ""] | None = None  # so many first rows of `weight` are the vocabulary; None: all
+    columns: Integer[Array, ""] | None = None  # so many first rows of the weights are the vocabulary; None: all
+    teacher: Teacher | None = None
 
 
 @jax.tree_util.register_static
@@ -37,7 +47,12 @@ class Options:
     wants_hidden: bool = True
     wants_weight: bool = True
     entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
-    vocabulary_axis: str | None = None  # inside `shard_map`, the mesh axis over which the rows of `weight` are spread
+    token_slopes: bool = True  # False: so are those by the log-probability and the lse
+    divergence: Divergence = REVERSE_KL
+    teacher_softcap: float | None = None
+    vocabulary_axis: tuple[str, ...] | None = (
+        None  # inside `shard_map`, the mesh axes that the rows of W are spread over
+    )
     token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 
@@ -105,20 +120,46 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
     return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
 
 
+def no_statistics(inputs: Inputs, rows: int) -> Softmax:
+    """Statistics of rows of which none was visited."""
+    number = 4 if inputs.teacher is None else len(Softmax._fields)
+    return Softmax(*(zeros(inputs, rows) for _ in range(number)))
+
+
 def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Array, "_ _"]:
     """The product over one dim of each with float32 sums, at the precision that goes with the dtype `product`."""
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision_of(product), preferred_element_type=jnp.float32)
 
 
-def capped(y: Float[Array, "*R"], softcap: float | None) -> Float[Array, "*R"]:
-    """Products y = hidden @ weight.T after the softcap, if there is one."""
-    return y if softcap is None else softcap * jnp.tanh(y / softcap)
+def capped(products: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
+    """y of products h·W (see softmax.py)."""
+    return products if softcap is None else jnp.tanh(products * (1 / softcap))
 
 
-def logits_of(inputs: Inputs, options: Options, y: Float[Array, "*R"]) -> Float[Array, "*R"]:
-    """The logits of products y = hidden @ weight.T: softcap and temperature applied."""
-    return capped(y, options.softcap) / inputs.temperature
+def scale_of(temperature: Float[Array, ""], softcap: float | None) -> Float[Array, ""]:
+    """The logits over y."""
+    return (1 if softcap is None else softcap) / temperature
+
+
+def scales_of(inputs: Inputs, options: Options) -> tuple[Array, ...]:
+    """The student's scale, and the teacher's if there is one."""
+    own = scale_of(inputs.temperature, options.softcap)
+    if inputs.teacher is None:
+        return (own,)
+    return own, scale_of(inputs.teacher.temperature, options.teacher_softcap)
+
+
+def product_slopes(
+    dz: Float[Array, "..."], y: Float[Array, "..."], inputs: Inputs, options: Options
+) -> Float[Array, "..."]:
+    """The derivatives by the products of those by the logits."""
+    return (dz if options.softcap is None else dz * cap_slope(y)) / inputs.temperature
+
+
+def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:
+    """What the head returns of the statistics."""
+    return softmax.outputs(inputs.live, scale_of(inputs.temperature, options.softcap))
 
 
 def weighted_sum(live: Bool[Array, "N"], statistics: tuple[Float[Array, "N"], ...], terms: Terms) -> Float[Array, ""]:
@@ -139,6 +180,7 @@ def weighted_sum(live: Bool[Array, "N"], statistics: tuple[Float[Array, "N"], ..
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
 
 
-def loss_slopes(live: Bool[Array, "N"], softmax: Softmax, terms: Terms) -> Slopes:
+def loss_slopes(softmax: Softmax, terms: Terms, inputs: Inputs, options: Options) -> Slopes:
     """The derivatives of `weighted_sum` by the tokens' statistics."""
-    return Slopes(*jax.grad(weighted_sum, 1)(live, softmax.outputs(live)[:3], terms))
+    tokens = outputs_of(softmax, inputs, options)
+    return Slopes(*jax.grad(weighted_sum, 1)(inputs.live, tokens.statistics, terms))

@@ -29,8 +29,19 @@ class HeadSharding:
 
     mesh: Mesh | AbstractMesh
     tokens: tuple[str, ...]
-    vocabulary: str | None = None
+    vocabulary: str | tuple[str, ...] | None = None
     features: str | None = None
+
+    def __post_init__(self) -> None:
+        tokens: Any = self.tokens
+        if isinstance(tokens, str):
+            raise ValueError(f"sharding: tokens must be a tuple of axes: ({tokens!r},), not {tokens!r}")
+        if not isinstance(self.features, str | None):
+            raise ValueError(f"sharding: features must be an axis or None, not {self.features!r}")
+
+    @property
+    def vocabulary_axes(self) -> tuple[str, ...]:
+        return _axes(self.vocabulary)
 
     @property
     def hidden_spec(self) -> PartitionSpec:
@@ -43,27 +54,32 @@ class HeadSharding:
     def devices(self, *axes: str | None) -> int:
         return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
 
+    def _spread(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Those axes along which there are several devices."""
+        return tuple(axis for axis in axes if self.devices(axis) > 1)
+
     def in_use(self) -> "HeadSharding":
         """This layout without the axes along which there is one device, on the same mesh with Auto axes."""
-        vocabulary, features = (axis if self.devices(axis) > 1 else None for axis in (self.vocabulary, self.features))
-        tokens = tuple(axis for axis in self.tokens if self.devices(axis) > 1)
+        features = self.features if self.devices(self.features) > 1 else None
+        tokens, vocabulary = self._spread(self.tokens), self._spread(self.vocabulary_axes) or None
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
         return HeadSharding(auto, tokens, vocabulary, features)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
-        for axis in (*self.tokens, self.vocabulary, self.features):
+        for axis in (*self.tokens, *self.vocabulary_axes, self.features):
             if axis not in (None, *self.mesh.axis_names):
                 raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
-        if self.vocabulary is not None and self.vocabulary in (*self.tokens, self.features):
-            raise ValueError(f"sharding: {self.vocabulary!r} is the vocabulary's, and can't be another's axis as well")
+        for axis in self.vocabulary_axes:
+            if axis in (*self.tokens, self.features):
+                raise ValueError(f"sharding: {axis!r} is the vocabulary's, and can't be another's axis as well")
         if hidden.shape[0] % self.devices(*self.tokens):
             shards = f"{self.devices(*self.tokens)} shards over {', '.join(self.tokens)}"
             raise ValueError(f"{prefix}hidden: {hidden.shape[0]} tokens don't make {shards}; add some that don't count")
         if weight.shape[1] % self.devices(self.features):
             shards = f"{self.devices(self.features)} shards over {self.features}; set sharding's features to None"
             raise ValueError(f"{prefix}weight: {weight.shape[1]} features don't make {shards}")
-        uneven = weight.shape[0] % self.devices(self.vocabulary)
+        uneven = weight.shape[0] % self.devices(*self.vocabulary_axes)
         weight_spec = PartitionSpec(None, self.features) if uneven else self.weight_spec
         for name, array, spec in (("hidden", hidden, self.hidden_spec), ("weight", weight, weight_spec)):
             if isinstance(array, jax.core.Tracer) or len(array.sharding.device_set) == 1:
@@ -115,9 +131,14 @@ def run_on_mesh(
     def in_rows(inputs: Inputs, *others: Any) -> Any:
         rows = rows_of(inputs.labels.shape, sharding)
         states, labels, live = map(rows.flat, (inputs.hidden, inputs.labels, inputs.live))
+        teacher = inputs.teacher
+        if teacher is not None:
+            teacher = teacher._replace(hidden=rows.flat(teacher.hidden))
         if rows.sharding is not None:
             rows.sharding.check(states, inputs.weight)
-        return function(rows, inputs._replace(hidden=states, labels=labels, live=live), *others)
+            if teacher is not None:
+                rows.sharding.check(teacher.hidden, teacher.weight, "teacher_")
+        return function(rows, inputs._replace(hidden=states, labels=labels, live=live, teacher=teacher), *others)
 
     if mesh is None or sharding is None:
         return in_rows(inputs, *others)
@@ -139,10 +160,15 @@ def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpe
     tokens, *others = (*map(_axes, hidden[:-1]), ())
     if any(others):
         raise ValueError(f"hidden must be spread over its first dim alone, and its type says {hidden}")
-    vocabulary, features = (next(iter(_axes(entry)), None) for entry in weight)
-    if vocabulary in tokens:
-        vocabulary, features = None, vocabulary if width % mesh.shape[vocabulary] == 0 else None
-    return HeadSharding(mesh, tokens, vocabulary, features)
+    vocabulary, columns = map(_axes, weight)
+    if len(columns) > 1:
+        raise ValueError(f"weight's features must be spread over one axis, and its type says {weight}")
+    features = next(iter(columns), None)
+    shared = [axis for axis in vocabulary if axis in tokens]
+    if shared:
+        vocabulary = tuple(axis for axis in vocabulary if axis not in tokens)
+        features = features or (shared[0] if width % mesh.shape[shared[0]] == 0 else None)
+    return HeadSharding(mesh, tokens, vocabulary or None, features)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

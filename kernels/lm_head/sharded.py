@@ -14,10 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .contract import Engine, Gradients, Inputs, Options, Terms, gradient_dtypes
+from .contract import Engine, Gradients, Inputs, Options, Teacher, Terms, gradient_dtypes
 from .layout import HeadSharding
 from .shapes import Array, Float
-from .two_softmaxes import Pair
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,34 +78,49 @@ class Sharded:
     def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
         return self.sharding.hidden_spec, self.sharding.weight_spec
 
-    @property
-    def _inputs(self) -> Inputs:
+    def _specs(self, inputs: Inputs) -> Any:
         """The layout of a pass's arguments."""
-        return Inputs(*self._gradients, self.rows, self.rows, PartitionSpec())  # type: ignore[arg-type]
+        whole: Any = PartitionSpec()
+        states, weight = self._gradients
+        columns, teacher = None if inputs.columns is None else whole, None
+        if inputs.teacher is not None:
+            teacher = Teacher(states, weight, whole)  # type: ignore[arg-type]
+        return Inputs(states, weight, self.rows, self.rows, whole, columns, teacher)  # type: ignore[arg-type]
 
     def run(
         self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *given: tuple[Any, Any]
     ) -> Any:
         """`pass_(inputs, options, *arguments)` on each device's part; `given` are pairs (argument, its specs).
 
-        The rows of W are padded to a multiple of the vocabulary's devices, and so are those of a dW that is returned.
+        Where the vocabulary is spread, the rows of both weights are cut to what both have, and padded to a multiple of
+        its devices; and so are those of a dW that is returned.
         """
-        vocabulary = inputs.weight.shape[0]
+        shards, teacher = self.sharding.devices(*self.sharding.vocabulary_axes), inputs.teacher
+        rows = len(inputs.weight) if teacher is None else min(len(inputs.weight), len(teacher.weight))
+
+        def even(weight: Array) -> Array:
+            weight = weight if len(weight) == rows else weight[:rows]
+            return jnp.pad(weight, ((0, -rows % shards), (0, 0))) if rows % shards else weight
+
+        if shards > 1:
+            inputs = inputs._replace(weight=even(inputs.weight))
+            if teacher is not None:
+                inputs = inputs._replace(teacher=teacher._replace(weight=even(teacher.weight)))
 
         def on_device(own: Inputs, *arguments: Any) -> Any:
-            return pass_(*self._prepared(own, options, vocabulary), *arguments)
+            return pass_(*self._prepared(own, options, rows), *arguments)
 
         arguments, specs = [x for x, _ in given], [spec for _, spec in given]
+        in_specs = self._specs(inputs), *specs
         return jax.shard_map(
-            on_device, mesh=self.sharding.mesh, in_specs=(self._inputs, *specs), out_specs=out_specs, check_vma=False
-        )(self._padded(inputs), *arguments)
+            on_device, mesh=self.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )(inputs, *arguments)
 
     def run_and_sum(
         self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *given: tuple[Any, Any]
     ) -> tuple[Any, Gradients]:
         """What `pass_` gives beside the gradients of a device's part, which are summed; dW has the weight's rows."""
-        student = getattr(inputs, "student", inputs)
-        dtypes, rows = gradient_dtypes(student, options), len(student.weight)
+        dtypes, rows = gradient_dtypes(inputs, options), len(inputs.weight)
 
         def summed(*own: Any) -> tuple[Any, Gradients]:
             beside, gradients = pass_(*own)
@@ -115,28 +129,31 @@ class Sharded:
         beside, (dh, dw) = self.run(summed, (out_specs, self._gradients), inputs, options, *given)
         return beside, (dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0))))
 
-    def _padded(self, inputs: Inputs) -> Inputs:
-        """The inputs, with rows of W for all devices of the vocabulary."""
-        missing = -len(inputs.weight) % self.sharding.devices(self.sharding.vocabulary)
-        return inputs._replace(weight=jnp.pad(inputs.weight, ((0, missing), (0, 0)))) if missing else inputs
-
     def _prepared(self, own: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
         """The engine's arguments on one device: W's features gathered, labels counted from its first row of W."""
-        at, weight, labels, columns = self.sharding, own.weight, own.labels, None
-        if at.features is not None:
-            if options.dtype.itemsize < weight.dtype.itemsize:
-                weight = weight.astype(options.dtype)
-            weight = lax.all_gather(weight, at.features, axis=1, tiled=True)
-        if at.vocabulary is not None:
-            first = lax.axis_index(at.vocabulary) * len(weight)
-            labels = labels.astype(jnp.int32) - first
-            columns = jnp.clip(vocabulary - first, 0, len(weight))
+        at, labels, columns, teacher = self.sharding, own.labels, own.columns, own.teacher
+        weight = self._with_features(own.weight, options)
+        if teacher is not None:
+            teacher = teacher._replace(weight=self._with_features(teacher.weight, options))
+        axes = at.vocabulary_axes
+        if axes:
+            first = lax.axis_index(axes) * len(weight)
+            labels = labels - first
+            columns = jnp.clip((vocabulary if columns is None else columns) - first, 0, len(weight))
         wide, (dh, dw) = jnp.dtype(jnp.float32), gradient_dtypes(own, options)
-        dtypes = dh if at.vocabulary is None else wide, wide if at.tokens else dw
+        dtypes = wide if axes else dh, wide if at.tokens else dw
         options = dataclasses.replace(
-            options, vocabulary_axis=at.vocabulary, token_axes=at.tokens, gradient_dtypes=dtypes
+            options, vocabulary_axis=axes or None, token_axes=at.tokens, gradient_dtypes=dtypes
         )
-        return own._replace(weight=weight, labels=labels, columns=columns), options
+        return own._replace(weight=weight, labels=labels, columns=columns, teacher=teacher), options
+
+    def _with_features(self, weight: Float[Array, "V d"], options: Options) -> Float[Array, "V D"]:
+        """All features of a weight, of which each device stores some."""
+        if self.sharding.features is None:
+            return weight
+        if options.dtype.itemsize < weight.dtype.itemsize:
+            weight = weight.astype(options.dtype)
+        return lax.all_gather(weight, self.sharding.features, axis=1, tiled=True)
 
     def _summed(self, gradients: Gradients, dtypes: tuple[jnp.dtype, jnp.dtype]) -> Gradients:
         """The gradients summed over the devices that have a part of the sum; each keeps its part of the array."""
@@ -161,27 +178,3 @@ class Sharded:
         dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
         dw = (lax.psum(dw, others) if others else dw).astype(dtype)
         return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
-
-
-class ShardedPair(Sharded):
-    """An engine of pairs on a mesh."""
-
-    def run(
-        self, pass_: Callable[..., Any], out_specs: Any, inputs: Pair, options: Options, *given: tuple[Any, Any]
-    ) -> Any:
-        """`pass_(pair, options, *arguments)` on each device's part, which has the same tokens of both vocabularies."""
-        pair, shared = inputs, inputs.common
-        most = jnp.int32(shared) if pair.student.columns is None else pair.student.columns
-        if self.sharding.vocabulary is not None:
-            pair = Pair(*(model._replace(weight=model.weight[:shared]) for model in pair))
-        student, teacher = (model._replace(columns=None) for model in pair)
-
-        def on_device(student: Inputs, local: Options, teacher: Inputs, most: Array, *arguments: Any) -> Any:
-            teacher, _ = self._prepared(teacher, options, shared)
-            axis, rows = self.sharding.vocabulary, len(student.weight)
-            first = 0 if axis is None else lax.axis_index(axis) * rows
-            own = (model._replace(columns=jnp.clip(most - first, 0, rows)) for model in (student, teacher))
-            return pass_(Pair(*own), local, *arguments)
-
-        given = (self._padded(teacher), self._inputs), (most, PartitionSpec()), *given
-        return super().run(on_device, out_specs, student, options, *given)

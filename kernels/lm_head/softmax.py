@@ -1,9 +1,13 @@
 """Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
 
-docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of a tile.
+Logits are z = scale * y, where y is h·W and the scale 1 / temperature, or, with a softcap, y is tanh(h·W / softcap) and
+the scale softcap / temperature. Maxima, and what they are subtracted from, are in units of y: XLA may contract a
+product and a difference to one rounding, and `scale * y - scale * y` would then not be 0.
+
+docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of a tile, which are dim `dim` of a tile.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +15,9 @@ from jax import lax
 
 from .shapes import Array, Bool, Float
 
-FLOOR = -1e30  # below any logit, yet differences to it, and a vocabulary's worth of them, are finite
+FLOOR = -1e25  # below any y, yet differences to it, times any scale, and a vocabulary's worth of them, are finite
 MASKED = 2 * FLOOR  # so far below the floor that a tile of nothing else adds nothing
-_NEVER = 1e30  # a maximum that makes every probability 0
+_NEVER = 1e25  # a maximum that makes every probability 0
 
 
 class TokenLogprobs(NamedTuple):
@@ -23,133 +27,177 @@ class TokenLogprobs(NamedTuple):
     lse: Float[Array, "*N"]  # `log sum exp z`, the normaliser
     entropy: Float[Array, "*N"]  # `-sum p log p`
     likeliest: Bool[Array, "*N"]  # whether no token has a larger logit than the label; ties count
+    divergence: Float[Array, "*N"] | None = None  # from the teacher's distribution; None where there is no teacher
+
+    @property
+    def statistics(self) -> tuple[Float[Array, "*N"], ...]:
+        """What an objective may depend on."""
+        return self[:3] if self.divergence is None else (*self[:3], self.divergence)
 
 
 class Slopes(NamedTuple):
-    """The derivatives of a scalar by three statistics of each token."""
+    """The derivatives of a scalar by the statistics of each token."""
 
     logprob: Float[Array, "*N"]
     lse: Float[Array, "*N"]
     entropy: Float[Array, "*N"]
+    divergence: Any = None  # None where there is no teacher
 
 
 class Columns(NamedTuple):
     """The columns of a tile that count (the last tile overlaps the one before), and the place of each row's label."""
 
-    fresh: Bool[Array, "T"]
-    hit: Bool[Array, "R T"]
+    fresh: Bool[Array, "..."]
+    hit: Bool[Array, "..."]
 
 
 class Running(NamedTuple):
-    """Sums over the columns seen so far, with e = exp(z - top) and `top` the maximum of z.
+    """Sums over the columns seen so far, with e = exp(scale (y - top)) and `top` the maximum of y.
 
-    `sum_e_z` is the sum of e (z - top), `label` the label's z, 0 until it is seen.
+    `sum_e_y` is the sum of e (y - top), `label` the label's y, 0 until it is seen; a teacher has neither.
     """
 
-    top: Float[Array, "R"]
-    sum_e: Float[Array, "R"]
-    sum_e_z: Float[Array, "R"]
-    label: Float[Array, "R"]
+    top: Float[Array, "*R"]
+    sum_e: Float[Array, "*R"]
+    sum_e_y: Any = None
+    label: Any = None
 
 
 class Softmax(NamedTuple):
-    """Statistics over all columns: the maximum of z, log sum exp(z - top), the label's z - top, the entropy."""
+    """Statistics over all columns: the maximum of y, log sum e, the label's z less the maximum of z, the entropy.
+
+    With a teacher, also its maximum and log sum e, the divergence, and KL(p || m) for jsd, else 0.
+    """
 
     top: Float[Array, "R"]
     log_sum_e: Float[Array, "R"]
     label: Float[Array, "R"]
     entropy: Float[Array, "R"]
+    teacher_top: Any = None
+    teacher_log_sum_e: Any = None
+    divergence: Any = None
+    to_mixture: Any = None
 
-    def outputs(self, live: Bool[Array, "*R"]) -> TokenLogprobs:
+    def outputs(self, live: Bool[Array, "*R"], scale: Any) -> TokenLogprobs:
         """What the head returns; `live` are the rows that count."""
-        likeliest = (self.label >= 0) & live
-        return TokenLogprobs(self.label - self.log_sum_e, self.top + self.log_sum_e, self.entropy, likeliest)
+        lse, likeliest = scale * self.top + self.log_sum_e, (self.label >= 0) & live
+        return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, self.divergence)
 
 
-def empty_running(zeros_R: Float[Array, "R"]) -> Running:
+def empty_running(zeros_R: Float[Array, "*R"]) -> Running:
     """The state before any column."""
     return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R)
 
 
-def include_tile(running: Running, z_RT: Float[Array, "R T"], columns: Columns) -> Running:
+def include_tile(running: Running, y_RT: Float[Array, "..."], columns: Columns, scale: Any, dim: int = 1) -> Running:
     """The state after one more tile of columns."""
-    z_RT = jnp.where(columns.fresh, z_RT, MASKED)
-    top = jnp.maximum(running.top, z_RT.max(axis=1))
-    below_RT = z_RT - top[:, None]
-    e_RT, (sum_e, sum_e_z) = jnp.exp(below_RT), _raised(running, top)
+    y_RT = jnp.where(columns.fresh, y_RT, MASKED)
+    top = jnp.maximum(running.top, y_RT.max(axis=dim))
+    below_RT = y_RT - jnp.expand_dims(top, dim)
+    e_RT, old = jnp.exp(below_RT * scale), raised(running, top, scale)
+    if old.label is None or old.sum_e_y is None:
+        return Running(top, old.sum_e + e_RT.sum(axis=dim))
     return Running(
         top=top,
-        sum_e=sum_e + e_RT.sum(axis=1),
-        sum_e_z=sum_e_z + (e_RT * below_RT).sum(axis=1),
-        label=running.label + jnp.where(columns.hit, z_RT, 0).sum(axis=1),
+        sum_e=old.sum_e + e_RT.sum(axis=dim),
+        sum_e_y=old.sum_e_y + (e_RT * below_RT).sum(axis=dim),
+        label=old.label + jnp.where(columns.hit, y_RT, 0).sum(axis=dim),
     )
 
 
-def combine(a: Running, b: Running) -> Running:
+def raised(running: Running, top: Float[Array, "*R"], scale: Any) -> Running:
+    """The state relative to another maximum."""
+    shift = running.top - top
+    factor, sum_e_y = jnp.exp(shift * scale), running.sum_e_y
+    if sum_e_y is not None:
+        sum_e_y = factor * (sum_e_y + shift * running.sum_e)
+    return Running(top, factor * running.sum_e, sum_e_y, running.label)
+
+
+def combine(a: Running, b: Running, scale: Any) -> Running:
     """The state after the columns of both, which have none in common."""
     top = jnp.maximum(a.top, b.top)
-    (sum_e_a, sum_e_z_a), (sum_e_b, sum_e_z_b) = (_raised(x, top) for x in (a, b))
-    return Running(top, sum_e_a + sum_e_b, sum_e_z_a + sum_e_z_b, a.label + b.label)
+    a, b = raised(a, top, scale), raised(b, top, scale)
+    return jax.tree.map(jnp.add, a, b)._replace(top=top)
 
 
-def combine_all(parts: Running) -> Running:
+def combine_all(parts: Running, scale: Any) -> Running:
     """The state after the columns of all parts, stacked along a first dim."""
     top = parts.top.max(axis=0)
-    sum_e, sum_e_z = _raised(parts, top)
-    return Running(top, sum_e.sum(axis=0), sum_e_z.sum(axis=0), parts.label.sum(axis=0))
+    return jax.tree.map(lambda x: x.sum(axis=0), raised(parts, top, scale))._replace(top=top)
 
 
-def _raised(running: Running, top: Float[Array, "*R"]) -> tuple[Float[Array, "*S"], Float[Array, "*S"]]:
-    """sum_e and sum_e_z relative to another maximum."""
-    shift = running.top - top
-    return jnp.exp(shift) * running.sum_e, jnp.exp(shift) * (running.sum_e_z + shift * running.sum_e)
+def across_devices(running: Running, scale: Any, axis: Any) -> Running:
+    """The state after the columns of all devices along `axis`, which exchange a maximum and up to three sums a row."""
+    if axis is None:
+        return running
+    top = lax.pmax(running.top, axis)
+    return Running(top, *lax.psum(raised(running, top, scale)[1:], axis))
 
 
-def finish_live(running: Running, live: Bool[Array, "R"], axis: str | None) -> Softmax:
-    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
-
-    The devices exchange a maximum and three sums a row.
-    """
-    if axis is not None:
-        top = lax.pmax(running.top, axis)
-        running = Running(top, *lax.psum((*_raised(running, top), running.label), axis))
+def finish_live(running: Running, live: Bool[Array, "R"], scale: Any, axis: Any) -> Softmax:
+    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count."""
+    running = across_devices(running, scale, axis)
     log_sum_e = jnp.log(running.sum_e)
     # H = lse - E[z], both relative to the maximum
-    entropy = log_sum_e - running.sum_e_z / running.sum_e
-    softmax = running.top, log_sum_e, running.label - running.top, entropy
-    return Softmax(*(jnp.where(live, x, 0) for x in softmax))
+    entropy = log_sum_e - scale * (running.sum_e_y / running.sum_e)
+    softmax = Softmax(running.top, log_sum_e, scale * (running.label - running.top), entropy)
+    return jax.tree.map(lambda x: jnp.where(live, x, 0), softmax)
 
 
-def logit_slopes(z_RT: Float[Array, "R T"], softmax: Softmax, slopes: Slopes, columns: Columns) -> Float[Array, "R T"]:
-    """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, where `slopes` has a row's three g."""
-    g_logprob, g_lse, g_entropy, entropy = (
-        x[:, None] for x in (slopes.logprob, slopes.lse, slopes.entropy, softmax.entropy)
-    )
-    log_p_RT = (z_RT - softmax.top[:, None]) - softmax.log_sum_e[:, None]
-    by_p_RT = g_lse - g_logprob - g_entropy * (log_p_RT + entropy)
+def log_probabilities(
+    y_RT: Float[Array, "..."], top: Float[Array, "*R"], log_sum_e: Float[Array, "*R"], scale: Any, dim: int = 1
+) -> Float[Array, "..."]:
+    return (y_RT - jnp.expand_dims(top, dim)) * scale - jnp.expand_dims(log_sum_e, dim)
+
+
+def logit_slopes(
+    y_RT: Float[Array, "..."],
+    softmax: Softmax,
+    slopes: Slopes,
+    columns: Columns,
+    scale: Any,
+    *,
+    entropy: bool = True,
+    dim: int = 1,
+) -> Float[Array, "..."]:
+    """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, where `slopes` has a row's three g.
+
+    Without `entropy` the last term is 0.
+    """
+    log_p_RT = log_probabilities(y_RT, softmax.top, softmax.log_sum_e, scale, dim)
+    g_logprob, by_p_RT = (jnp.expand_dims(x, dim) for x in (slopes.logprob, slopes.lse - slopes.logprob))
+    if entropy:
+        g_entropy, of_row = (jnp.expand_dims(x, dim) for x in (slopes.entropy, softmax.entropy))
+        by_p_RT -= g_entropy * (log_p_RT + of_row)
     dz_RT = jnp.exp(log_p_RT) * by_p_RT + jnp.where(columns.hit, g_logprob, 0)
     return jnp.where(columns.fresh, dz_RT, 0)
 
 
 def label_slope(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: float | None) -> Float[Array, "R"]:
-    """The derivative by the label's y = h·W, in which 1 - p is computed by expm1."""
+    """The derivative by the label's product h·W, in which 1 - p is computed by expm1."""
     log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
     slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)
     if softcap is not None:
-        y = (softmax.label + softmax.top) * temperature
-        slope *= 1 - (y / softcap) ** 2
+        slope *= cap_slope(softmax.label * (temperature / softcap) + softmax.top)
     return slope / temperature
 
 
-class RowFactors(NamedTuple):
-    """Each row's numbers from which a kernel makes dy, the derivatives by its products y = h·W, float32.
+def cap_slope(y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The derivative of tanh, given its value; finite where that is a mask's floor."""
+    y = jnp.maximum(y, -1)
+    return (1 + y) * (1 - y)
 
-    dy is `at_label` in the label's column, and elsewhere `p (at_p + at_p_log_p log p) dcap/dy`. The last three include
-    1 / temperature, and `at_label` the cap's derivative at the label.
+
+class RowFactors(NamedTuple):
+    """Each row's numbers from which a kernel makes the derivatives by its products h·W, float32.
+
+    They are `at_label` in the label's column, and elsewhere `p (at_p + at_p_log_p log p)` times the cap's derivative.
+    The last three include 1 / temperature, and `at_label` the cap's derivative at the label.
     """
 
-    top: Float[Array, "R"]  # the maximum over the whole vocabulary, in the kernel's units
+    top: Float[Array, "R"]  # the maximum of y over the whole vocabulary
     log_sum_e: Float[Array, "R"]
     at_p: Float[Array, "R"]
     at_p_log_p: Float[Array, "R"]  # 0 where the loss doesn't depend on the entropy
@@ -161,11 +209,9 @@ class RowFactors(NamedTuple):
         return zeroed._replace(top=jnp.where(live, self.top, _NEVER))
 
 
-def row_factors(
-    softmax: Softmax, top: Float[Array, "R"], slopes: Slopes, temperature: Array, softcap: float | None
-) -> RowFactors:
+def row_factors(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: float | None) -> RowFactors:
     """The factors for the derivatives `slopes` by the rows' statistics."""
     scale = 1 / temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     at_label = label_slope(softmax, slopes, temperature, softcap)
-    return RowFactors(top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label)
+    return RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label)

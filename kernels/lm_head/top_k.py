@@ -3,6 +3,7 @@
 Suffixes: N rows, R rows of a block; T columns of a tile, K columns of a list.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from .contract import Inputs, Options
 from .layout import HeadSharding, Rows, run_on_mesh
 from .shapes import Array, Bool, Float, Int
 from .sharded import Sharded
-from .softmax import Columns, Softmax, empty_running, finish_live, include_tile
+from .softmax import empty_running, finish_live, include_tile, log_probabilities
 from .target import same_varying
 
 Lists = tuple[Array, ...]
@@ -41,50 +42,47 @@ def top_k_logprobs(
     if not isinstance(k, int) or not 1 <= k <= np.shape(weight)[0]:
         raise ValueError(f"k must be a number from 1 to the vocabulary's {np.shape(weight)[0]}, not {k!r}")
 
-    inputs = checked_inputs(hidden, weight, where=where, temperature=temperature)
-    inputs = same_varying(inputs)
+    inputs = same_varying(checked_inputs(hidden, weight, where=where, temperature=temperature))
     options = checked_options(softcap, dtype, inputs[:2])
 
     def pass_(inputs: Inputs, options: Options) -> Lists:
-        softmax, lists = _search(inputs, options, k)
-        axis = options.vocabulary_axis
-        if axis is not None:  # the lists of all shards beside each other, in their order
-            lists = tuple(lax.all_gather(x, axis, axis=1, tiled=True) for x in lists)
-        z_NK, id_NK = _largest(k, lists)
-        logprob_NK = (z_NK - softmax.top[:, None]) - softmax.log_sum_e[:, None]
+        axes, plan = options.vocabulary_axis, xla.make_plan(inputs)
+        zeros = contract.zeros(inputs, 0, k), contract.zeros(inputs, 0, k, dtype=jnp.int32)
+        found = xla.over_rows(plan, inputs, options, functools.partial(_search, plan, options, k), zeros)
+        if axes is not None:  # the lists of all shards beside each other, in their order
+            found = _largest(k, tuple(lax.all_gather(x, axes, axis=1, tiled=True) for x in found))
+        logprob_NK, id_NK = found
         return tuple(jnp.where(inputs.live[:, None], x, 0) for x in (logprob_NK, id_NK))
 
     def run(rows: Rows, inputs: Inputs) -> Lists:
-        count = len(inputs.labels)
-        if not count:  # one row is computed and dropped
-            one = lambda x: jnp.ones((1, *x.shape[1:]), x.dtype)  # noqa: E731
-            inputs = Inputs(one(inputs.hidden), inputs.weight, one(inputs.labels), one(inputs.live), inputs.temperature)
         engine: Any = Sharded.of(xla, rows.sharding)
         on_mesh = isinstance(engine, Sharded)
         found = engine.run(pass_, engine.rows, inputs, options) if on_mesh else pass_(inputs, options)
-        return tuple(rows.folded(x[:count]) for x in found)
+        return tuple(map(rows.folded, found))
 
+    if not inputs.labels.size:
+        return tuple(jnp.zeros((*inputs.labels.shape, k), dtype) for dtype in (jnp.float32, jnp.int32))  # type: ignore[return-value]
     return run_on_mesh(run, sharding, inputs)
 
 
-def _search(inputs: Inputs, options: Options, k: int) -> tuple[Softmax, Lists]:
-    """The statistics, and the k largest columns of this shard of the vocabulary."""
+def _search(plan: xla.Plan, options: Options, k: int, own: Inputs) -> Lists:
+    """The log-probabilities and ids of the k largest columns of this shard of the vocabulary, for a block's rows."""
     shard = 0 if options.vocabulary_axis is None else lax.axis_index(options.vocabulary_axis)
-    first = jnp.int32(shard * len(inputs.weight))
+    first, (scale,) = jnp.int32(shard * len(own.weight)), contract.scales_of(own, options)
+    zeros_R = contract.zeros(own, plan.block)
 
-    def include(state: Any, z_RT: Array, columns: Columns, column_T: Array, _: Array) -> Any:
-        running, lists = state
-        z_RT = jnp.where(columns.fresh, z_RT, -jnp.inf)
-        new = _largest(k, (z_RT, jnp.broadcast_to(first + column_T, z_RT.shape)))
-        z_RK, id_RK = (jnp.concatenate(both, axis=1) for both in zip(lists, new, strict=True))
-        return include_tile(running, z_RT, columns), _largest(k, (z_RK, id_RK))
+    def include(c: Array, state: Any) -> Any:
+        (running, lists), columns = state, xla.columns_of(plan, own, c)
+        (y_RT,) = xla.logits_of_tile(plan, own, options, c)
+        ids = jnp.broadcast_to(first + xla.start_of(plan, c) + jnp.arange(plan.tile, dtype=jnp.int32), y_RT.shape)
+        new = _largest(k, (jnp.where(columns.fresh, y_RT, -jnp.inf), ids))
+        joined = tuple(jnp.concatenate(both, axis=1) for both in zip(lists, new, strict=True))
+        return include_tile(running, y_RT, columns, scale), _largest(k, joined)
 
-    def empty(rows: int) -> Any:
-        nothing = contract.zeros(inputs, rows, k) - jnp.inf, contract.zeros(inputs, rows, k, dtype=jnp.int32)
-        return empty_running(contract.zeros(inputs, rows)), nothing
-
-    running, lists = xla.stream(inputs, options, empty, include)
-    return finish_live(running, inputs.live, options.vocabulary_axis), lists
+    lists = contract.zeros(own, plan.block, k) - jnp.inf, contract.zeros(own, plan.block, k, dtype=jnp.int32)
+    running, (y_RK, id_RK) = lax.fori_loop(0, plan.tiles, include, (empty_running(zeros_R), lists))
+    softmax = finish_live(running, own.live, scale, options.vocabulary_axis)
+    return log_probabilities(y_RK, softmax.top, softmax.log_sum_e, scale), id_RK
 
 
 def _largest(k: int, lists: Lists) -> Lists:

@@ -7,242 +7,166 @@ arXiv:2306.13649, section 3):
     reverse_kl  KL(p || q)                              dz = p (log p - log q - KL)
     jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
 
-Where both have the same logits, all of it is exactly 0. Suffixes: R rows, T columns of a tile, which are dim `dim` of a
-tile of both models' logits: 2, but 1 in TPU kernels, where columns come before rows. These have z, and its maxima, in
-units of `scale`: a product by 1 / temperature before the maximum is subtracted would not be rounded the same twice.
+Where both have the same logits, all of it is exactly 0. Suffixes as in softmax.py, whose state each model has; a pair
+is the student's and the teacher's.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from .contract import Gradients, Inputs, Options
 from .shapes import Array, Bool, Float
-from .softmax import FLOOR, MASKED
+from .softmax import (
+    FLOOR,
+    MASKED,
+    Columns,
+    Running,
+    Softmax,
+    across_devices,
+    empty_running,
+    finish_live,
+    include_tile,
+    log_probabilities,
+    raised,
+)
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
+Both = tuple[Array, ...]
+"""The student's and the teacher's."""
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Divergence:
     kind: Kind
-    beta: float  # of jsd alone
+    beta: float = 0.0  # of jsd alone
 
     @property
     def in_one_pass(self) -> bool:
         """Whether sums over unnormalised exponentials give the value: not with m, which takes both normalisers."""
         return self.kind != "jsd"
 
-
-class Pair(NamedTuple):
-    """Student and teacher at the same rows. `columns`, as far as both weights reach, are the tokens that both have."""
-
-    student: Inputs  # labels aren't looked at
-    teacher: Inputs
-
     @property
-    def live(self) -> Bool[Array, "N"]:
-        return self.student.live
+    def order(self) -> tuple[int, int]:
+        """The softmax over which KL's expectation is taken, and the other: 0 the student's, 1 the teacher's."""
+        return (1, 0) if self.kind == "forward_kl" else (0, 1)
 
-    @property
-    def common(self) -> int:
-        """The number of rows that both weights have."""
-        return min(len(self.student.weight), len(self.teacher.weight))
+
+REVERSE_KL = Divergence("reverse_kl")
 
 
 class RunningPair(NamedTuple):
-    """Sums over the columns seen so far, with e = exp(z - top) and `top` the maximum of z, of each softmax.
+    """Each softmax's state, and `cross`: the sum of e (log e - log e'), where KL(first || other) has these e and e'."""
 
-    `cross` is the sum of e (z - top - (z' - top')), where e and z are the first argument's of the KL divergence, and
-    primes are the other's.
-    """
+    student: Running
+    teacher: Running
+    cross: Float[Array, "*R"]
 
-    top: Float[Array, "2 R"]
-    sum_e: Float[Array, "2 R"]
-    cross: Float[Array, "R"]
-
-
-class TwoSoftmaxes(NamedTuple):
-    """The maximum of z and log sum exp(z - top), of student and teacher; the divergence; KL(p || m) for jsd, else 0."""
-
-    top: Float[Array, "R"]
-    log_sum_e: Float[Array, "R"]
-    teacher_top: Float[Array, "R"]
-    teacher_log_sum_e: Float[Array, "R"]
-    divergence: Float[Array, "R"]
-    to_mixture: Float[Array, "R"]
-
-    def outputs(self, live: Bool[Array, "R"]) -> tuple[Float[Array, "R"]]:
-        """What a loss is a function of; 0 at rows that don't count."""
-        return (self.divergence,)
+    def raised(self, tops: Both, scales: Both, how: Divergence) -> "RunningPair":
+        """The state relative to other maxima."""
+        (first, other), models = how.order, self[:2]
+        shifts = [(x.top - top) * scale for x, top, scale in zip(models, tops, scales, strict=True)]
+        cross = jnp.exp(shifts[first]) * (self.cross + (shifts[first] - shifts[other]) * models[first].sum_e)
+        student, teacher = map(raised, models, tops, scales)
+        return RunningPair(student, teacher, cross)
 
 
-@runtime_checkable
-class PairEngine(Protocol):
-    """An implementation of divergences, as `contract.Engine` is one of the head. Rows that don't count are 0."""
-
-    def forward(self, pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
-        """The statistics of all rows."""
-
-    def gradients(
-        self, pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
-    ) -> Gradients:
-        """The student's wanted gradients of a scalar with derivatives `slopes`; dh is this vocabulary shard's part."""
-
-    def loss_and_gradients(
-        self, pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
-    ) -> tuple[TwoSoftmaxes, Gradients]:
-        """The statistics, and the wanted gradients of the divergences' sum with these weights."""
-
-    def obstacle(self, pair: Pair, options: Options) -> str | None:
-        """The reason why it can't run, or None. The pair may be shapes and dtypes alone."""
-
-
-def empty(zeros_R: Float[Array, "R"]) -> RunningPair:
+def empty_pair(zeros_R: Float[Array, "*R"]) -> RunningPair:
     """The state before any column."""
-    zeros_2R = jnp.stack([zeros_R, zeros_R])
-    return RunningPair(zeros_2R + FLOOR, zeros_2R, zeros_R)
+    return RunningPair(empty_running(zeros_R), Running(zeros_R + FLOOR, zeros_R), zeros_R)
 
 
-def include_tile(
-    running: RunningPair,
-    z_2RT: Float[Array, "2 *R T"],
-    fresh: Bool[Array, "..."],
-    how: Divergence,
-    dim: int = 2,
-    scale: Any = 1,
+def include_tiles(
+    running: RunningPair, y_RT: Both, columns: Columns, scales: Both, how: Divergence, dim: int = 1
 ) -> RunningPair:
-    """The state after one more tile of columns, of which `fresh` count."""
-    z_2RT = jnp.where(fresh, z_2RT, MASKED)
-    top = jnp.maximum(running.top, z_2RT.max(axis=dim))
-    below_2RT = z_2RT - jnp.expand_dims(top, dim)
-    e_2RT = jnp.exp(below_2RT * scale)
-    raised = _raised(running, top, how, scale)
-    cross = raised.cross
+    """The state after one more tile of columns of both models."""
+    y_RT = tuple(jnp.where(columns.fresh, y, MASKED) for y in y_RT)
+    models = [include_tile(x, y, columns, scale, dim) for x, y, scale in zip(running[:2], y_RT, scales, strict=True)]
+    tops, (first, other) = (models[0].top, models[1].top), how.order
+    cross = running.cross
     if how.in_one_pass:
-        first = _first(how)
-        apart_RT = jnp.where(fresh, (below_2RT[first] - below_2RT[1 - first]) * scale, 0)
-        cross += (e_2RT[first] * apart_RT).sum(axis=dim - 1)
-    return RunningPair(top, raised.sum_e + e_2RT.sum(axis=dim), cross)
+        below = [(y - jnp.expand_dims(top, dim)) * scale for y, top, scale in zip(y_RT, tops, scales, strict=True)]
+        apart_RT = jnp.where(columns.fresh, below[first] - below[other], 0)
+        cross = running.raised(tops, scales, how).cross + (jnp.exp(below[first]) * apart_RT).sum(axis=dim)
+    return RunningPair(models[0], models[1], cross)
 
 
-def combine_all(parts: RunningPair, how: Divergence, scale: Any) -> RunningPair:
-    """The state after the columns of all parts, which are stacked along the dim before the rows."""
-    top = parts.top.max(axis=1)
-    raised = _raised(parts, top[:, None], how, scale)
-    return RunningPair(top, raised.sum_e.sum(axis=1), raised.cross.sum(axis=0))
+def combine_pairs(parts: RunningPair, scales: Both, how: Divergence) -> RunningPair:
+    """The state after the columns of all parts, stacked along a first dim."""
+    tops = parts.student.top.max(axis=0), parts.teacher.top.max(axis=0)
+    student, teacher, cross = jax.tree.map(lambda x: x.sum(axis=0), parts.raised(tops, scales, how))
+    return RunningPair(student._replace(top=tops[0]), teacher._replace(top=tops[1]), cross)
 
 
-def finish(
-    running: RunningPair, live: Bool[Array, "R"], how: Divergence, axis: str | None, scale: Any = 1
-) -> TwoSoftmaxes:
+def finish_pair(running: RunningPair, live: Bool[Array, "R"], scales: Both, how: Divergence, axis: Any) -> Softmax:
     """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
 
-    For jsd the divergence is still to be added up (`mixture_terms`). Devices exchange two maxima and three sums a row.
+    For jsd the divergence is still to be added up (`mixture_terms`). Devices exchange two maxima and five sums a row.
     """
     if axis is not None:
-        top = lax.pmax(running.top, axis)
-        raised = _raised(running, top, how, scale)
-        running = RunningPair(top, *lax.psum((raised.sum_e, raised.cross), axis))
-    log_sum_e, first = jnp.log(running.sum_e), _first(how)
-    divergence = running.cross / running.sum_e[first] - log_sum_e[first] + log_sum_e[1 - first]
-    (top, teacher_top), (own, teachers) = running.top, log_sum_e
-    found = (top, own, teacher_top, teachers, divergence if how.in_one_pass else 0, 0)
-    return TwoSoftmaxes(*(jnp.where(live, x, 0.0) for x in found))
+        tops = tuple(jax.lax.pmax(x.top, axis) for x in running[:2])
+        cross = jax.lax.psum(running.raised(tops, scales, how).cross, axis)
+        models = (across_devices(x, scale, axis) for x, scale in zip(running[:2], scales, strict=True))
+        running = RunningPair(*models, cross)  # type: ignore[call-arg, arg-type]
+    (student, teacher, cross), (first, other) = running, how.order
+    sums = student.sum_e, teacher.sum_e
+    divergence = cross / sums[first] - jnp.log(sums[first]) + jnp.log(sums[other])
+    found = teacher.top, jnp.log(teacher.sum_e), divergence if how.in_one_pass else cross
+    top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in found)
+    softmax = finish_live(student, live, scales[0], None)
+    return softmax._replace(
+        teacher_top=top, teacher_log_sum_e=log_sum_e, divergence=divergence, to_mixture=jnp.zeros_like(top)
+    )
 
 
-def statistics(
-    tiles: int,
-    logits: Callable[[Array], tuple[Float[Array, "2 R T"], Bool[Array, "T"]]],
-    live: Bool[Array, "R"],
-    how: Divergence,
-    axis: str | None,
-) -> TwoSoftmaxes:
-    """The statistics of rows; `logits` gives both models' in tile c, and which of its columns count there."""
-
-    def tile(c: Array, running: RunningPair) -> RunningPair:
-        return include_tile(running, *logits(c), how)
-
-    zeros_R = 0 * live.astype(jnp.float32)
-    found = finish(lax.fori_loop(0, tiles, tile, empty(zeros_R)), live, how, axis)
-    if how.in_one_pass:
-        return found
-
-    def mixture(c: Array, sums: Float[Array, "2 R"]) -> Float[Array, "2 R"]:
-        z_2RT, fresh_T = logits(c)
-        terms = mixture_terms(log_p(z_2RT, found), fresh_T, how)
-        # In one reduction: XLA for GPUs would write arrays that two of them share.
-        zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
-        return sums + jnp.stack(lax.reduce(terms, zero, add, (1,)))
-
-    sums = lax.fori_loop(0, tiles, mixture, jnp.stack([zeros_R, zeros_R]))
-    divergence, to_mixture = jnp.where(live, sums if axis is None else lax.psum(sums, axis), 0)
-    return found._replace(divergence=divergence, to_mixture=to_mixture)
-
-
-def log_p(z_2RT: Float[Array, "2 *R T"], found: TwoSoftmaxes, dim: int = 2, scale: Any = 1) -> Float[Array, "2 *R T"]:
+def both_log_p(y_RT: Both, softmax: Softmax, scales: Both, dim: int = 1) -> Both:
     """Both softmaxes' log-probabilities."""
-    top_2R = jnp.stack([found.top, found.teacher_top])
-    log_sum_e_2R = jnp.stack([found.log_sum_e, found.teacher_log_sum_e])
-    return (z_2RT - jnp.expand_dims(top_2R, dim)) * scale - jnp.expand_dims(log_sum_e_2R, dim)
+    return (
+        log_probabilities(y_RT[0], softmax.top, softmax.log_sum_e, scales[0], dim),
+        log_probabilities(y_RT[1], softmax.teacher_top, softmax.teacher_log_sum_e, scales[1], dim),
+    )
 
 
-def mixture_terms(
-    log_p_2RT: Float[Array, "2 *R T"], fresh: Bool[Array, "..."], how: Divergence
-) -> tuple[Float[Array, "*R T"], Float[Array, "*R T"]]:
+def mixture_terms(log_p_RT: Both, fresh: Bool[Array, "..."], how: Divergence) -> Both:
     """What each column of a tile adds to jsd, and to KL(p || m)."""
-    p_2RT = jnp.where(fresh, jnp.exp(log_p_2RT), 0)
-    of_student_RT, of_teacher_RT = p_2RT * above_mixture(log_p_2RT, how)
+    of_student_RT, of_teacher_RT = (
+        jnp.where(fresh, jnp.exp(log_p), 0) * above
+        for log_p, above in zip(log_p_RT, above_mixture(log_p_RT, how), strict=True)
+    )
     return how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT, of_student_RT
 
 
-def above_mixture(log_p_2RT: Float[Array, "2 *R T"], how: Divergence) -> Float[Array, "2 *R T"]:
+def above_mixture(log_p_RT: Both, how: Divergence) -> Both:
     """log p - log m and log q - log m: 0 where p = q."""
-    apart_RT = log_p_2RT[0] - log_p_2RT[1]
+    apart_RT = log_p_RT[0] - log_p_RT[1]
     # log m less the larger of the two; the smaller one's share of m is its part of the sum.
     share_RT = jnp.where(apart_RT > 0, how.beta, 1 - how.beta)
     # With t = tanh(x / 2), expm1(-x) is -2 t / (1 + t): kernels for TPUs have no expm1.
     tanh_RT = jnp.tanh(jnp.abs(apart_RT) / 2)
     mixture_RT = jnp.log1p(-2 * share_RT * tanh_RT / (1 + tanh_RT))
-    return jnp.stack([jnp.minimum(apart_RT, 0), jnp.minimum(-apart_RT, 0)]) - mixture_RT
+    return jnp.minimum(apart_RT, 0) - mixture_RT, jnp.minimum(-apart_RT, 0) - mixture_RT
 
 
-def logit_slopes(
-    z_2RT: Float[Array, "2 *R T"],
-    found: TwoSoftmaxes,
-    slopes: Float[Array, "..."],
+def divergence_slopes(
+    y_RT: Both,
+    softmax: Softmax,
+    slopes: Float[Array, "*R"],
     fresh: Bool[Array, "..."],
+    scales: Both,
     how: Divergence,
-    dim: int = 2,
-    scale: Any = 1,
-) -> Float[Array, "*R T"]:
-    """The derivatives by the student's logits of a scalar with derivatives `slopes` by the rows' divergences."""
-    log_p_2RT = log_p(z_2RT, found, dim, scale)
-    divergence, to_mixture, slopes = (jnp.expand_dims(x, dim - 1) for x in (found.divergence, found.to_mixture, slopes))
-    p_RT, q_RT = jnp.exp(log_p_2RT)
+    dim: int = 1,
+) -> Float[Array, "..."]:
+    """The derivatives by the student's z of a scalar with derivatives `slopes` by the rows' divergences."""
+    log_p_RT = both_log_p(y_RT, softmax, scales, dim)
+    divergence, to_mixture, slopes = (jnp.expand_dims(x, dim) for x in (softmax.divergence, softmax.to_mixture, slopes))
+    p_RT, q_RT = map(jnp.exp, log_p_RT)
     if how.kind == "forward_kl":
         dz_RT = p_RT - q_RT
     elif how.kind == "reverse_kl":
-        dz_RT = p_RT * (log_p_2RT[0] - log_p_2RT[1] - divergence)
+        dz_RT = p_RT * (log_p_RT[0] - log_p_RT[1] - divergence)
     else:
-        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_2RT, how)[0] - to_mixture)
+        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_RT, how)[0] - to_mixture)
     return jnp.where(fresh, slopes * dz_RT, 0)
-
-
-def _first(how: Divergence) -> int:
-    """The softmax over which KL's expectation is taken: 0 the student's, 1 the teacher's."""
-    return int(how.kind == "forward_kl")
-
-
-def _raised(running: RunningPair, top: Float[Array, "2 *R"], how: Divergence, scale: Any) -> RunningPair:
-    """The sums relative to other maxima."""
-    shift, first = running.top - top, _first(how)
-    e = jnp.exp(shift * scale)
-    apart = (shift[first] - shift[1 - first]) * scale
-    return RunningPair(top, e * running.sum_e, e[first] * (running.cross + apart * running.sum_e[first]))

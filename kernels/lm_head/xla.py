@@ -1,15 +1,17 @@
 """The head in plain XLA, a tile of logits at a time: the CPU's implementation and every other backend's fallback.
 
 Rows that count are moved ahead of the others, and a `while_loop` takes them in blocks. docs/head.md describes the two
-ways to the gradients: recomputation (4 matrix products) and waves (3).
+ways to the gradients: recomputation (4 matrix products) and waves (3). A teacher of E features adds r = E / D products
+each time that logits are computed; jsd without kept logits computes them once more, since the mixture needs both
+normalisers.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
-`y` is the product of hidden states and weight, `z` the logits.
+`y` is in the units of softmax.py, a tuple of the student's and, if there is one, the teacher's.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +20,20 @@ from jax import lax
 from . import contract, target
 from .contract import Gradients, Inputs, Options, Terms
 from .live_rows import live_rows, over_waves, round_up, write
-from .shapes import Array, Bool, Float, Int, Integer
-from .softmax import (
-    Columns,
-    Slopes,
-    Softmax,
-    empty_running,
-    finish_live,
-    include_tile,
-    logit_slopes,
-)
-
-State = TypeVar("State")
+from .shapes import Array, Bool, Float
+from .softmax import Columns, Slopes, Softmax, empty_running, finish_live, include_tile, logit_slopes
+from .two_softmaxes import both_log_p, divergence_slopes, empty_pair, finish_pair, include_tiles, mixture_terms
 
 _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
+Logits = tuple[Array, ...]
+"""The student's y [R, T] and, if there is one, the teacher's."""
+
 
 class Plan(NamedTuple):
-    """Blocks of rows and tiles of columns, of the first `vocabulary` rows of a weight."""
+    """Blocks of rows and tiles of columns, of the first `vocabulary` rows of each weight."""
 
     block: int
     tile: int
@@ -50,184 +46,158 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
-    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
+    """In waves where the workspace has room for their logits, else with logits computed again."""
+    plan = make_plan(inputs)
     wave = wave_rows(plan, inputs, options)
     if wave:
         return _waves(plan._replace(block=wave), inputs, terms, options)
-    softmax, _ = forward(inputs, options)
-    slopes = contract.loss_slopes(inputs.live, softmax, terms)
-    return softmax, gradients(inputs, softmax, None, slopes, options)
+    softmax, _ = forward(inputs, dataclasses.replace(options, workspace=0))
+    return softmax, gradients(inputs, softmax, None, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
-    """The statistics of all tokens: 1 matrix product."""
+    """The statistics of all tokens: 1 matrix product, r with a teacher; twice that for jsd without room for logits."""
+    plan, options = make_plan(inputs), options.values_alone
+    if inputs.teacher is not None and not options.divergence.in_one_pass:
+        wave = wave_rows(plan, inputs, options)
+        if wave:
+            return _waves(plan._replace(block=wave), inputs, None, options)[0], None
 
-    empty = lambda rows: empty_running(contract.zeros(inputs, rows))  # noqa: E731
-    running = stream(inputs, options, empty, lambda running, z, columns, *_: include_tile(running, z, columns))
-    return finish_live(running, inputs.live, options.vocabulary_axis), None
+    if inputs.teacher is not None:
+        nothing = contract.no_statistics(inputs, 0)
+        return over_rows(plan, inputs, options, lambda own: statistics(plan, own, options)[0], nothing), None
+    # Devices exchange their sums of all rows at once: the loop over blocks needs no step in common.
+    alone, empty = dataclasses.replace(options, vocabulary_axis=None), empty_running(contract.zeros(inputs, 0))
+    running = over_rows(plan, inputs, alone, lambda own: _running(plan, own, options)[0], empty)
+    return finish_live(running, inputs.live, contract.scales_of(inputs, options)[0], options.vocabulary_axis), None
 
 
-def stream(
-    inputs: Inputs,
-    options: Options,
-    empty: Callable[[int], State],
-    include: Callable[[State, Array, Columns, Array, Array], State],
-) -> State:
-    """The state of all rows after one pass over the vocabulary, a tree of arrays [N, ...]: 1 matrix product.
-
-    `empty` makes the state of so many rows, and `include(state, z_RT, columns, column_T, row_R)` the one after a tile
-    of logits. Rows that don't count have ones.
-    """
-    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
+def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inputs], Any], nothing: Any) -> Any:
+    """A tree of arrays [N, ...] such as `nothing`, which `block` gives for the inputs of a block's rows."""
     live = live_rows(inputs.live, plan.block)
 
-    def block(i: Array, all_M: State) -> State:
-        row_R, _ = live.block(i, plan.block)
-        h_RD, labels_R = inputs.hidden[row_R], inputs.labels[row_R]
+    def step(i: Array, all_M: Any) -> Any:
+        return write(all_M, block(rows_of(inputs, *live.block(i, plan.block))), i * plan.block)
 
-        def tile(c: Array, state: State) -> State:
-            w_TD, columns = _tile(plan, inputs, c, labels_R)
-            z_RT = contract.logits_of(inputs, options, product(options, h_RD, w_TD, (1, 1)))
-            return include(state, z_RT, columns, start_of(plan, c) + jnp.arange(plan.tile), row_R)
-
-        return write(all_M, lax.fori_loop(0, plan.tiles, tile, empty(plan.block)), i * plan.block)
-
-    unvisited = jax.tree.map(jnp.ones_like, empty(len(live.row)))
-    all_M = live.over_blocks(plan.block, block, unvisited)
+    unvisited = jax.tree.map(lambda x: contract.zeros(inputs, len(live.row), *x.shape[1:], dtype=x.dtype), nothing)
+    all_M = live.over_blocks(plan.block, step, unvisited, options.in_step)
     return jax.tree.map(lambda x: x[live.place], all_M)
 
 
-def gradients(
-    inputs: Inputs,
-    softmax: Softmax,
-    saved: None,
-    slopes: Slopes,
-    options: Options,
-) -> Gradients:
-    """The gradients by recomputation: 3 matrix products, 2 for one gradient alone."""
-    plan = make_plan(len(inputs.labels), *inputs.weight.shape)
-
-    def dy(c: Array, row_R: Array, live_R: Array) -> Float[Array, "R T"]:
-        w_TD, columns = _tile(plan, inputs, c, inputs.labels[row_R])
-        softmax_R = jax.tree.map(lambda x: x[row_R], softmax)
-        slopes_R = jax.tree.map(lambda g: jnp.where(live_R, g[row_R], 0), slopes)
-        y_RT = product(options, inputs.hidden[row_R], w_TD, (1, 1))
-        return _product_slopes(inputs, options, y_RT, softmax_R, slopes_R, columns)
-
-    return products_of_slopes(plan, inputs, options, dy)
-
-
-def products_of_slopes(
-    plan: Plan,
-    inputs: Inputs,
-    options: Options,
-    dy: Callable[[Array, Array, Array], Float[Array, "R T"]],
-) -> Gradients:
-    """The wanted gradients, tile by tile and in each block by block; `dy(c, row_R, live_R)` are slopes by products."""
+def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
+    """The gradients by recomputation, tile by tile and in each block by block: 3 + r products, 2 + r for one alone."""
+    plan = make_plan(inputs)
     live = live_rows(inputs.live, plan.block)
+    vocabulary, features = inputs.weight.shape
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
 
     def tile(c: Array, carry: Any) -> Any:
         dh_MD, dw_VD = carry
 
         def block(i: Array, carry: Any) -> Any:
             row_R, live_R = live.block(i, plan.block)
-            dy_RT, (dh_MD, dw_TD) = dy(c, row_R, live_R), carry
+            own, (dh_MD, dw_TD) = rows_of(inputs, row_R, live_R), carry
+            softmax_R, slopes_R = jax.tree.map(lambda x: jnp.where(live_R, x[row_R], 0), (softmax, slopes))
+            dy_RT = slopes_of_tile(plan, own, options, logits_of_tile(plan, own, options, c), c, softmax_R, slopes_R)
             if options.wants_hidden:
-                dh_RD = product(options, dy_RT, weight_tile(plan, inputs, c), (1, 0))
+                dh_RD = product(options, dy_RT, weight_tile(plan, inputs.weight, c), (1, 0))
                 dh_MD = add_rows(dh_MD, dh_RD, i * plan.block)
             if options.wants_weight:
-                dw_TD += product(options, dy_RT, inputs.hidden[row_R], (0, 0))
+                dw_TD += product(options, dy_RT, own.hidden, (0, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, plan.tile, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.block, block, (dh_MD, dw_TD))
         return dh_MD, None if dw_TD is None else add_rows(dw_VD, dw_TD, start_of(plan, c))
 
-    vocabulary, features = inputs.weight.shape
-    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
     dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 
-def _waves(plan: Plan, inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
-    """Statistics and gradients, keeping a block's products: 3 matrix products, 2 for one gradient alone."""
+def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) -> tuple[Softmax, Gradients]:
+    """Statistics and wanted gradients, keeping a block's logits: 3 + r products, 2 + r for one gradient alone."""
 
-    def wave(row_R: Array, live_R: Array, h_RD: Array, y_CRT: Array) -> Any:
-        labels_R = inputs.labels[row_R]
-
-        def forward(c: Array, carry: Any) -> Any:
-            running, y_CRT = carry
-            w_TD, columns = _tile(plan, inputs, c, labels_R)
-            y_RT = product(options, h_RD, w_TD, (1, 1))
-            running = include_tile(running, contract.logits_of(inputs, options, y_RT), columns)
-            return running, lax.dynamic_update_index_in_dim(y_CRT, y_RT, c, 0)
-
-        nothing = empty_running(contract.zeros(inputs, plan.block))
-        running, y_CRT = lax.fori_loop(0, plan.tiles, forward, (nothing, y_CRT))
-        softmax_R = finish_live(running, live_R, options.vocabulary_axis)
-        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
-
-        def dy(c: Array) -> Float[Array, "R T"]:
-            columns = _tile(plan, inputs, c, labels_R)[1]
-            return _product_slopes(inputs, options, y_CRT[c], softmax_R, slopes_R, columns)
-
-        return softmax_R, y_CRT, dy
-
-    all_M = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.block)) for _ in Softmax._fields))
-    kept = contract.zeros(inputs, plan.tiles, plan.block, plan.tile)
-    return in_waves(plan, inputs, options, wave, all_M, kept)
-
-
-def in_waves(
-    plan: Plan,
-    inputs: Inputs,
-    options: Options,
-    wave: Callable[[Array, Array, Array, Array], tuple[State, Array, Callable[[Array], Float[Array, "R T"]]]],
-    all_M: State,
-    kept: Array,
-) -> tuple[State, Gradients]:
-    """What `over_waves` gives, a tile of columns at a time.
-
-    `wave(row_R, live_R, h_RD, kept)` gives a block's statistics, what it has kept for backward, and tiles of slopes.
-    """
-
-    def step(row_R: Array, live_R: Array, dw_VD: Array | None, kept: Array) -> Any:
-        # A block may have no row that counts, and still run for its collectives: its rows must not hold NaN.
-        h_RD = jnp.where(live_R[:, None], inputs.hidden[row_R], 0)
-        all_R, kept, dy = wave(row_R, live_R, h_RD, kept)
+    def step(row_R: Array, live_R: Array, dw_VD: Array | None, kept: Any) -> Any:
+        own = rows_of(inputs, row_R, live_R)
+        softmax_R, kept = statistics(plan, own, options, kept)
+        dh_RD = contract.zeros(inputs, *own.hidden.shape) if options.wants_hidden else None
+        if terms is None or not options.wants_any:
+            return softmax_R, dh_RD, dw_VD, kept
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
 
         def backward(c: Array, carry: Any) -> Any:
-            dy_RT, (dh_RD, dw_VD) = dy(c), carry
+            dy_RT = slopes_of_tile(plan, own, options, tuple(y[c] for y in kept), c, softmax_R, slopes_R)
+            dh_RD, dw_VD = carry
             if options.wants_hidden:
-                dh_RD += product(options, dy_RT, weight_tile(plan, inputs, c), (1, 0))
+                dh_RD += product(options, dy_RT, weight_tile(plan, inputs.weight, c), (1, 0))
             if options.wants_weight:
-                dw_VD = add_rows(dw_VD, product(options, dy_RT, h_RD, (0, 0)), start_of(plan, c))
+                dw_VD = add_rows(dw_VD, product(options, dy_RT, own.hidden, (0, 0)), start_of(plan, c))
             return dh_RD, dw_VD
 
-        dh_RD = contract.zeros(inputs, *h_RD.shape) if options.wants_hidden else None
-        if options.wants_any:
-            dh_RD, dw_VD = lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD))
-        return all_R, dh_RD, dw_VD, kept
+        return softmax_R, *lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD)), kept
 
+    all_M = contract.no_statistics(inputs, round_up(len(inputs.labels), plan.block))
+    kept = tuple(contract.zeros(inputs, plan.tiles, plan.block, plan.tile) for _ in _models(inputs))
     return over_waves(inputs, options, plan.block, step, all_M, kept=kept)
+
+
+def statistics(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
+    """The statistics of a block's rows, and all of their y [C, R, T], written over `kept` if that is given."""
+    scales, how, axis = contract.scales_of(own, options), options.divergence, options.vocabulary_axis
+    running, kept = _running(plan, own, options, kept)
+    if own.teacher is None:
+        return finish_live(running, own.live, scales[0], axis), kept
+    softmax = finish_pair(running, own.live, scales, how, axis)
+    if how.in_one_pass:
+        return softmax, kept
+
+    def mixture(c: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        y = logits_of_tile(plan, own, options, c) if kept is None else tuple(x[c] for x in kept)
+        terms = mixture_terms(both_log_p(y, softmax, scales), columns_of(plan, own, c).fresh, how)
+        # In one reduction: XLA for GPUs would write arrays that two of them share.
+        zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
+        return jax.tree.map(jnp.add, sums, tuple(lax.reduce(terms, zero, add, (1,))))
+
+    nothing = (contract.zeros(own, len(own.labels)),) * 2
+    sums = _over_tiles(plan, mixture, nothing)
+    divergence, to_mixture = (jnp.where(own.live, x, 0) for x in (sums if axis is None else lax.psum(sums, axis)))
+    return softmax._replace(divergence=divergence, to_mixture=to_mixture), kept
+
+
+def _running(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
+    """A block's sums over this device's columns, and its y as in `statistics`."""
+    scales, zeros_R = contract.scales_of(own, options), contract.zeros(own, len(own.labels))
+
+    def include(c: Array, carry: Any) -> Any:
+        (running, kept), y, columns = carry, logits_of_tile(plan, own, options, c), columns_of(plan, own, c)
+        if kept is not None:
+            kept = tuple(lax.dynamic_update_index_in_dim(x, new, c, 0) for x, new in zip(kept, y, strict=True))
+        if own.teacher is None:
+            return include_tile(running, y[0], columns, scales[0]), kept
+        return include_tiles(running, y, columns, scales, options.divergence), kept
+
+    running = empty_running(zeros_R) if own.teacher is None else empty_pair(zeros_R)
+    return _over_tiles(plan, include, (running, kept))
 
 
 # --- blocks and tiles ---------------------------------------------------------------------------------------------
 
 
-def make_plan(tokens: int, vocabulary: int, features: int) -> Plan:
+def make_plan(inputs: Inputs) -> Plan:
+    models, tokens = _models(inputs), len(inputs.labels)
+    vocabulary, features = min(len(x.weight) for x in models), max(x.weight.shape[1] for x in models)
     most = min(_TILE, max(256, _TILE_ELEMENTS // features))
     tile = min(vocabulary, round_up(-(-vocabulary // -(-vocabulary // most)), 128))
     block = _CPU_BLOCK if target.platform() == "cpu" else _BLOCK
     return Plan(min(block, round_up(tokens, 8)), tile, -(-vocabulary // tile), vocabulary)
 
 
-def wave_rows(plan: Plan, inputs: Inputs, options: Options, logits: int = 1) -> int:
-    """The number of rows of which so many sets of logits are kept at a time, or 0 to compute them again."""
+def wave_rows(plan: Plan, inputs: Inputs, options: Options) -> int:
+    """The number of rows whose logits are kept at a time, or 0 to compute them again."""
     rows = round_up(len(inputs.labels), 8)
-    bytes_a_row = 4 * logits * plan.tiles * plan.tile
+    bytes_a_row = 4 * len(_models(inputs)) * plan.tiles * plan.tile
     room = plan.block * 4 * plan.tiles * plan.tile if options.workspace is None else options.workspace
     wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
     if options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
@@ -237,38 +207,77 @@ def wave_rows(plan: Plan, inputs: Inputs, options: Options, logits: int = 1) -> 
     return wave if wave >= min(rows, _LEAST_WAVE) else 0
 
 
-def start_of(plan: Plan, c: Array) -> Array:
-    """The first column of tile c; the last tile begins early enough to be whole."""
-    return jnp.minimum(c * plan.tile, plan.vocabulary - plan.tile)
+def rows_of(inputs: Inputs, row_R: Array, live_R: Bool[Array, "R"]) -> Inputs:
+    """The inputs of these rows, with hidden states of 0 where they don't count: a block may run for collectives."""
+    teacher = inputs.teacher
+    if teacher is not None:
+        teacher = teacher._replace(hidden=teacher.hidden[row_R])
+    return zeroed(
+        inputs._replace(hidden=inputs.hidden[row_R], labels=inputs.labels[row_R], live=live_R, teacher=teacher)
+    )
 
 
-def columns_of(plan: Plan, inputs: Inputs, c: Array) -> tuple[Int[Array, "T"], Bool[Array, "T"]]:
-    """The columns of tile c, and which of them count in it."""
+def zeroed(inputs: Inputs) -> Inputs:
+    """The inputs with hidden states of 0 at rows that don't count, where they may hold anything."""
+    teacher, live_N1 = inputs.teacher, inputs.live[:, None]
+    if teacher is not None:
+        teacher = teacher._replace(hidden=jnp.where(live_N1, teacher.hidden, 0))
+    return inputs._replace(hidden=jnp.where(live_N1, inputs.hidden, 0), teacher=teacher)
+
+
+def columns_of(plan: Plan, own: Inputs, c: Array) -> Columns:
+    """The columns of tile c that count in it, and which of them is each row's label."""
     column_T = start_of(plan, c) + jnp.arange(plan.tile)
     fresh_T = column_T >= c * plan.tile
-    return column_T, fresh_T if inputs.columns is None else fresh_T & (column_T < inputs.columns)
+    if own.columns is not None:
+        fresh_T &= column_T < own.columns
+    return Columns(fresh_T, fresh_T & (column_T == own.labels[:, None]))
 
 
-def weight_tile(plan: Plan, inputs: Inputs, c: Array) -> Float[Array, "T D"]:
-    return lax.dynamic_slice_in_dim(inputs.weight, start_of(plan, c), plan.tile)
-
-
-def _tile(plan: Plan, inputs: Inputs, c: Array, labels_R: Integer[Array, "R"]) -> tuple[Float[Array, "T D"], Columns]:
-    column_T, fresh_T = columns_of(plan, inputs, c)
-    return weight_tile(plan, inputs, c), Columns(fresh_T, fresh_T & (column_T == labels_R[:, None]))
+def weight_tile(plan: Plan, weight: Float[Array, "V D"], c: Array) -> Float[Array, "T D"]:
+    return lax.dynamic_slice_in_dim(weight, start_of(plan, c), plan.tile)
 
 
 def product(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:
     return contract.dot(a.astype(options.dtype), b.astype(options.dtype), dims, options.dtype)
 
 
-def _product_slopes(
-    inputs: Inputs, options: Options, y_RT: Array, softmax_R: Softmax, slopes_R: Slopes, columns: Columns
-) -> Float[Array, "R T"]:
-    z_RT, pull = jax.vjp(functools.partial(contract.logits_of, inputs, options), y_RT)
-    return pull(logit_slopes(z_RT, softmax_R, slopes_R, columns))[0]
-
-
 def add_rows(x: Array, rows: Array, start: Array) -> Array:
     old = lax.dynamic_slice_in_dim(x, start, len(rows))
     return lax.dynamic_update_slice_in_dim(x, (old + rows).astype(x.dtype), start, 0)
+
+
+def _models(inputs: Inputs) -> tuple[Any, ...]:
+    return (inputs,) if inputs.teacher is None else (inputs, inputs.teacher)
+
+
+def _over_tiles(plan: Plan, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+    """`carry = body(c, carry)` for each tile c."""
+    return body(jnp.int32(0), carry) if plan.tiles == 1 else lax.fori_loop(0, plan.tiles, body, carry)
+
+
+def start_of(plan: Plan, c: Array) -> Array:
+    """The first column of tile c; the last tile begins early enough to be whole."""
+    return jnp.minimum(c * plan.tile, plan.vocabulary - plan.tile)
+
+
+def logits_of_tile(plan: Plan, own: Inputs, options: Options, c: Array) -> Logits:
+    """y of tile c."""
+    caps = options.softcap, options.teacher_softcap
+    return tuple(
+        contract.capped(product(options, x.hidden, weight_tile(plan, x.weight, c), (1, 1)), cap)
+        for x, cap in zip(_models(own), caps, strict=False)
+    )
+
+
+def slopes_of_tile(
+    plan: Plan, own: Inputs, options: Options, y: Logits, c: Array, softmax: Softmax, slopes: Slopes
+) -> Float[Array, "R T"]:
+    """The derivatives, by the student's products of tile c, of a scalar with derivatives `slopes` by the statistics."""
+    columns, scales, dz_RT = columns_of(plan, own, c), contract.scales_of(own, options), jnp.zeros_like(y[0])
+    if options.token_slopes or options.entropy_slopes:
+        dz_RT = logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=options.entropy_slopes)
+    if slopes.divergence is not None:
+        how = options.divergence
+        dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, how)
+    return contract.product_slopes(dz_RT, y[0], own, options)

@@ -11,16 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from divergence_oracle import Divergences, exact_divergences
-from engines import TPU, TPU_F32, XLA, XLA_BF16
+from engines import CHUNKED, FULL, TPU, XLA, XLA_BF16
 from lm_head_cases import SCALES, assert_as_accurate_as_plain
 
-from lm_head import divergence_loss, token_divergence
+from lm_head import divergence_loss
 
 F32 = jnp.float32
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}
-GENERAL = "general"
-"""`token_divergence` under cotangents; the other ways are `divergence_loss` with so much workspace."""
-WAYS = {XLA: (GENERAL, "none", "some", "all"), XLA_BF16: ("some",), TPU: ("none",), TPU_F32: (GENERAL,)}
+WAYS = {XLA: ("none", "some", "all"), FULL: ("all",), CHUNKED: ("some",), XLA_BF16: ("some",), TPU: ("none",)}
+"""How much workspace an engine is given."""
 
 
 class Models(NamedTuple):
@@ -53,16 +52,12 @@ def cotangents_of(models):
     return jnp.asarray(np.random.default_rng(3).normal(size=len(models.hidden)), F32)
 
 
-STATIC = ("kind", "beta", "softcap", "teacher_vocabulary", "workspace", "impl", "dtype", "sharding")
+STATIC = ("kind", "beta", "softcap", "vocabulary", "workspace", "impl", "dtype", "sharding")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
 def answer(models, cotangents, live, workspace, **options):
-    """`sum_i cotangents_i * divergence_i`, the divergences, and gradients; by token_divergence without a workspace."""
-    if workspace is None:
-        alone = functools.partial(token_divergence, where=live, **options)
-        values, pull_back = jax.vjp(lambda h, w: alone(h, w, *models[2:]), *models[:2])
-        return jnp.vdot(jnp.where(live, cotangents, 0), values), Divergences(values, *pull_back(cotangents))
+    """`sum_i cotangents_i * divergence_i`, the divergences, and gradients."""
     options |= {"weights": jnp.where(live, cotangents, 0), "workspace": workspace}
     loss = jax.value_and_grad(lambda h, w: divergence_loss(h, w, *models[2:], **options), (0, 1), has_aux=True)
     (total, values), gradients = loss(*models[:2])
@@ -73,7 +68,7 @@ def run(engine, way, models, kind, live=None, **options):
     """The engine's answer. Cotangents of rows that don't count are NaN."""
     live = np.ones(len(models.hidden), bool) if live is None else live
     given = jnp.where(live, cotangents_of(models), jnp.nan)
-    workspace = None if way == GENERAL else engine.bytes_of(way)
+    workspace = engine.bytes_of(way)
     options = {"temperature": 1.0} | KINDS[kind] | options  # a traced temperature: one program for all
     with engine.strictly():
         return answer(models, given, jnp.asarray(live), workspace, kind=kind, impl=engine.impl, **options)
@@ -97,10 +92,10 @@ def values_of(y, teacher_y, *, kind, beta=0.5, temperature=1.0, softcap=None):
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
-def plain(models, cotangents, live, *, teacher_vocabulary=None, **options):
+def plain(models, cotangents, live, *, vocabulary=None, **options):
     """The yardstick: full logits in float32, products of the inputs' dtype, and JAX's derivative in between."""
     hidden, weight, teacher_hidden, teacher_weight = models
-    common = teacher_vocabulary or min(len(weight), len(teacher_weight))
+    common = vocabulary or min(len(weight), len(teacher_weight))
     product = functools.partial(jnp.einsum, preferred_element_type=F32)
     teacher_y = product("nd,vd->nv", teacher_hidden, teacher_weight[:common])
     of_y = functools.partial(values_of, teacher_y=teacher_y, **options)

@@ -47,20 +47,21 @@ def exact_divergences(
     where: Bool[Any, " N"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
-    teacher_vocabulary: int | None = None,
+    teacher_temperature: float | None = None,
+    vocabulary: int | None = None,
 ) -> ExactDivergences:
     """The divergences, and the gradients of `sum_i cotangents_i * divergence_i` by the student's arrays.
 
     Args:
         hidden: [N, D] of any dtype, as `weight` [V, D], `teacher_hidden` [N, T] and `teacher_weight` [V_t, T].
         cotangents: [N]; never read where `where` [N] is False, as the rows of both models.
-        teacher_vocabulary: both models' first so many tokens are all there are. None: the smaller vocabulary.
+        vocabulary: both models' first so many tokens are all there are. None: the smaller vocabulary.
     """
     live = np.arange(len(hidden)) if where is None else np.flatnonzero(np.asarray(where))
-    common = min(len(weight), len(teacher_weight)) if teacher_vocabulary is None else teacher_vocabulary
+    common = min(len(weight), len(teacher_weight)) if vocabulary is None else vocabulary
     g_R1 = np.asarray(cotangents)[live].astype(np.float64)[:, None]
 
-    def logits(h: Any, w: Any) -> tuple[np.ndarray, ...]:
+    def logits(h: Any, w: Any, temperature: float = temperature) -> tuple[np.ndarray, ...]:
         """One model: hidden states, weight, logits, their slopes by the product, log-probabilities."""
         h_RD, w_KD = np.asarray(h)[live].astype(np.float64), np.asarray(w)[:common].astype(np.float64)
         y_RK = h_RD @ w_KD.T
@@ -71,7 +72,7 @@ def exact_divergences(
         return h_RD, w_KD, z_RK, (1 - tanh_RK**2) / temperature, log_p_RK
 
     h_RD, w_KD, z_RK, slope_RK, log_q_RK = logits(hidden, weight)
-    _, _, teacher_z_RK, _, log_p_RK = logits(teacher_hidden, teacher_weight)
+    _, _, teacher_z_RK, _, log_p_RK = logits(teacher_hidden, teacher_weight, teacher_temperature or temperature)
     p_RK, q_RK = np.exp(log_p_RK), np.exp(log_q_RK)
 
     def kl(log_a_RK: np.ndarray, log_b_RK: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Bool, Float, Int
-from oracle import HAIR, SLACK, Objective, Rows, exact, exact_loss
+from oracle import HAIR, SLACK, Cotangents, Objective, Rows, exact, exact_loss
 
 from lm_head import TokenLogprobs, token_logprobs, token_loss
 from lm_head.live_rows import LiveRows
-from lm_head.softmax import Slopes
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
@@ -100,8 +99,8 @@ def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any =
     return Problem(jnp.asarray(hidden, dtype), jnp.asarray(weight, dtype), jnp.asarray(labels, jnp.int32))
 
 
-def random_cotangents(n: int) -> Slopes:
-    return Slopes(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
+def random_cotangents(n: int) -> Cotangents:
+    return Cotangents(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
 
 
 def clipped_ratio(logprob: jax.Array, entropy: jax.Array, old: jax.Array, advantage: jax.Array) -> jax.Array:
@@ -135,7 +134,7 @@ def sparse_weights(n: int) -> jax.Array:
 
 
 def pulled_back(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, impl: Any = None, **options: Any
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Cotangents, impl: Any = None, **options: Any
 ) -> Rows:
     """Values and gradients; where the entropy's cotangent is None, it has none, not even zeros."""
     given = [x for x in cotangents if x is not None]
@@ -153,7 +152,7 @@ values_and_gradients = jax.jit(pulled_back, static_argnames=("impl", "softcap", 
 
 @functools.partial(jax.jit, static_argnames="softcap")
 def plain_values_and_gradients(
-    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Slopes, **options: Any
+    hidden: jax.Array, weight: jax.Array, labels: jax.Array, cotangents: Cotangents, **options: Any
 ) -> Rows:
     def total(*outputs: jax.Array) -> jax.Array:
         return sum(jnp.vdot(g, x) for g, x in zip(cotangents, outputs, strict=True))
@@ -197,7 +196,7 @@ def plain_loss_and_gradients(
 
 def check(
     problem: Problem,
-    cotangents: Slopes,
+    cotangents: Cotangents,
     *,
     impl: str,
     live: np.ndarray | None = None,
@@ -209,7 +208,7 @@ def check(
     options = {"temperature": 1.0} | options  # of any temperature, subject and yardstick are compiled once
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
     got = values_and_gradients(*poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
-    cotangents = Slopes(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
+    cotangents = Cotangents(*(jnp.zeros(live.shape) if x is None else x for x in cotangents))
     yardstick = plain_values_and_gradients(*problem, cotangents, where=jnp.asarray(live), **options)
     truth = exact(*problem, lambda *_: cotangents, where=live, **options)
     assert_as_accurate_as_plain(got, yardstick, truth, largest=largest)

@@ -27,6 +27,14 @@ class Rows(NamedTuple):
     weight: Any  # [V, D]: the gradient by weight
 
 
+class Cotangents(NamedTuple):
+    """Of the three statistics of each token; where the entropy's is None, it has none."""
+
+    logprob: Any
+    lse: Any
+    entropy: Any
+
+
 class Exact(NamedTuple):
     """What is right, and how far each result moves, at most, when logits and results are rounded to float32 once."""
 

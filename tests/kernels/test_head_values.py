@@ -27,13 +27,12 @@ from engines import (
     parameter,
 )
 from lm_head_cases import OBJECTIVES, SCALES, Problem, check, poisoned, random_cotangents, values_and_gradients
-from oracle import SLACK, Rows, exact
+from oracle import SLACK, Cotangents, Rows, exact
 
 from lm_head import token_logprobs
-from lm_head.softmax import Slopes
 
 
-def assert_accurate(engine: Engine, problem: Problem, cotangents: Slopes | None = None, **options: Any) -> Rows:
+def assert_accurate(engine: Engine, problem: Problem, cotangents: Cotangents | None = None, **options: Any) -> Rows:
     """Values and gradients, after they were found as accurate as those of full logits."""
     with engine.strictly():
         return check(problem, cotangents or random_cotangents(len(problem.labels)), impl=engine.impl, **options)
@@ -151,7 +150,7 @@ def test_the_outputs_alone_are_as_accurate_as_full_logits(engine: Engine) -> Non
 def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
     hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
     problem = Problem(hidden, weight, jnp.zeros(leading, int))
-    rows = values_and_gradients.eval_shape(*problem, Slopes(row, row, row))
+    rows = values_and_gradients.eval_shape(*problem, Cotangents(row, row, row))
     loss, rows_of_loss = cases.loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
     want = [(leading, F32)] * 3 + [(hidden.shape, BF16), (weight.shape, F32)]
     assert [(x.shape, x.dtype) for x in (*rows, *rows_of_loss, loss)] == [*want, *want, ((), F32)]
@@ -205,7 +204,7 @@ def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus
     lse = jax.nn.logsumexp(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
     wanted = (lse + np.log(1e6))[:, None] * at_label / (at_label**2).sum(axis=1, keepdims=True)
     problem = Problem((hidden + wanted).astype(engine.dtype), weight, labels)
-    cotangents = Slopes(jnp.ones(300), jnp.zeros(300), jnp.zeros(300))
+    cotangents = Cotangents(jnp.ones(300), jnp.zeros(300), jnp.zeros(300))
     truth, tolerance = exact(*problem, lambda *_: cotangents), 1e-4 if engine is TPU_F32 else 2**-7
     assert 1e-6 < np.median(-truth.logprob) < 1e-4
     with engine.strictly():

@@ -36,7 +36,7 @@ def logit_gradient(
     factors: RowFactors,
     block: Block,
     chunk: Chunk,
-    temperature: Float[Array, ""],
+    scale: Float[Array, ""],
     *,
     size: tuple[int, int],
     sizes: Sizes,
@@ -61,7 +61,7 @@ def logit_gradient(
                 in_all = place._replace(row=token + place.row)
                 row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
                 label = products.load_vector(labels, in_all) - first
-                top, log_sum_e, at_p_log2_p = row.top * LOG2E, row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
+                log_sum_e, at_p_log2_p = row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
                 hits = hits_of_strip(in_tile, first, in_all, tiles)
 
                 def tile(t: Scalar, step: Scalar) -> Scalar:
@@ -72,11 +72,11 @@ def logit_gradient(
                     for i, piece in enumerate(products.pieces_of(y)):
                         wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
                         own_y = capped(piece, softcap)
-                        log2_p = (own_y * (own_scale * LOG2E) - wide(top)) - wide(log_sum_e)
+                        log2_p = (own_y - wide(row.top)) * (own_scale * LOG2E) - wide(log_sum_e)
                         by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
                         by_y = jnp.exp2(log2_p) * by_z
                         if softcap is not None:
-                            by_y *= 1 - (own_y * (1 / softcap)) ** 2
+                            by_y *= (1 + own_y) * (1 - own_y)
                         corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
                         by_y = lax.cond(hit | (left < tiles.columns), corrected, lambda x: x, by_y)
                         to = dy.at[pl.ds(place.row, tiles.rows_each), pl.ds(start + i * PIECE, PIECE)]
@@ -92,7 +92,7 @@ def logit_gradient(
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    arguments = (counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
+    arguments = (counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
     return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 

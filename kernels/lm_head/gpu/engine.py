@@ -20,16 +20,7 @@ from .. import contract, target
 from ..contract import Gradients, Inputs, Options, Terms
 from ..live_rows import live_rows, over_waves, round_up
 from ..shapes import Array, Bool, Float, Int
-from ..softmax import (
-    RowFactors,
-    Running,
-    Slopes,
-    Softmax,
-    combine,
-    empty_running,
-    finish_live,
-    row_factors,
-)
+from ..softmax import RowFactors, Running, Slopes, Softmax, cap_slope, combine, empty_running, finish_live, row_factors
 from . import tiles
 from .backward import Block, hidden_gradient, logit_gradient, weight_gradient
 from .forward import Chunk, KeptLogits, Rows, labels_in_tiles
@@ -38,6 +29,8 @@ from .tiles import KEPT_DTYPE, Plan, Sizes, make_plan
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
+    if inputs.teacher is not None:
+        return "it has no kernels for a teacher"
     if options.dtype != jnp.bfloat16:
         return f"dtype is {options.dtype}, and the kernels multiply in bfloat16"
     vocabulary, features = inputs.weight.shape
@@ -52,7 +45,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
     rows = gather_rows(inputs, options, sizes, live.row, live.number)
     running, _ = _forward_pass(inputs, options, Plan(sizes, len(rows.labels)), rows)
-    return _finish(options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
+    return _finish(inputs, options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
@@ -71,12 +64,13 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     def wave(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
         rows = gather_rows(inputs, options, plan.sizes, row_R, live_R.sum(dtype=jnp.int32))
         running, kept = _forward_pass(inputs, options, plan, rows)
-        softmax_R = _finish(options, running, live_R)
-        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
+        softmax_R = _finish(inputs, options, running, live_R)
+        own = inputs._replace(live=live_R)
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
         dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD)
         return softmax_R, dh_RD, dw_VD, None
 
-    nothing = Softmax(*(contract.zeros(inputs, round_up(len(inputs.labels), plan.rows)) for _ in Softmax._fields))
+    nothing = contract.no_statistics(inputs, round_up(len(inputs.labels), plan.rows))
     # The host would have to wait for the device before each step of a loop whose length is found there.
     return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
@@ -99,7 +93,7 @@ def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> t
         return over(0, vocabulary, plan.chunk(vocabulary))
     running, kept = over(0, first, plan.kept_chunk, keep=True)
     if first < vocabulary:
-        running = combine(running, over(first, vocabulary, plan.chunk(vocabulary))[0])
+        running = combine(running, over(first, vocabulary, plan.chunk(vocabulary))[0], _scale(inputs, options))
     return running, kept
 
 
@@ -114,7 +108,7 @@ def forward_over(
     def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
         weight, columns = chunk_of(inputs, options, first, size)
         how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep}
-        return forward_kernel(rows, weight, columns, inputs.temperature, **how)
+        return forward_kernel(rows, weight, columns, _scale(inputs, options), **how)
 
     if inputs.weight.dtype == options.dtype:
         running, kept = kernel(jnp.int32(first), last - first)
@@ -122,17 +116,21 @@ def forward_over(
 
     def part(running: Running, i: Array) -> tuple[Running, KeptLogits | None]:
         found, kept = kernel(first + i * chunk, chunk)
-        return combine(running, found), kept
+        return combine(running, found, _scale(inputs, options)), kept
 
     nothing = empty_running(contract.zeros(inputs, len(rows.labels)))
     return lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
 
 
-def _finish(options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
+def _scale(inputs: Inputs, options: Options) -> Float[Array, ""]:
+    return contract.scale_of(inputs.temperature, options.softcap)
+
+
+def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
     """The softmax over the whole vocabulary; 0 at rows that don't count."""
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
     running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
-    return finish_live(running, live, options.vocabulary_axis)
+    return finish_live(running, live, _scale(inputs, options), options.vocabulary_axis)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -161,7 +159,7 @@ def _backward_pass(
     """What `products_of_slopes` gives; dy is made of kept logits, or of logits anew."""
     sizes = plan.sizes
     size, vocabulary = sizes.block(len(rows.labels)), len(inputs.weight)
-    factors = row_factors(softmax, softmax.top, slopes, inputs.temperature, options.softcap).where(rows.live)
+    factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
 
     def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
         assert kept is not None
@@ -170,7 +168,7 @@ def _backward_pass(
 
     def anew(_: Array, block: Block, chunk: Chunk, weight: Array) -> Float[Array, "B C"]:
         how: Any = {"size": (size, left), "sizes": sizes, "softcap": options.softcap}
-        places = block, chunk, inputs.temperature
+        places = block, chunk, _scale(inputs, options)
         return logit_gradient(rows, weight, factors, *places, entropy=options.entropy_slopes, **how)
 
     first, left = plan.kept_columns, plan.chunk(vocabulary)
@@ -253,14 +251,14 @@ def _kept_logit_gradient(
     )
     below_BUT = below_BC.reshape(size[0], across, -1).astype(jnp.float32)
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
-    below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max)) / inputs.temperature
-    log_p_BUT = below_BUT + (top_UB - factors.top - factors.log_sum_e).T[:, :, None]
+    below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max))
+    from_top_BUT = below_BUT + (top_UB - factors.top).T[:, :, None]
+    log_p_BUT = _scale(inputs, options) * from_top_BUT - factors.log_sum_e[:, None, None]
     by_p_BUT = factors.at_p[:, None, None]
     if options.entropy_slopes:
         by_p_BUT += factors.at_p_log_p[:, None, None] * log_p_BUT
     if options.softcap is not None:
-        z_BUT = below_BUT + top_UB.T[:, :, None]
-        by_p_BUT *= 1 - (z_BUT * inputs.temperature / options.softcap) ** 2
+        by_p_BUT *= cap_slope(below_BUT + top_UB.T[:, :, None])
     column_C = jnp.arange(size[1])
     hit_BC = column_C == (labels - chunk.first)[:, None]
     dy_BC = jnp.where(hit_BC, factors.at_label[:, None], (jnp.exp(log_p_BUT) * by_p_BUT).reshape(size))

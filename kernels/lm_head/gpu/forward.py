@@ -50,12 +50,12 @@ class KeptLogits(NamedTuple):
     """Logits that forward keeps for backward."""
 
     tops: Float[Array, "*P U M"]  # maxima of tiles
-    below: Float[Array, "*P M K"]  # logits less these maxima, before the temperature, in float16
+    below: Float[Array, "*P M K"]  # y less these maxima, in float16
 
 
 def capped(y: Float[Array, "R C"], softcap: float | None) -> Float[Array, "R C"]:
-    """Products after the softcap. The hardware's own tanh has 11 bits."""
-    return y if softcap is None else softcap - 2 * softcap / (1 + jnp.exp(y * (2 / softcap)))
+    """y of products (see softmax.py). The hardware's own tanh has 11 bits."""
+    return y if softcap is None else 1 - 2 / (1 + jnp.exp(y * (2 / softcap)))
 
 
 def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth: int) -> Work:
@@ -97,7 +97,7 @@ def forward(
     rows: Rows,
     weight: Float[Array, "V D"],
     chunk: Chunk,
-    temperature: Float[Array, ""],
+    scale: Float[Array, ""],
     *,
     size: int,
     sizes: Sizes,
@@ -143,20 +143,19 @@ def forward(
                     pieces = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *pieces)
                     top = functools.reduce(jnp.maximum, pieces).max(axis=1)
                     if kept:
-                        products.store_vectors(vectors, place, [top * own_scale], lambda _: kept[0].at[t, own_rows])
-                    sum_e = sum_e_z = jnp.zeros_like(top)
+                        products.store_vectors(vectors, place, [top], lambda _: kept[0].at[t, own_rows])
+                    sum_e = sum_e_y = jnp.zeros_like(top)
                     for i, piece in enumerate(pieces):
                         below = piece - lax.broadcast_in_dim(top, piece.shape, (0,))
                         e = jnp.exp2(below * (own_scale * LOG2E))
-                        sum_e, sum_e_z = sum_e + e.sum(axis=1), sum_e_z + (e * below).sum(axis=1)
+                        sum_e, sum_e_y = sum_e + e.sum(axis=1), sum_e_y + (e * below).sum(axis=1)
                         if kept:
                             to = kept[1].at[pl.ds(place.row, 64), pl.ds(start + i * PIECE, PIECE)]
                             products.store_piece(stages[0], place, i, below, to)
                     at_label = lax.cond(
                         hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *pieces
                     )
-                    in_tile = Running(top * own_scale, sum_e, sum_e_z * own_scale, at_label * own_scale)
-                    return step, combine(running, in_tile)
+                    return step, combine(running, Running(top, sum_e, sum_e_y, at_label), own_scale)
 
                 nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
                 step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
@@ -171,11 +170,11 @@ def forward(
 
     call = products.kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
     counts = jnp.stack([rows.number, *chunk]).astype(jnp.int32)
-    sums, *kept = call(counts, 1 / temperature[None], rows.hidden, weight, rows.labels, rows.in_tile)
+    sums, *kept = call(counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
-    top, sum_e, sum_e_z, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
-    running = combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_z, label))
+    top, sum_e, sum_e_y, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
+    running = combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_y, label), scale)
     return running, KeptLogits(*kept) if keep else None
 
 

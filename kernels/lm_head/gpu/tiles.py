@@ -22,9 +22,12 @@ _VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being store
 _MOST_STRIP = 32  # tiles
 _DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of hidden's shape together; of dy, at least
 _SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
-_LAUNCHES = 20e-6  # seconds of a chunk's kernel launches, an estimate
-_RATES = {"H200": (790e12, 4.3e12), "H100": (750e12, 3.35e12)}
-"""flop/s that products reach, and the memory's byte/s; other Hopper GPUs count as an H100. None was measured."""
+_WAVE_ROWS = {"H200": (735, 1837), "H100": (896, 2239)}
+"""Rows whose product takes as long as a wave's float32 sum of dW, of a bfloat16 weight and of a float32 one.
+
+From 8 and 20 bytes of each number of dW at 4.3 and 3.35 TB/s, beside 790 and 750 Tflop/s; other Hopper GPUs count as an
+H100. None was measured.
+"""
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
 _MOST_CHUNK = 66 * 256  # columns
@@ -65,8 +68,7 @@ class Sizes:
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
     default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
-    wave_bytes: int = 8  # of each number of dW, to read and write a float32 sum
-    cast_bytes: int = 12  # of each number of a float32 weight, to read it twice and to write it in bfloat16
+    wave_rows: int | None = None  # rows that a wave's sum costs; None: as `_WAVE_ROWS` says
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
@@ -89,40 +91,16 @@ class Sizes:
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
-    def wave_cost(self, cast: bool) -> float:
+    def wave_cost(self, cast: bool) -> int:
         """What a wave takes beside its products, in rows whose product takes as long; `cast`: of a float32 weight."""
-        # A row's product, 2 V D flops, against so many bytes of V D numbers.
-        flops, bandwidth = _rates()
-        return (self.wave_bytes + cast * self.cast_bytes) * flops / bandwidth / 2
-
-    def cost(self, rows: int, features: int, columns: int, chunk: int, products: int = 3) -> int:
-        """Estimated cost of backward over so many columns, in depth that the busiest cluster sums over all its tiles.
-
-        `products` is 3, or 2 where logits aren't computed again.
-        """
-        whole, rest = divmod(columns, chunk)
-        tiles, block = self.tiles, self.block(rows)
-        blocks, across = block // tiles.cluster_rows, -(-features // tiles.columns)
-        of_tile = 2 * tiles.rows * tiles.columns * target.multiprocessors()  # flops of all blocks, by depth
-        launches = round(_LAUNCHES * _rates()[0] / of_tile)
-
-        def of_chunk(columns: int) -> int:
-            in_chunk = -(-columns // tiles.columns)
-            hidden = _rounds(tiles, blocks * across) * columns
-            weight = _rounds(tiles, in_chunk * across) * block
-            again = _rounds(tiles, blocks * in_chunk) * features if products == 3 else 0
-            return hidden + weight + again + launches
-
-        return whole * of_chunk(chunk) + (of_chunk(rest) if rest else 0)
+        if self.wave_rows is not None:
+            return self.wave_rows
+        return next((rows for name, rows in _WAVE_ROWS.items() if name in target.kind()), _WAVE_ROWS["H100"])[cast]
 
 
 def _rounds(tiles: Tiles, number: int) -> int:
     """How many of so many tiles, or strips, the cluster with the most of them gets."""
     return -(-number // (target.multiprocessors() // tiles.cluster))
-
-
-def _rates() -> tuple[float, float]:
-    return next((rates for name, rates in _RATES.items() if name in target.kind()), _RATES["H100"])
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
@@ -133,8 +111,7 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
     most = min((dy_bytes(block, features) + spare) // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
-    chunks = range(tiles.columns, max(most, tiles.columns) + 1, tiles.columns)
-    return Sizes(tiles, min(chunks, key=lambda chunk: sizes.cost(rows, features, vocabulary, chunk)))
+    return Sizes(tiles, max(most // tiles.columns, 1) * tiles.columns)
 
 
 def dy_bytes(block: int, features: int) -> int:
@@ -190,7 +167,7 @@ class Plan(NamedTuple):
         return min(self.sizes.chunk, round_up(max(1, vocabulary - self.kept_columns), self.sizes.tiles.columns))
 
     def with_workspace(self, inputs: Inputs, room: int) -> "Plan":
-        """The plan with as many columns as `room` bytes keep, in chunks of one size that take the least time.
+        """The plan with as many columns as `room` bytes keep, in chunks of one size.
 
         Some of the room is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
         """
@@ -199,19 +176,14 @@ class Plan(NamedTuple):
         bytes_a_tile = rows * kept_bytes(width, self.sizes.tiles)
         beyond = room - bytes_a_tile * -(-vocabulary // width)
         spare = min(beyond // 2 if beyond >= 0 else room // 8, _MOST_SPARE)
-        sizes, fitting = choose(rows, vocabulary, features, spare), (room - spare) // bytes_a_tile * width
-
-        def kept(chunk: int) -> int:
-            return min(-(-vocabulary // chunk), fitting // chunk) * chunk
-
-        def cost(chunk: int) -> int:
-            again = sizes.cost(rows, features, max(0, vocabulary - kept(chunk)), sizes.chunk)
-            return sizes.cost(rows, features, kept(chunk), chunk, products=2) + again
-
-        # Where there is room for all columns, all are kept, even if a few less would make fewer rounds.
-        chunks = [chunk for chunk in range(width, sizes.chunk + 1, width) if kept(chunk) >= vocabulary or beyond < 0]
-        chunk = min(chunks, key=cost)
-        return self._replace(sizes=sizes, kept_columns=kept(chunk), kept_chunk=chunk if kept(chunk) else 0)
+        sizes, fitting = choose(rows, vocabulary, features, spare), (room - spare) // bytes_a_tile
+        needed = -(-vocabulary // width)
+        chunks = -(-min(needed, fitting) // (sizes.chunk // width))
+        if not chunks:
+            return self._replace(sizes=sizes, kept_columns=0, kept_chunk=0)
+        evenly = -(-needed // chunks)
+        chunk = width * (evenly if evenly * chunks <= fitting else fitting // chunks)
+        return self._replace(sizes=sizes, kept_columns=chunks * chunk, kept_chunk=chunk)
 
 
 def make_plan(inputs: Inputs, options: Options) -> Plan:

@@ -4,8 +4,8 @@ dW's kernel sums a tile in float32 on the chip while the blocks of hidden states
 W hᵀ, so that dW = dyᵀ h needs no transpose. dh's mirrors the forward kernel. With what was kept, dW is the third
 product of the single pass.
 
-Suffixes as in `forward.py`. With p = exp(log p), log p = (y - top) / temperature - log_sum_e, all kernels compute dy as
-`RowFactors` says; `top` is the maximum of y over the whole vocabulary.
+Suffixes as in `forward.py`. With p = exp(log p), log p = scale (y - top) - log_sum_e, all kernels compute dy, the
+derivatives by products, as `RowFactors` says; `top` is the maximum of y over the whole vocabulary.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .. import target
 from ..contract import Inputs, Options, capped, dot
 from ..shapes import Array, Float
-from ..softmax import FLOOR, RowFactors, Slopes, Softmax, label_slope
+from ..softmax import FLOOR, RowFactors, Slopes, Softmax, cap_slope, label_slope
 from . import forward
 from .forward import LOG2E, SUBLANES, KeptExponentials, Output
 from .tiles import LANES, KernelName, Tiles, case_of
@@ -108,7 +108,7 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
     else:
         dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
     if options.softcap is not None:
-        dy *= forward.cap_slope(y, options.softcap)
+        dy *= cap_slope(y)
     return jnp.where(hit, factors.at_label, dy)
 
 
@@ -141,7 +141,7 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
-def one_ahead(products: Callable[[int], Array], steps: int) -> Iterator[tuple[int, Array]]:
+def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int, Any]]:
     """The number of each step and its products; those of the next step are begun before."""
     following = products(0)
     for s in range(steps):

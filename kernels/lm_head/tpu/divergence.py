@@ -1,4 +1,4 @@
-"""Divergences of two heads on TPUs: Pallas kernels that see both models' logits a tile at a time, and their engine.
+"""The head with a teacher on TPUs: Pallas kernels that see both models' logits a tile at a time.
 
 A block of both models' hidden states stays on the chip while tiles of both weights pass by, as in `forward.py` with y
 transposed. One kernel body has three ends, each of which takes 1 + r matrix products of 2 N V D flops, r = E / D:
@@ -12,8 +12,7 @@ jsd; loss and both gradients take 4 + 2 r, and 5 + 3 r for jsd. Logits aren't ke
 that gains nothing (docs/log.md, 2026-11-26): it makes chunks wider, so that rows are gathered, and the float32 sums of
 dh read and written, less often; not wider than the sum of a chunk's dW stays on the chip.
 
-Maxima are in units of y, as in `forward.py`. Suffixes as there, but T columns of a chunk; E the teacher's features, 2
-for student and teacher.
+Suffixes as in `forward.py`, but T columns of a chunk; E the teacher's features.
 """
 
 import functools
@@ -25,12 +24,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .. import contract, two_softmaxes
-from ..contract import Gradients, Options, capped, dot, number_of_columns
+from .. import contract
+from ..contract import Gradients, Inputs, Options, capped, dot, number_of_columns
 from ..live_rows import LiveRows, live_rows, write
 from ..shapes import Array, Float, Integer
-from ..softmax import FLOOR
-from ..two_softmaxes import Divergence, Pair, RunningPair, TwoSoftmaxes
+from ..softmax import FLOOR, Columns, Running, Slopes, Softmax, cap_slope, logit_slopes
+from ..two_softmaxes import (
+    RunningPair,
+    both_log_p,
+    combine_pairs,
+    divergence_slopes,
+    finish_pair,
+    include_tiles,
+    mixture_terms,
+)
 from ..xla import add_rows, product
 from . import forward as head
 from . import tiles
@@ -40,12 +47,13 @@ from .tiles import Case, Tiles
 
 _MIB = 2**20
 _ROOM, _MOST_ROOM = 40 * _MIB, 80 * _MIB  # bytes of a chunk's arrays: without a workspace, and at most
-_PARTS = {"statistics": 5, "mixture": 2}  # sums of a row
+_PARTS = {"statistics": 7, "mixture": 2}  # sums of a row
+_SOFTMAX, _VECTORS = len(Softmax._fields), 2 * SUBLANES  # the statistics of a row, and its numbers with the slopes
 
 Part = Literal["statistics", "mixture", "slopes"]
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     case: Case
     tile: Tiles
     rows: int  # of one call of a kernel
@@ -55,46 +63,36 @@ class _Plan(NamedTuple):
 class _Block(NamedTuple):
     """Rows in the kernels' order."""
 
-    pair: Pair  # of these rows alone
+    inputs: Inputs  # of these rows alone
     number: Integer[Array, ""]  # how many of the rows count; they are the first
     row: Integer[Array, "R"]  # where they are among all rows
 
 
-def obstacle(pair: Pair, options: Options) -> str | None:
-    try:
-        _plan(pair, options)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def forward(pair: Pair, how: Divergence, options: Options) -> TwoSoftmaxes:
+def forward(inputs: Inputs, options: Options) -> Softmax:
     """The statistics of all rows: 1 + r matrix products, 2 + 2 r for jsd."""
-    plan, axis, scale = _plan(pair, options), options.vocabulary_axis, 1 / pair.student.temperature
-    live = live_rows(pair.student.live, plan.rows)
+    plan, axis, scales = make_plan(inputs, options), options.vocabulary_axis, contract.scales_of(inputs, options)
+    how, live = options.divergence, live_rows(inputs.live, plan.rows)
 
-    def over(i: Array, all_M: TwoSoftmaxes) -> TwoSoftmaxes:
-        block = _block(pair, live, plan, i)
-        live_R = block.pair.student.live
-        sums_58R = _call("statistics", block, how, options, plan).reshape(5, SUBLANES, -1)
-        running = two_softmaxes.combine_all(_running(sums_58R), how, scale)
-        found = two_softmaxes.finish(running, live_R, how, axis, scale)
+    def over(i: Array, all_M: Softmax) -> Softmax:
+        block = _block(inputs, live, plan, i)
+        live_R = block.inputs.live
+        sums = _call("statistics", block, options, plan).reshape(_PARTS["statistics"], SUBLANES, -1)
+        softmax = finish_pair(combine_pairs(_running(sums), scales, how), live_R, scales, how, axis)
         if not how.in_one_pass:
-            sums_2R = _call("mixture", block, how, options, plan, found).reshape(2, SUBLANES, -1).sum(axis=1)
+            sums_2R = _call("mixture", block, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
             divergence, to_mixture = jnp.where(live_R, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
-            found = found._replace(divergence=divergence, to_mixture=to_mixture)
-        return write(all_M, found, i * plan.rows)
+            softmax = softmax._replace(divergence=divergence, to_mixture=to_mixture)
+        return write(all_M, softmax, i * plan.rows)
 
-    nothing = TwoSoftmaxes(*(contract.zeros(pair.student, len(live.row)) for _ in TwoSoftmaxes._fields))
+    nothing = contract.no_statistics(inputs, len(live.row))
     return jax.tree.map(lambda x: x[live.place], live.over_blocks(plan.rows, over, nothing, options.in_step))
 
 
-def gradients(
-    pair: Pair, found: TwoSoftmaxes, slopes: Float[Array, "N"], how: Divergence, options: Options
-) -> Gradients:
+def gradients(inputs: Inputs, softmax: Softmax, slopes: Slopes, options: Options) -> Gradients:
     """The student's gradients from logits that are computed again: 3 + r matrix products, 2 + r for one alone."""
-    plan, student = _plan(pair, options), pair.student
-    live = live_rows(student.live, plan.rows)
+    plan = make_plan(inputs, options)
+    live = live_rows(inputs.live, plan.rows)
+    columns = min(len(inputs.weight), len(_teacher(inputs).weight))
 
     def chunk(c: Array | int, width: int, carry: Any) -> Any:
         dh_MD, dw_VD = carry
@@ -102,71 +100,72 @@ def gradients(
 
         def over(i: Array, carry: Any) -> Any:
             dh_MD, dw_TD = carry
-            block = _block(pair, live, plan, i)
-            found_R, slopes_R = jax.tree.map(lambda x: x[block.row], (found, slopes))
-            slopes_R = jnp.where(block.pair.student.live, slopes_R, 0)
-            dy_TR = _call("slopes", block, how, options, plan, found_R, slopes_R, first, width)
+            block = _block(inputs, live, plan, i)
+            softmax_R, slopes_R = jax.tree.map(lambda x: x[block.row], (softmax, slopes))
+            slopes_R = jax.tree.map(lambda x: jnp.where(block.inputs.live, x, 0), slopes_R)
+            dy_TR = _call("slopes", block, options, plan, softmax_R, slopes_R, first, width)
             if options.wants_hidden:
-                w_TD = lax.dynamic_slice_in_dim(student.weight, first, width)
+                w_TD = lax.dynamic_slice_in_dim(inputs.weight, first, width)
                 dh_MD = add_rows(dh_MD, product(options, dy_TR, w_TD, (0, 0)), i * plan.rows)
             if options.wants_weight:
-                dw_TD += product(options, dy_TR, block.pair.student.hidden, (1, 0))
+                dw_TD += product(options, dy_TR, block.inputs.hidden, (1, 0))
             return dh_MD, dw_TD
 
-        dw_TD = contract.zeros(student, width, features) if options.wants_weight else None
+        dw_TD = contract.zeros(inputs, width, features) if options.wants_weight else None
         dh_MD, dw_TD = live.over_blocks(plan.rows, over, (dh_MD, dw_TD))
         return dh_MD, None if dw_TD is None else lax.dynamic_update_slice_in_dim(
             dw_VD, dw_TD.astype(dw_dtype), first, 0
         )
 
-    vocabulary, features = student.weight.shape
-    dh_dtype, dw_dtype = contract.gradient_dtypes(student, options)
-    dh_MD = contract.zeros(student, len(live.row), features) if options.wants_hidden else None
-    dw = contract.zeros(student, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    whole, rest = divmod(vocabulary, plan.chunk)
+    vocabulary, features = inputs.weight.shape
+    dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
+    dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
+    dw = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
+    whole, rest = divmod(columns, plan.chunk)
     carry = lax.fori_loop(0, whole, lambda c, carry: chunk(c, plan.chunk, carry), (dh_MD, dw))
     dh_MD, dw = chunk(whole, rest, carry) if rest else carry
-    dh = None if dh_MD is None else jnp.where(student.live[:, None], dh_MD[live.place], 0).astype(dh_dtype)
+    dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0).astype(dh_dtype)
     return dh, dw
 
 
-def loss_and_gradients(
-    pair: Pair, weights: Float[Array, "N"], how: Divergence, options: Options
-) -> tuple[TwoSoftmaxes, Gradients]:
-    """The statistics, and the gradients of the divergences' weighted sum: 4 + 2 r matrix products, 5 + 3 r for jsd."""
-    found = forward(pair, how, options.values_alone)
-    return found, gradients(pair, found, weights, how, options)
-
-
-def _plan(pair: Pair, options: Options) -> _Plan:
-    (vocabulary, features), teachers = pair.student.weight.shape, pair.teacher.weight.shape[1]
+def make_plan(inputs: Inputs, options: Options) -> Plan:
+    """The plan; a ValueError says why no tiles fit."""
+    (vocabulary, features), teacher = inputs.weight.shape, _teacher(inputs)
+    vocabulary, features_of_both = min(vocabulary, len(teacher.weight)), features + teacher.weight.shape[1]
 
     def stored(*arrays: Array) -> jnp.dtype:
         """The dtype of one that isn't the products', if there is one."""
         return next((x.dtype for x in arrays if x.dtype != options.dtype), options.dtype)
 
-    hidden, weight = (stored(*x) for x in zip(*((x.hidden, x.weight) for x in pair), strict=True))
-    tokens, product = len(pair.student.labels), options.dtype
-    case = Case("pair", tokens, vocabulary, features + teachers, hidden, weight, product, product)
+    hidden, weight = stored(inputs.hidden, teacher.hidden), stored(inputs.weight, teacher.weight)
+    tokens, product = len(inputs.labels), options.dtype
+    case = Case("pair", tokens, vocabulary, features_of_both, hidden, weight, product, product)
     tile = tiles.choose(case)
-    rows = tiles.call_rows(tokens, features + teachers, tile)
+    rows = tiles.call_rows(tokens, features_of_both, tile)
     room = _MOST_ROOM if options.workspace is None else min(_ROOM + options.workspace, _MOST_ROOM)
     a_column = rows * product.itemsize + features * (4 + 2 * product.itemsize)  # dy; dW and its sum, and the weight
-    return _Plan(case, tile, rows, min(vocabulary, max(1, room // a_column // tile.columns) * tile.columns))
+    return Plan(case, tile, rows, min(vocabulary, max(1, room // a_column // tile.columns) * tile.columns))
 
 
-def _block(pair: Pair, live: LiveRows, plan: _Plan, i: Array) -> _Block:
-    row_R, live_R = live.block(i, plan.rows)
-    columns = jnp.minimum(*map(number_of_columns, pair))
-
-    def of_rows(model: contract.Inputs) -> contract.Inputs:
-        return model._replace(hidden=model.hidden[row_R], labels=model.labels[row_R], live=live_R, columns=columns)
-
-    return _Block(Pair(*map(of_rows, pair)), jnp.clip(live.number - i * plan.rows, 0, plan.rows), row_R)
+def _teacher(inputs: Inputs) -> contract.Teacher:
+    assert inputs.teacher is not None
+    return inputs.teacher
 
 
-def _running(sums_58R: Float[Array, "5 8 R"]) -> RunningPair:
-    return RunningPair(sums_58R[:2], sums_58R[2:4], sums_58R[4])
+def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> _Block:
+    (row_R, live_R), teacher = live.block(i, plan.rows), _teacher(inputs)
+    own = inputs._replace(
+        hidden=inputs.hidden[row_R],
+        labels=contract.local_labels(inputs)[row_R],
+        live=live_R,
+        columns=jnp.minimum(number_of_columns(inputs), len(teacher.weight)),
+        teacher=teacher._replace(hidden=teacher.hidden[row_R]),
+    )
+    return _Block(own, jnp.clip(live.number - i * plan.rows, 0, plan.rows), row_R)
+
+
+def _running(sums: Float[Array, "7 8 R"]) -> RunningPair:
+    return RunningPair(Running(*sums[:4]), Running(*sums[4:6]), sums[6])
 
 
 # --- the kernels --------------------------------------------------------------------------------------------------
@@ -175,11 +174,10 @@ def _running(sums_58R: Float[Array, "5 8 R"]) -> RunningPair:
 def _call(
     part: Part,
     block: _Block,
-    how: Divergence,
     options: Options,
-    plan: _Plan,
-    found: TwoSoftmaxes | None = None,
-    slopes: Float[Array, "R"] | None = None,
+    plan: Plan,
+    softmax: Softmax | None = None,
+    slopes: Slopes | None = None,
     first: Any = 0,
     width: int | None = None,
 ) -> Float[Array, "_ R"]:
@@ -187,12 +185,13 @@ def _call(
 
     In blocks of rows past those that count, dy is 0.
     """
-    (student, teacher), (case, tile, rows, _) = block.pair, plan
-    width = len(student.weight) if width is None else width
+    student, (case, tile, rows, _) = block.inputs, plan
+    teacher = _teacher(student)
+    width = case.vocabulary if width is None else width
     across = pl.cdiv(width, tile.columns)
     spec = functools.partial(head.block_spec, case, tile)
 
-    def of_weight(model: contract.Inputs) -> Given:
+    def of_weight(model: Any) -> Given:
         last = pl.cdiv(len(model.weight), tile.columns) - 1
 
         def place(i: Any, j: Any, ints: Any, _: Any) -> tuple[Any, Any]:  # past the rows that count, nothing is fetched
@@ -201,13 +200,15 @@ def _call(
         return model.weight, pl.BlockSpec((tile.columns, model.weight.shape[1]), place)
 
     zeros_R = contract.zeros(student, rows)
-    found = TwoSoftmaxes(*[zeros_R] * 6) if found is None else found
-    at_y_R = zeros_R if slopes is None else slopes / student.temperature
+    numbers = [zeros_R] * _SOFTMAX if softmax is None else [*softmax]
+    if slopes is not None:
+        numbers += [x / student.temperature for x in slopes]
+    numbers += [zeros_R] * (_VECTORS - len(numbers))
     features = teacher.hidden.shape[1]
     others = [
         (teacher.hidden, spec((tile.rows, features), lambda i, j: (i, 0), live=True)),
         of_weight(teacher),
-        (jnp.stack([*found, at_y_R, zeros_R]), spec((SUBLANES, tile.rows), lambda i, j: (0, i), live=True)),
+        (jnp.stack(numbers), spec((_VECTORS, tile.rows), lambda i, j: (0, i), live=True)),
     ]
     if part == "slopes":
         out = Output((width, rows), case.product, spec((tile.columns, tile.rows), lambda i, j: (j, i)))
@@ -222,7 +223,7 @@ def _call(
     chunk = jax.ShapeDtypeStruct((width, student.weight.shape[1]), student.weight.dtype)  # `streamed` is in its place
     columns = jnp.clip(number_of_columns(student) - first, 0, width)
     return head.kernel_call(
-        functools.partial(_kernel, part=part, how=how),
+        functools.partial(_kernel, part=part),
         case,
         tile,
         f"head_pair_{part}",
@@ -237,17 +238,18 @@ def _call(
     )["result"]
 
 
-def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part, how: Divergence) -> None:
-    ints, scales, hidden, weight, _labels, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
-    i, j = pl.program_id(0), pl.program_id(1)
+def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
+    ints, scale, hidden, weight, labels, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
+    i, j, how = pl.program_id(0), pl.program_id(1), options.divergence
     rows, step, dtype, out = tile.rows, tile.step, options.dtype, outputs["result"]
-    counts = i * rows < ints[0]
+    counts, scales = i * rows < ints[0], (scale[0], scale[1])
 
     @pl.when((j == 0) | jnp.logical_not(counts))
     def _() -> None:
         out[...] = jnp.zeros(out.shape, out.dtype)
-        maxima = jnp.full((2 * SUBLANES, rows), FLOOR if part == "statistics" else 0, out.dtype)
-        out[pl.ds(0, 2 * SUBLANES), :] = maxima
+        if part == "statistics":
+            for n in (0, 4):  # the maxima
+                out[pl.ds(n * SUBLANES, SUBLANES), :] = jnp.full((SUBLANES, rows), FLOOR, out.dtype)
 
     @pl.when(counts)
     def compute() -> None:
@@ -259,28 +261,35 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part, how: Divergen
                 scratch[name][...] = given[name][...].astype(dtype)
 
         h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in given.items())
-        of_row = [vectors[pl.ds(n, 1), :] for n in range(7)]
-        found, at_y_1R = TwoSoftmaxes(*of_row[:6]), of_row[6]
+        numbers = [vectors[pl.ds(n, 1), :] for n in range(_SOFTMAX + len(Slopes._fields))]
+        softmax, slopes = Softmax(*numbers[:_SOFTMAX]), Slopes(*numbers[_SOFTMAX:])
 
-        def products(s: int) -> Float[Array, "2 C 8 R"]:
+        def products(s: int) -> tuple[Float[Array, "C 8 R"], Float[Array, "C 8 R"]]:
             own = pl.ds(s * step, step)
-            y = [dot(w[own, :], h[...], (1, 1), dtype) for w, h in ((w_TD, h_RD), (w_TE, h_RE))]
-            return jnp.stack([capped(y_SR, options.softcap).reshape(-1, SUBLANES, rows) for y_SR in y])
+            student, teacher = (dot(w[own, :], h[...], (1, 1), dtype) for w, h in ((w_TD, h_RD), (w_TE, h_RE)))
+            y = capped(student, options.softcap), capped(teacher, options.teacher_softcap)
+            return y[0].reshape(-1, SUBLANES, rows), y[1].reshape(-1, SUBLANES, rows)
 
-        for s, y_2C8R in one_ahead(products, tile.columns // step):
-            column = functools.partial(lax.broadcasted_iota, jnp.int32, y_2C8R.shape[1:])
-            fresh_C8R = SUBLANES * column(0) + column(1) < ints[1] - (j * tile.columns + s * step)
-            y_2C8R = jnp.where(fresh_C8R, y_2C8R, 0)  # past the arrays' ends there may be NaN
+        for s, y in one_ahead(products, tile.columns // step):
+            column = functools.partial(lax.broadcasted_iota, jnp.int32, y[0].shape)
+            column_C8R, start = SUBLANES * column(0) + column(1), j * tile.columns + s * step
+            fresh_C8R = column_C8R < ints[1] - start
+            label_1R = labels[...] - (ints[2] * tile.columns + start)
+            columns = Columns(fresh_C8R, fresh_C8R & (column_C8R == label_1R))
+            y = tuple(jnp.where(fresh_C8R, x, 0) for x in y)  # past the arrays' ends there may be NaN
             if part == "statistics":
-                running = _running(out[...].reshape(5, SUBLANES, rows))
-                running = two_softmaxes.include_tile(running, y_2C8R, fresh_C8R, how, 1, scales[0])
-                out[...] = jnp.concatenate([*running[:2], running.cross[None]]).reshape(out.shape)
+                running = _running(out[...].reshape(_PARTS[part], SUBLANES, rows))
+                student, teacher, cross = include_tiles(running, y, columns, scales, how, 0)
+                sums = (*student, *teacher[:2], cross)
+                out[...] = jnp.concatenate(sums)
             elif part == "mixture":
-                log_p_2C8R = two_softmaxes.log_p(y_2C8R, found, 1, scales[0])
-                terms = two_softmaxes.mixture_terms(log_p_2C8R, fresh_C8R, how)
+                terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, how)
                 out[...] += jnp.concatenate([term_C8R.sum(axis=0) for term_C8R in terms])
             else:
-                dy_C8R = two_softmaxes.logit_slopes(y_2C8R, found, at_y_1R, fresh_C8R, how, 1, scales[0])
+                dy_C8R = divergence_slopes(y, softmax, slopes.divergence, fresh_C8R, scales, how, 0)
+                if options.token_slopes or options.entropy_slopes:
+                    entropy = options.entropy_slopes
+                    dy_C8R += logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=entropy, dim=0)
                 if options.softcap is not None:
-                    dy_C8R *= head.cap_slope(y_2C8R[0], options.softcap)
+                    dy_C8R *= cap_slope(y[0])
                 out[pl.ds(s * step, step), :] = dy_C8R.reshape(step, rows).astype(dtype)

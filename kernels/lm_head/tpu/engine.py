@@ -20,7 +20,7 @@ from ..contract import Gradients, Inputs, Options, Terms
 from ..live_rows import live_rows, over_waves, round_up, write
 from ..shapes import Array, Float
 from ..softmax import RowFactors, Slopes, Softmax, row_factors
-from . import backward, tiles
+from . import backward, divergence, tiles
 from .forward import Others, finish
 from .forward import forward as forward_kernel
 from .tiles import Tiles, case_of
@@ -31,8 +31,6 @@ _DEFAULT_WAVE = 1024  # rows whose exponentials are kept where the caller names 
 class Saved(NamedTuple):
     """Results of forward that backward needs."""
 
-    top_y: Float[Array, "N"]
-    """The maximum over the whole vocabulary in units of y, bit for bit the one that forward subtracted."""
     share: Float[Array, "N"]
     """The probability of this shard's columns but the label's."""
     mean: Float[Array, "N D"] | None
@@ -41,6 +39,9 @@ class Saved(NamedTuple):
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
     try:
+        if inputs.teacher is not None:
+            divergence.make_plan(inputs, options)
+            return None
         tiles.choose(case_of(inputs, options, "forward", jnp.float32))
         tiles.choose(case_of(inputs, options, "hidden"))
         tiles.choose(case_of(inputs, options, "weight"))
@@ -50,6 +51,8 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
+    if inputs.teacher is not None:
+        return divergence.forward(inputs, options), None
     dtype = inputs.hidden.dtype if options.wants_hidden else None
     tile, rows = _plan(inputs, options, jnp.float32 if options.wants_hidden else None)
     live = live_rows(inputs.live, rows)
@@ -61,12 +64,12 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
     others_M = Others(*(contract.zeros(inputs, len(live.row)) for _ in Others._fields))
     mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
     others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
-    softmax, top_y, share = finish(others, inputs, options)
-    return softmax, Saved(top_y, share, mean) if options.wants_any else None
+    softmax, share = finish(others, inputs, options)
+    return softmax, Saved(share, mean) if options.wants_any else None
 
 
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, options: Options) -> Gradients:
-    factors = _row_factors(inputs, options, softmax, saved.top_y, slopes)
+    factors = _row_factors(inputs, options, softmax, slopes)
     dh = dw = None
     if options.wants_hidden and options.entropy_slopes:
         dh = _hidden_gradient(inputs, factors, options)
@@ -82,6 +85,10 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
+    if inputs.teacher is not None:
+        softmax = divergence.forward(inputs, options)
+        slopes = contract.loss_slopes(softmax, terms, inputs, options)
+        return softmax, divergence.gradients(inputs, softmax, slopes, options)
     wave = _wave(inputs, options)
     keep = wave is not None
     mean = jnp.dtype(jnp.float32) if options.wants_hidden and not options.entropy_slopes else None
@@ -91,9 +98,9 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     def over(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
         own = _rows(inputs, row_R, live_R)
         others, mean_RD, kept = forward_kernel(own, options, tile=tile, mean=mean, keep=keep)
-        softmax_R, top_y_R, share_R = finish(others, own, options)
-        slopes_R = contract.loss_slopes(live_R, softmax_R, terms.of_rows(row_R))
-        factors_R, dh_RD = _row_factors(own, options, softmax_R, top_y_R, slopes_R), None
+        softmax_R, share_R = finish(others, own, options)
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
+        factors_R, dh_RD = _row_factors(own, options, softmax_R, slopes_R), None
         if mean_RD is not None:
             dh_RD = backward.hidden_gradient_from_mean(own, options, softmax_R, slopes_R, share_R, mean_RD)
         elif options.wants_hidden:
@@ -102,16 +109,14 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         if kept is not None:
             so_far = None if count == rows else dw_VD
             dw_VD = backward.gradient("kept", own, factors_R, options, kept.tile, kept, so_far)
-        return (softmax_R, top_y_R), dh_RD, dw_VD, None
+        return softmax_R, dh_RD, dw_VD, None
 
-    nothing = Softmax(*(contract.zeros(inputs, count) for _ in Softmax._fields)), contract.zeros(inputs, count)
     sums = dataclasses.replace(options, wants_weight=keep)
-    (softmax, top_y), (dh, dw) = over_waves(inputs, sums, rows, over, nothing)
+    softmax, (dh, dw) = over_waves(inputs, sums, rows, over, contract.no_statistics(inputs, count))
     if options.wants_weight and not keep:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
-        slopes = contract.loss_slopes(inputs.live, softmax, terms)
-        factors = _row_factors(inputs, options, softmax, top_y, slopes)
+        factors = _row_factors(inputs, options, softmax, contract.loss_slopes(softmax, terms, inputs, options))
         dw = _weight_gradient(inputs._replace(hidden=hidden), factors, options)
     return softmax, (dh, dw)
 
@@ -124,8 +129,8 @@ def _rows(inputs: Inputs, row_R: Array, live_R: Array) -> Inputs:
     return inputs._replace(hidden=inputs.hidden[row_R], labels=contract.local_labels(inputs)[row_R], live=live_R)
 
 
-def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, top_y: Array, slopes: Slopes) -> RowFactors:
-    return row_factors(softmax, top_y, slopes, inputs.temperature, options.softcap).where(inputs.live)
+def _row_factors(inputs: Inputs, options: Options, softmax: Softmax, slopes: Slopes) -> RowFactors:
+    return row_factors(softmax, slopes, inputs.temperature, options.softcap).where(inputs.live)
 
 
 def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> Float[Array, "N D"]:

@@ -12,7 +12,7 @@ near 1, the sum of the others' exponentials has all of its digits, which a sum t
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
-at the end. `y` is the capped product; z = y / temperature is never formed: exponents are (y - top) / temperature.
+at the end. `y` is in the units of softmax.py; z is never formed: exponents are scale (y - top).
 q is the softmax over all columns but the label's.
 """
 
@@ -27,9 +27,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..contract import Inputs, Options, capped, dot, number_of_columns
+from ..contract import Inputs, Options, capped, dot, number_of_columns, scale_of, scales_of
 from ..shapes import Array, Float, Integer
-from ..softmax import FLOOR, Softmax
+from ..softmax import FLOOR, Softmax, cap_slope
 from . import tiles
 from .tiles import LANES, Case, Tiles, case_of
 
@@ -38,7 +38,7 @@ LOG2E = math.log2(math.e)
 
 
 class Others(NamedTuple):
-    """Sums over all columns but the label's, in units of y, with e = exp((y - top) / temperature)."""
+    """Sums over all columns but the label's, in units of y, with e = exp(scale (y - top))."""
 
     top: Float[Array, "R"]  # the maximum of y; FLOOR where there is no such column, and the sums then mean nothing
     sum_e: Float[Array, "R"]
@@ -50,7 +50,7 @@ class KeptExponentials(NamedTuple):
     """Exponentials of a wave's rows, as backward takes them."""
 
     exponential: Float[Array, "V M"]
-    """exp((y - top) / temperature); with a softcap, times its slope 1 - (y / cap)²; 0 at labels."""
+    """exp(scale (y - top)); with a softcap, times its slope 1 - y²; 0 at labels."""
     top: Float[Array, "steps M"]
     """The rows' running maximum when a step of columns was computed: tile j, step s is at SUBLANES * j + s."""
     tile: Tiles
@@ -97,13 +97,13 @@ def forward(
     return Others(top, sum_e, sum_e_y, jnp.where(labels >= 0, y, FLOOR)), out.get("mean"), kept
 
 
-def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"], Float[Array, "R"]]:
-    """The softmax over the columns of all shards of the vocabulary; its maximum in units of y; this device's share.
+def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
+    """The softmax over the columns of all shards of the vocabulary, and this device's share.
 
-    The share is the probability of this device's columns but the label's. All are 0 at rows that don't count. Devices
+    The share is the probability of this device's columns but the label's. Both are 0 at rows that don't count. Devices
     exchange two maxima and two sums a row.
     """
-    scale, axis = 1 / inputs.temperature, options.vocabulary_axis
+    scale, axis = scale_of(inputs.temperature, options.softcap), options.vocabulary_axis
     top, label = (others.top, others.label) if axis is None else lax.pmax((others.top, others.label), axis)
     highest = jnp.maximum(top, label)
     shift, label_z = (others.top - highest) * scale, (label - highest) * scale
@@ -114,8 +114,8 @@ def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, F
     # Where the label is the maximum, this is log(1 + sum_e), and expm1 is 0.
     log_sum_e = jnp.log1p(sum_e + jnp.expm1(label_z))
     entropy = log_sum_e - (sum_e_z + jnp.exp(label_z) * label_z) * jnp.exp(-log_sum_e)
-    softmax = Softmax(highest * scale, log_sum_e, jnp.where(label == FLOOR, -highest * scale, label_z), entropy)
-    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, highest, own * jnp.exp(-log_sum_e)))
+    softmax = Softmax(highest, log_sum_e, jnp.where(label == FLOOR, -highest * scale, label_z), entropy)
+    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, own * jnp.exp(-log_sum_e)))
 
 
 def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: jnp.dtype) -> Float[Array, "M D"]:
@@ -183,7 +183,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
                 e_C8R * below_C8R
             ).sum(axis=0)
             e_SR = e_C8R.reshape(step, rows)
-            return (e_SR if softcap is None else e_SR * cap_slope(y_SR, softcap)), top_8R[:1], rescale_8R[:1]
+            return (e_SR if softcap is None else e_SR * cap_slope(y_SR)), top_8R[:1], rescale_8R[:1]
 
         def add_to_mean(s: int, e_SR: Array, rescale_1R: Array) -> None:
             scratch["sum"][...] = scratch["sum"][...] * lanes(to_lanes(rescale_1R), features) + dot(
@@ -253,7 +253,7 @@ def kernel_call(
 ) -> dict[str, Array]:
     """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
 
-    Its refs are two arrays of scalars (how many rows and how many columns count, `more`; 1 / temperature), hidden
+    Its refs are two arrays of scalars (how many rows and how many columns count, `more`; scales), hidden
     states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
     and `weight` for a block and a tile in the products' dtype, where the arguments have another.
     """
@@ -295,7 +295,7 @@ def kernel_call(
         name=name,
     )(
         jnp.stack([number, number_of_columns(inputs), *more]),
-        (1 / inputs.temperature)[None],
+        jnp.stack(scales_of(inputs, options)),
         *(array for array, _ in given),
     )
 
@@ -310,14 +310,9 @@ def block_spec(
 
     def index(*step: Any) -> tuple[Any, Any]:
         i, j = step[:2] if case.by_rows else step[1::-1]
-        return place(jnp.minimum(i, jnp.maximum(pl.cdiv(step[2][0], tile.rows) - 1, 0)) if live else i, j)
+        return place(jnp.minimum(i, jnp.maximum(lax.div(step[2][0] - 1, jnp.int32(tile.rows)), 0)) if live else i, j)
 
     return pl.BlockSpec(shape, index)
-
-
-def cap_slope(y: Array, softcap: float) -> Array:
-    """Derivative of `softcap * tanh(x / softcap)`, given its value `y`; finite where `y` is a mask's floor."""
-    return 1 - (jnp.maximum(y, -softcap) * (1 / softcap)) ** 2
 
 
 def zero_tail(block: Any, rows: Any, is_last: Any) -> None:

@@ -90,7 +90,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     forward, from_kept, pair = (case.kernel == name for name in ("forward", "kept", "pair"))
     features = round_up(case.features, LANES)
     by_rows, by_columns, product = tiles.rows * features, tiles.columns * features, case.product.itemsize
-    vectors = 4 + 3 * forward + 2 * case.keep + 10 * pair
+    vectors = 4 + 3 * forward + 2 * case.keep + 18 * pair
     turned = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors across lanes
     logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and those carried to the next tile
     logits *= 1 + pair

@@ -1,0 +1,111 @@
+"""Statistics of logits that exist, against float64: every engine, masks, dtypes, a vocabulary over a mesh axis.
+
+Logits are products with the identity, so that the head's oracle judges them. 300 rows and 700 columns are off every
+tile.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec as P
+from oracle import exact
+from strict_tpu import strict_interpreter
+
+from lm_head import logits_logprobs
+
+EPS = float(np.finfo(np.float32).eps)
+N, V = 300, 700
+RNG = np.random.default_rng(0)
+COTANGENTS = RNG.normal(size=(3, N)).astype(np.float32)
+LABELS = np.r_[0, V - 1, RNG.integers(0, V, N - 2)]
+
+
+def logits_of(scale: float, dtype: Any = np.float32) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=(N, V)) * scale, dtype)
+
+
+def run(logits: Any, labels: Any = LABELS, **options: Any) -> Any:
+    """Statistics, and the gradient under the cotangents, jitted."""
+
+    def scalar(logits: Any) -> Any:
+        tokens = logits_logprobs(logits, labels, **options)
+        return sum(jnp.vdot(g, jnp.where(jnp.isnan(x), 0, x)) for g, x in zip(COTANGENTS, tokens, strict=False)), tokens
+
+    return jax.jit(jax.value_and_grad(scalar, has_aux=True))(logits)
+
+
+@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "temperature"), [(3, jnp.float32, 0.7), (30, jnp.bfloat16, 1.0), (1e4, jnp.float32, 1e-3)]
+)
+def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: Any, temperature: float) -> None:
+    """Rows that don't count hold NaN; some blocks have none that does."""
+    live = (np.arange(N) < 60) & (np.arange(N) % 7 > 0)
+    logits = logits_of(scale, dtype)
+    sick = jnp.where(live[:, None], logits, jnp.nan)
+    with strict_interpreter():
+        (_, tokens), gradient = run(sick, where=live, temperature=temperature, impl=impl, block=32)
+    given = {"where": live, "temperature": float(np.float32(temperature))}
+    right = exact(logits, np.eye(V), LABELS, lambda *_: COTANGENTS, **given)
+    for found, want in zip(tokens[:3], right[:3], strict=True):
+        np.testing.assert_array_less(np.abs(found - want), 16 * EPS * (1 + np.abs(want)))
+    assert gradient.dtype == dtype
+    largest = np.abs(right.hidden).max()
+    rounding = float(jnp.finfo(dtype).eps) + 64 * EPS * (1 + (scale / temperature if scale < 1e4 else 0))
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), right.hidden, rtol=0, atol=rounding * largest)
+
+
+def test_a_logit_of_minus_infinity_excludes_its_column_in_both_engines() -> None:
+    logits = logits_of(3).at[:, 100:].set(-jnp.inf)
+    labels = LABELS % 100
+    with strict_interpreter():
+        for impl in ("xla", "mosaic_tpu"):
+            (_, tokens), gradient = run(logits, labels, impl=impl)
+            right = exact(logits[:, :100], np.eye(100), labels, lambda *_: COTANGENTS)
+            np.testing.assert_allclose(tokens.entropy, right.entropy, rtol=1e-5)
+            np.testing.assert_allclose(gradient[:, :100], right.hidden, atol=1e-5)
+            assert not np.any(gradient[:, 100:])
+
+
+@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu"])
+def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) -> None:
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
+    logits = logits_of(3)
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=P(None, "tp"), out_specs=(P(), P(None, "tp")), check_vma=False
+    )
+    def sharded(logits: Any) -> Any:
+        """Each device has the whole of each statistic: what they pass back is not summed."""
+        tokens, pull = jax.vjp(lambda x: logits_logprobs(x, LABELS, vocabulary_axis="tp", impl=impl)[:3], logits)
+        return tokens, pull(tuple(map(jnp.asarray, COTANGENTS)))[0]
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        found, gradient = jax.block_until_ready(jax.jit(sharded)(logits))
+    (_, tokens), right = run(logits, impl="xla")
+    for x, y in zip((*found, gradient), (*tokens[:3], right), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5)
+
+
+def test_leading_dims_labels_out_of_range_and_faults() -> None:
+    logits = logits_of(3).reshape(2, 150, V)
+    labels = LABELS.reshape(2, 150)
+    tokens = jax.jit(logits_logprobs)(logits, labels.astype(np.uint16))
+    assert tokens.logprob.shape == (2, 150)
+    bad = jax.jit(logits_logprobs)(logits, jnp.asarray(labels).at[0, 3].set(V))
+    np.testing.assert_array_equal(np.argwhere(np.isnan(bad.logprob)), [[0, 3]])
+    for name, options in {
+        "labels": {"labels": np.full((2, 150), V)},
+        "where": {"where": np.ones(3, bool)},
+        "impl": {"impl": "warp"},
+        "block": {"block": 8},
+        "temperature": {"temperature": 0.0},
+        "logits must be one of bfloat16, float32": {"logits": logits.astype(jnp.float16)},
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            logits_logprobs(**({"logits": logits, "labels": labels} | options))
