@@ -15,7 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = {"lm_head": ROOT / "kernels", "mllm": ROOT, "tools": ROOT}  # the folder that each package is in
 FILES = sorted(path for name, folder in SOURCES.items() for path in (folder / name).rglob("*.py"))
-ROOMS = ("config", "parallel", "store", "model", "data", "train", "rl", "run", "plan")
+ROOMS = ("config", "parallel", "store", "model", "data", "rewards", "sampler", "train", "algorithms", "run", "plan")
+SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
+"""Those of an algorithm belong to the configuration, and import without JAX."""
 HEADLESS = re.compile(r"(Of|Those|That of) ")
 
 
@@ -57,7 +59,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def floor(module: str) -> int:
     """The place of a module in the order of imports; a module may import those of its own place and of lower ones."""
-    top, _, rest = module.partition(".")
+    top, _, rest = ("mllm.config" if SETTINGS.match(module) else module).partition(".")
     if top != "mllm":
         return {"lm_head": 0, "tools": 100, "train": 100}.get(top, -1)
     room = rest.partition(".")[0]

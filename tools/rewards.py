@@ -21,8 +21,8 @@ from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError, printable
-from mllm.rl.reward_calls import FAILURES, Sample
-from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
+from mllm.rewards.calls import FAILURES, Sample
+from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +99,12 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
 
 def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
     """Each text's tokens and a stop token; where the model isn't there yet, its bytes."""
-    from mllm.model.load import find_model
-    from mllm.model.tokenizer import bytes_tokenizer, encode, load_tokenizer
+    from mllm.model.load import find_model, find_tokenizer
+    from mllm.model.tokenizer import bytes_tokenizer, encode
 
     try:
         folder, _ = find_model(model)
-        tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
+        tokenizer = find_tokenizer(model, folder)
     except UserError as error:
         log.warning("length and completion_ids are those of the text's bytes: %s", error)
         tokenizer = bytes_tokenizer()

@@ -11,14 +11,15 @@ from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from lm_head import xla
-from mllm.model.decoding import merge_and_gather
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
-from mllm.rl import schedule
-from mllm.rl.pages import page_size
-from mllm.rl.schedule import LOGITS, MEAN_LENGTH, room_that_fits
-from mllm.rl.slots import CHUNK, insert, resize
+from mllm.sampler import schedule
+from mllm.sampler.decoding import merge_and_gather
+from mllm.sampler.pages import page_size
+from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
+from mllm.sampler.slots import CHUNK, insert, resize
+from mllm.train.room import room_that_fits
 from mllm.train.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
@@ -91,7 +92,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
 
 
 def fitting_room(policy, memory=None):
-    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
+    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
 
 
 def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):

@@ -8,7 +8,6 @@ import signal
 import tempfile
 import time
 from contextlib import nullcontext
-from itertools import chain, islice
 from pathlib import Path
 
 import jax
@@ -35,8 +34,9 @@ from tiny import config
 
 from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
-from mllm.data import cache, tokenizing
+from mllm.data import cache
 from mllm.data import records as data_records
+from mllm.data.source import Fixed
 from mllm.errors import StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -53,8 +53,8 @@ from mllm.parallel.processes import (
     raise_everywhere,
     unpack,
 )
-from mllm.rl import trajectories
 from mllm.run.checkpoint import by_name
+from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
 from mllm.store.holder import hold, hold_folder
@@ -212,34 +212,18 @@ def check_rows_and_reading(path):
             gather_objects(None)
         gather_objects(None)  # before it is removed
 
-    trajectories.MOST_FAILED_GROUPS = 0.25
     source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
+    source.most_failed = 0.25
     source.rows = RowShare(process, 2)
     three = [next(source.prompts) for _ in range(3)]
     given = {"step": 0, "first_sequence": 0, "rows": source.rows, "watch": Stopwatch()}
     scored = trajectories.sample_trajectories(source.sampler, SquareRewards(), three, np.float32(0), **given)
     assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
     with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
-        source.next(np.float32(0), 0, Stopwatch())
+        source.next(np.float32(0), 0, Stopwatch(), Fixed())
     source.rewards = SquareRewards()
-    own = len(sequences(source.next(np.float32(0), 0, Stopwatch()).batch))
+    own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), Fixed()).batch))
     assert sum(gather_objects(own)) == 2 * GROUP
-
-    data_records.BLOCK_BYTES, parsed = 1024, []
-
-    def count(line, original=data_records.parse):
-        parsed.append(line.decode())
-        return original(line)
-
-    origin = data_records.Origin("data.source", path)
-    expected = list(chain(*tokenizing.encode_blocks(Renderer(bytes_tokenizer()), 32, origin.blocks())))
-    assert [place for place, *_ in expected] == [f"{path}:{number}" for number in range(1, 200)]
-    data_records.parse = count
-    own = tokenizing.encode_blocks(Renderer(bytes_tokenizer()), 32, islice(origin.blocks(), process, None, 2))
-    assert str([*cache.exchange(own)]) == str(expected)
-    both = gather_objects(parsed)
-    assert sorted(chain(*both)) == sorted(Path(path).read_text().splitlines(keepends=True))
-    assert min(map(len, both)) > 80
 
     read: list[int] = []
 
@@ -260,7 +244,7 @@ def check_rows_and_reading(path):
         loaded.append(checksums(by_name(params)))
     assert loaded[0] == loaded[1] == loaded[2]
 
-    store = RunStore(f"{path}.run")
+    store = RunStore(path)
     with hold(store):
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
         for mesh_config in (MeshConfig(dp=8), MeshConfig(**MESH)):
@@ -279,7 +263,5 @@ def check_rows_and_reading(path):
 
 @pytest.mark.slow
 def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and_weights(tmp_path):
-    path = tmp_path / "train.jsonl"
-    good = [json.dumps({"question": f"{i}", "answer": "a" * (i % 60)}) for i in range(1, 200)]
-    path.write_text("\n".join([*good[:70], "{", *good[71:]]))
-    outputs(start_two(["-c", f"import test_processes; test_processes.check_rows_and_reading({str(path)!r})"]))
+    path = str(tmp_path / "run")
+    outputs(start_two(["-c", f"import test_processes; test_processes.check_rows_and_reading({path!r})"]))

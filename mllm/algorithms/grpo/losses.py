@@ -1,0 +1,251 @@
+"""The objectives of GRPO and its kin: pure functions of log-probabilities, advantages and masks.
+
+The loss of a step is the plain sum of `weights * objective` over all tokens. The weights carry the whole batch's
+denominator, so neither loss nor gradient depends on how it is split. A sequence is one prompt and its completion; a row
+holds several, each a segment.
+
+PPO: Schulman et al. 2017, eq. 7. Dual clip: Ye et al. 2020, Mastering complex control in MOBA games. GRPO: Shao et al.
+2024, DeepSeekMath, eq. 3 (loss), eq. 4 (KL: k3). Dr. GRPO: Liu et al. 2025, Understanding R1-Zero-like training,
+section 3.2. DAPO: Yu et al. 2025. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncated importance weights (TIS): Yao et al.
+2025, Your efficient RL framework secretly brings you off-policy RL training, and Espeholt et al. 2018, IMPALA, section
+4.1. Masked ones (MIS): Liu et al. 2025, When speed kills stability. CISPO: MiniMax 2025, MiniMax-M1, eq. 4 and 5. SAPO:
+Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from mllm.algorithms.grpo.batch import PolicyInputs
+from mllm.algorithms.grpo.settings import GrpoConfig, LossType
+from mllm.data.batch import Batch
+from mllm.train.means import masked_mean, sequence_means
+
+MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
+SAPO_TEMPERATURES = 1.0, 1.05  # of the gate for advantages above 0, and for others: the paper's
+Array: TypeAlias = Float[Any, "*S"]
+
+
+def clipped(config: GrpoConfig, ratio: Array, logprob: Array, advantage: Array) -> Array:
+    """PPO's clipped ratio times the advantage; `dual_clip` limits what a large ratio costs."""
+    gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, *config.clip_range) * advantage)
+    if config.dual_clip is None:
+        return gain
+    return jnp.where(advantage < 0, jnp.maximum(gain, config.dual_clip * advantage), gain)
+
+
+def capped(config: GrpoConfig, ratio: Array, logprob: Array, advantage: Array) -> Array:
+    """CISPO: the log-probability times the capped ratio, a constant, so that no token loses its gradient."""
+    return jax.lax.stop_gradient(jnp.minimum(ratio, config.clip_range[1])) * advantage * logprob
+
+
+def gated(config: GrpoConfig, ratio: Array, logprob: Array, advantage: Array) -> Array:
+    """SAPO: a sigmoid of the ratio around 1, with the slope of the ratio itself there."""
+    temperature = jnp.where(advantage > 0, *SAPO_TEMPERATURES)
+    return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantage
+
+
+def of_completions(tokens: Int[np.ndarray, "B"], longest: int) -> Int[np.ndarray, "B"]:
+    """The mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL."""
+    return tokens.size * tokens
+
+
+def of_tokens(tokens: Int[np.ndarray, "B"], longest: int) -> Int[Any, ""]:
+    """The mean over all tokens of the batch, as in TRL and verl."""
+    return tokens.sum()
+
+
+def of_constant(tokens: Int[np.ndarray, "B"], longest: int) -> Int[Any, ""]:
+    """The sum over tokens divided by a constant, then the mean over completions (Dr. GRPO), as in TRL."""
+    return np.asarray(tokens.size * longest)
+
+
+def clip_ratios(below: Array, above: Array) -> dict[str, Array]:
+    """The shares of tokens, or of sequences, that the lower clip keeps from becoming less likely still, and the upper
+    one from becoming more likely; and of both."""
+    return {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below + above}
+
+
+class PolicyLoss(NamedTuple):
+    """What is maximised, how it is averaged, and what is logged of the clip."""
+
+    surrogate: Callable[[GrpoConfig, Array, Array, Array], Array]
+    """(settings, ratio, log-probability, advantage) -> the gain of each token."""
+    denominator: Callable[[Int[np.ndarray, "B"], int], Any]
+    """(tokens that count in each sequence, the most that one may have) -> what a token's loss is divided by."""
+    clip_metrics: Callable[[Array, Array], dict[str, Array]] = clip_ratios
+    """(share below the clip range, share above it) -> metrics."""
+
+
+LOSSES: dict[LossType, PolicyLoss] = {
+    "grpo": PolicyLoss(clipped, of_completions),
+    "dapo": PolicyLoss(clipped, of_tokens),
+    "dr_grpo": PolicyLoss(clipped, of_constant),
+    "gspo": PolicyLoss(clipped, of_completions),
+    "cispo": PolicyLoss(capped, of_tokens, lambda below, above: {"cispo_clip_ratio": above}),
+    "sapo": PolicyLoss(gated, of_completions, lambda below, above: {}),
+}
+
+
+def kind_of(config: GrpoConfig) -> PolicyLoss:
+    """The record of the settings' loss type."""
+    return LOSSES[config.loss_type]
+
+
+def token_inputs(config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B T"] | None = None) -> PolicyInputs:
+    """The arrays of a batch that the settings need.
+
+    With one update to a rollout, the old policy is the current one, whose log-probabilities `logprob` is then needed,
+    as a constant, where `config.weighs_sequences`.
+    """
+    inputs, by_sequence = batch.inputs, config.weighs_sequences
+    return inputs._replace(
+        old_logprobs=inputs.old_logprobs if config.updates_per_rollout > 1 else None,
+        reference_logprobs=inputs.reference_logprobs if config.beta > 0 else None,
+        sampler_logprobs=None if config.importance_cap is None or by_sequence else inputs.sampler_logprobs,
+        sequence_weights=sequence_importance_weights(config, batch, logprob) if by_sequence else None,
+    )
+
+
+def policy_loss(config: GrpoConfig, logprob: Array, entropy: Array, inputs: PolicyInputs) -> Array:
+    """Each token's loss with the ratio of its own probabilities."""
+    return loss_of_ratio(config, logprob - old_logprobs(inputs, logprob), logprob, entropy, inputs)
+
+
+def sequence_policy_loss(
+    config: GrpoConfig,
+    logprob: Float[jax.Array, "B T"],
+    entropy: Float[jax.Array, "B T"],
+    inputs: PolicyInputs,
+    mask: Bool[jax.Array, "B T"],
+    segments: Int[jax.Array, "B T"],
+) -> Float[jax.Array, "B T"]:
+    """Each token's loss with the ratio of its sequence: exp(mean_t(logprob - old)) over the tokens in `mask`: GSPO.
+
+    The gradient flows through the ratio to all tokens of the sequence. Importance weight, KL and entropy stay per
+    token, as with TRL's `importance_sampling_level="sequence"`.
+    """
+    log_ratio, _ = sequence_means(logprob - old_logprobs(inputs, logprob), mask, segments)
+    return loss_of_ratio(config, log_ratio, logprob, entropy, inputs)
+
+
+def loss_of_ratio(
+    config: GrpoConfig, log_ratio: Float[Any, "*R"], logprob: Array, entropy: Array, inputs: PolicyInputs
+) -> Array:
+    """The surrogate with an importance weight, KL penalty and entropy bonus; `log_ratio` says which ratio.
+
+    As in TRL, the importance weight multiplies the surrogate, not the penalty and the bonus. It is constant: neither
+    of its policies is the current one.
+    """
+    gain = kind_of(config).surrogate(config, bounded_exp(log_ratio), logprob, inputs.advantages)
+    if inputs.sequence_weights is not None:
+        gain *= inputs.sequence_weights
+    elif inputs.sampler_logprobs is not None:
+        gain *= importance_weight(config, old_logprobs(inputs, logprob) - inputs.sampler_logprobs)
+    loss = -gain
+    if inputs.reference_logprobs is not None:
+        loss += config.beta * k3(logprob, inputs.reference_logprobs)
+    if config.entropy_coef:
+        loss -= config.entropy_coef * entropy
+    return loss
+
+
+def importance_weight(config: GrpoConfig, log_ratio: Array) -> Array:
+    """The weight that the trainer's probability over the sampler's gives a token, or a sequence."""
+    assert config.importance_cap is not None
+    ratio = bounded_exp(log_ratio)
+    above = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
+    return jnp.where(ratio <= config.importance_cap, ratio, above)
+
+
+def old_logprobs(inputs: PolicyInputs, logprob: Array) -> Array:
+    """Log-probabilities under the old policy; the current policy's, as constants, where that is the old one."""
+    current = jax.lax.stop_gradient(logprob)
+    if inputs.old_logprobs is None:
+        return current
+    return (
+        inputs.old_logprobs if inputs.is_current is None else jnp.where(inputs.is_current, current, inputs.old_logprobs)
+    )
+
+
+def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """k3 (DeepSeekMath, eq. 4) of each token, which is never negative.
+
+    Over samples of the policy its mean is KL(policy || reference), but its derivative's mean is the derivative of
+    KL(reference || policy), the forward divergence: a penalty of k3 minimises that one.
+    """
+    difference = jnp.minimum(reference - logprob, MAX_LOG_RATIO)
+    return jnp.exp(difference) - difference - 1
+
+
+def bounded_exp(log_ratio: Float[jax.Array, "*S"]) -> Float[jax.Array, "*S"]:
+    """exp, kept finite: infinity times an advantage of 0, or times a clip's gradient of 0, would be NaN."""
+    return jnp.exp(jnp.minimum(log_ratio, MAX_LOG_RATIO))
+
+
+def sequence_importance_weights(
+    config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B T"] | None
+) -> Float[jax.Array, "B T"]:
+    """At each token the importance weight of its completion, by the old policy, or `logprob` where that is current.
+
+    As in TRL's modes: of the product over the tokens that count, not their geometric mean.
+    """
+    old = logprob if batch.inputs.old_logprobs is None else batch.inputs.old_logprobs
+    mean, tokens = sequence_means(old - batch.inputs.sampler_logprobs, batch.weights > 0, batch.segments)
+    return importance_weight(config, mean * tokens)
+
+
+def sequence_weights(config: GrpoConfig, tokens: Int[np.ndarray, "B"], longest: int) -> Float[np.ndarray, "B"]:
+    """Each token's share of the loss, by its sequence, float32: one over the whole batch's denominator.
+
+    `tokens` are the numbers of completion tokens that count, in all sequences of one update, 0 for a sequence that
+    doesn't count; `longest` is the most that one may have. A completion without any token that counts (cut off and
+    masked, failed reward) adds nothing, but the outer mean is still over it, as in TRL: what is left weighs the same
+    without it, except under `dapo` and `cispo`.
+    """
+    denominator = kind_of(config).denominator(tokens, longest)
+    return np.where(tokens > 0, 1.0 / np.maximum(denominator, 1), 0.0).astype(np.float32)
+
+
+def policy_metrics(
+    config: GrpoConfig, logprob: Float[jax.Array, "B T"], entropy: Float[jax.Array, "B T"], batch: Batch
+) -> dict[str, Float[jax.Array, ""]]:
+    """Means over the tokens of a whole batch that have a weight, under TRL's names; 0 if there are none.
+
+    The shares of the clip are those of tokens, under GSPO of sequences; `dual_mean` is the dual clip's, and under
+    CISPO `cispo_clip_ratio` that of tokens whose ratio is capped. `masked_sequences` is the share of sequences whose
+    importance weight is 0. The other `sampling` metrics compare the policy before the rollout's first update with the
+    sampler, and don't truncate the ratio.
+    """
+    inputs, mask = token_inputs(config, batch, logprob), batch.weights > 0
+    log_ratio, share = logprob - old_logprobs(inputs, logprob), mask.astype(jnp.float32)
+    advantage = inputs.advantages
+    mean, tokens = sequence_means(log_ratio, mask, batch.segments)
+    by_sequence = share / jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
+    if config.limits.by_sequence:
+        log_ratio, share = mean, by_sequence
+    low, high = config.clip_range
+    ratio, share = bounded_exp(log_ratio), share / jnp.maximum(share.sum(), 1)
+    below = share.sum(where=(ratio < low) & (advantage < 0))
+    above = share.sum(where=(ratio > high) & (advantage > 0))
+    metrics = {"entropy": masked_mean(entropy, mask)}
+    metrics |= kind_of(config).clip_metrics(below, above)
+    if config.dual_clip is not None:
+        metrics["clip_ratio/dual_mean"] = share.sum(where=(ratio > config.dual_clip) & (advantage < 0))
+    if config.weighs_sequences and config.importance_sampling == "sequence_mask":
+        masked = by_sequence.sum(where=inputs.sequence_weights == 0)
+        metrics["sampling/masked_sequences"] = masked / jnp.maximum(by_sequence.sum(), 1)
+    if inputs.reference_logprobs is not None:
+        metrics["kl"] = masked_mean(k3(logprob, inputs.reference_logprobs), mask)
+    sampler = batch.inputs.sampler_logprobs
+    trainer = old_logprobs(inputs, logprob)
+    difference = jnp.where(mask, jnp.abs(trainer - sampler), 0.0)
+    return metrics | {
+        "sampling/sampling_logp_difference/mean": masked_mean(difference, mask),
+        "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/importance_sampling_ratio/mean": masked_mean(bounded_exp(trainer - sampler), mask),
+    }

@@ -1,0 +1,117 @@
+"""Environments and tools as users write them, and a hostile one that runs what the assistant says."""
+
+import asyncio
+import functools
+import os
+import random
+import re
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+USED = functools, os, re, sys, time, np
+CLOSED = []
+MET = []
+
+
+class Guess:
+    """A game; rewards are numpy's, and there is metadata."""
+
+    def __init__(self):
+        self.tried, self._rng = [], random.Random()
+
+    async def reset(self, seed, prompt, largest=9):
+        self.number = random.Random(seed).randint(1, largest)
+        return f" Up to {largest}."
+
+    def step(self, completion):
+        self.tried.append(completion)
+        tried = int(completion) if completion.isdecimal() else 0
+        hint = "higher" if tried < self.number else "lower"
+        return hint, np.float32(tried == self.number), tried == self.number, {"why": hint}
+
+    def get_reward(self):
+        return -len(self.tried) / 4
+
+    async def close(self):
+        CLOSED.append(self.number)
+
+
+class Meeting:
+    """Each of four waits for the others, so one after the other they wait for ever."""
+
+    async def step(self, completion):
+        MET.append(completion)
+        while len(MET) < 4:
+            await asyncio.sleep(0.001)
+        if completion == "never":
+            await asyncio.sleep(60)
+        return None, len(completion), True
+
+
+class Echo:
+    """In the form of TRL's examples; what a tool returns may be no text."""
+
+    def __init__(self):
+        self.client = SimpleNamespace()
+
+    def reset(self, **row) -> str | None:
+        self.row = sorted(row)
+
+    def step(self, number: int) -> str:
+        """
+        Echo a number.
+
+        Args:
+            number: The number.
+        """
+        if number < 1:
+            raise ValueError("number must be positive")
+        return number
+
+
+class Hostile:
+    """Does what the assistant says, and what the record says as it begins."""
+
+    def reset(self, begins=""):
+        self.reward = 0
+        exec(begins)
+
+    def step(self, completion):
+        names = {**globals(), "self": self}
+        exec(completion, names)
+        return names.get("result", ("on", 1.0, False))
+
+    def close(self):
+        sys.stderr.write("closed\n")
+
+
+class Undescribed:
+    def tool(self, amount):
+        return amount
+
+
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: The number.
+    """
+    return 2 * number
+
+
+def by_environment(environments, **kwargs):
+    return [environment.reward for environment in environments]
+
+
+def marks(environment):
+    """Leaves a file that says that it was called; what it reads is known at an environment's end alone."""
+    Path("scored").touch()
+    return environment.reward
+
+
+def errors(tool_errors, messages, length):
+    return tool_errors + len(messages) / 10 + length / 1000
