@@ -24,8 +24,7 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...]]:
     """The statistics, and y for backward."""
     plan, own = plan_of(inputs), xla.zeroed(inputs)
-    models = 1 if inputs.teacher is None else 2
-    nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * models
+    nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * (1 if inputs.teacher is None else 2)
     softmax, y = xla.statistics(plan, own, options, nothing)
     assert y is not None
     # Gathered: XLA drops the sum over all columns that finds the label's elsewhere.

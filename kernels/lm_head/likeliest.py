@@ -14,8 +14,7 @@ from .shapes import Array, Bool, Float, Int
 from .sharded import Sharded
 from .target import same_varying
 
-Best = tuple[Float[Array, "N"], Int[Array, "N"]]
-"""The largest y of each row, and its column."""
+Best = tuple[Float[Array, "N"], Int[Array, "N"]]  # the largest y of each row, and its column
 
 
 def likeliest_tokens(

@@ -28,8 +28,7 @@ _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
-Logits = tuple[Array, ...]
-"""The student's y [R, T] and, if there is one, the teacher's."""
+Logits = tuple[Array, ...]  # the student's y [R, T] and, if there is one, the teacher's
 
 
 class Plan(NamedTuple):
