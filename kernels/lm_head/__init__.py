@@ -4,9 +4,9 @@ from . import libtpu  # noqa: F401  its settings are made before JAX loads libtp
 from .api import EngineChoice, choose_impl, token_logprobs, token_loss
 from .divergence import divergence_loss, token_divergence
 from .layout import HeadSharding
+from .likeliest import likeliest_tokens
 from .logits import logits_logprobs
 from .softmax import TokenLogprobs
-from .top_k import top_k_logprobs
 
 __all__ = [
     "EngineChoice",
@@ -14,9 +14,9 @@ __all__ = [
     "TokenLogprobs",
     "choose_impl",
     "divergence_loss",
+    "likeliest_tokens",
     "logits_logprobs",
     "token_divergence",
     "token_logprobs",
     "token_loss",
-    "top_k_logprobs",
 ]

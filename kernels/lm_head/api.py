@@ -12,7 +12,7 @@ from jax import lax
 
 from . import autodiff, full_logits, target
 from .arguments import TeacherArguments, as_array, checked_inputs, checked_options
-from .contract import Engine, Inputs, Options, Terms, number_of_columns
+from .contract import Engine, Inputs, Options, Terms, as_operand, number_of_columns
 from .layout import HeadSharding, Rows, run_on_mesh
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
 from .sharded import Sharded
@@ -258,10 +258,7 @@ def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"], options: Options) -
 
     def rounded(x: Array, multiplied: Array) -> Float[Array, "..."]:
         x = x.astype(jnp.float32)
-        operand = lax.reduce_precision(
-            multiplied.astype(jnp.float32), jnp.finfo(options.dtype).nexp, jnp.finfo(options.dtype).nmant
-        )
-        return x + lax.stop_gradient(operand - x)
+        return x + lax.stop_gradient(as_operand(multiplied, options.dtype) - x)
 
     tokens = (jnp.arange(len(weight)) < _columns(inputs))[:, None]
     mean_D = jnp.sum(jnp.where(tokens, rounded(weight, inputs.weight), 0), axis=0) / _columns(inputs)

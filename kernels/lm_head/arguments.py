@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -124,7 +124,7 @@ def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
     """How many first rows of the weights are tokens; None: all `rows`."""
     if vocabulary is None:
         return None
-    if not _is_whole(vocabulary) or not 1 <= vocabulary <= rows:
+    if not isinstance(vocabulary, Integral) or not 1 <= int(vocabulary) <= rows:
         raise ValueError(f"vocabulary must be within [1, {rows}], not {vocabulary!r}")
     return int(vocabulary)
 
@@ -164,7 +164,7 @@ def checked_options(
     product = jnp.dtype(max(dtypes, key=lambda x: x.itemsize) if dtype is None else dtype)
     if product not in DTYPES:
         raise ValueError(f"dtype must be None or one of {', '.join(map(str, DTYPES))}, not {product}")
-    if workspace is not None and (not _is_whole(workspace) or workspace < 0):
+    if workspace is not None and (not isinstance(workspace, Integral) or int(workspace) < 0):
         raise ValueError(f"workspace must be None or a number of bytes, not {workspace!r}")
     gradients: Any = tuple(x.dtype for x in differentiated) or None
     room = None if workspace is None else int(workspace)
@@ -189,17 +189,6 @@ def checked_divergence(kind: Any, beta: Any) -> Divergence:
 
 def _fits(number: int, dtype: Any) -> bool:
     return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
-
-
-def _is_whole(x: Any) -> bool:
-    """Whether it is a whole number of Python's or NumPy's."""
-    if isinstance(x, bool | jax.Array):
-        return False
-    try:
-        operator.index(x)
-    except TypeError:
-        return False
-    return True
 
 
 def _is_known(x: Any) -> bool:

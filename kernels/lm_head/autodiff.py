@@ -24,8 +24,7 @@ from .target import vary
 class Objective(NamedTuple):
     """An objective as `Terms` have it, and what it depends on."""
 
-    function: Any
-    """(logprob, lse, entropy[, divergence], *operands[, mean_logit]) -> the loss of a token: a `Partial`."""
+    function: Any  # a `Partial` of (logprob, lse, entropy[, divergence], *operands[, mean_logit]) to a token's loss
     uses_tokens: bool  # whether it depends on the log-probability or the lse
     uses_entropy: bool
     uses_mean_logit: bool

@@ -132,6 +132,11 @@ def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Ar
     return lax.dot_general(a, b, dims, precision=precision_of(product), preferred_element_type=jnp.float32)
 
 
+def as_operand(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """The numbers, in float32, that a product of this dtype multiplies. XLA would drop two casts."""
+    return lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+
+
 def capped(products: Float[Array, "..."], softcap: float | None) -> Float[Array, "..."]:
     """y of products h·W (see softmax.py)."""
     return products if softcap is None else jnp.tanh(products * (1 / softcap))

@@ -3,15 +3,13 @@
 Neither model's logits exist as an array. These are `token_loss` with an objective that is the divergence alone.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
 
 from .api import token_loss
-from .layout import HeadSharding
-from .shapes import Array, Bool, Float
-from .two_softmaxes import Kind
+from .shapes import Array, Float
 
 
 def divergence_loss(
@@ -19,50 +17,18 @@ def divergence_loss(
     weight: Float[Array, "V D"],
     teacher_hidden: Float[Array, "*N E"],
     teacher_weight: Float[Array, "W E"],
-    *,
-    weights: Float[Array, "*N"] | None = None,
-    where: Bool[Array, "*N"] | None = None,
-    workspace: int | None = None,
-    kind: Kind = "reverse_kl",
-    beta: float = 0.5,
-    temperature: float | Float[Array, ""] = 1.0,
-    softcap: float | None = None,
-    teacher_temperature: float | Float[Array, ""] | None = None,
-    teacher_softcap: float | Literal["same"] | None = "same",
-    vocabulary: int | None = None,
-    weight_copy: Float[Array, "V D"] | None = None,
-    dtype: Any = None,
-    impl: Any = None,
-    sharding: HeadSharding | None = None,
+    **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
     """`sum_i weights_i * divergence_i`, and the divergences without gradient; loss, dh and dW in one pass.
 
     With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
     some tokens, which mosaic_tpu never keeps, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
-    1e-6 they are rounding. Arguments and errors are those of `token_loss`.
+    1e-6 they are rounding. Options (`kind`, `beta`, `weights`, ...) and errors are those of `token_loss`.
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)
+    teacher: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
     loss, tokens = token_loss(
-        hidden,
-        weight,
-        labels,
-        lambda logprob, entropy, *, divergence: divergence,
-        where=where,
-        weights=weights,
-        temperature=temperature,
-        softcap=softcap,
-        vocabulary=vocabulary,
-        weight_copy=weight_copy,
-        teacher_hidden=teacher_hidden,
-        teacher_weight=teacher_weight,
-        kind=kind,
-        beta=beta,
-        teacher_temperature=teacher_temperature,
-        teacher_softcap=teacher_softcap,
-        workspace=workspace,
-        dtype=dtype,
-        impl=impl,
-        sharding=sharding,
+        hidden, weight, labels, lambda logprob, entropy, *, divergence: divergence, **teacher, **options
     )
     assert tokens.divergence is not None
     return loss, tokens.divergence

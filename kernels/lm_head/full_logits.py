@@ -23,9 +23,8 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...]]:
     """The statistics, and y for backward."""
-    plan, own = _whole(inputs)
-    models = 1 if inputs.teacher is None else 2
-    nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * models
+    plan, own = plan_of(inputs), xla.zeroed(inputs)
+    nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * (1 if inputs.teacher is None else 2)
     softmax, y = xla.statistics(plan, own, options, nothing)
     assert y is not None
     # Gathered: XLA drops the sum over all columns that finds the label's elsewhere.
@@ -38,7 +37,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...
 
 def gradients(inputs: Inputs, softmax: Softmax, y: tuple[Array, ...], slopes: Slopes, options: Options) -> Gradients:
     """The products of the derivatives by h·W with W and hidden."""
-    plan, own = _whole(inputs)
+    plan, own = plan_of(inputs), xla.zeroed(inputs)
     slopes = jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), slopes)
     dy_NV = xla.slopes_of_tile(plan, own, options, y, jnp.int32(0), softmax, slopes)
     if target.platform() != "tpu":
@@ -59,7 +58,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return softmax, gradients(inputs, softmax, y, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
-def _whole(inputs: Inputs) -> tuple[xla.Plan, Inputs]:
+def plan_of(inputs: Inputs) -> xla.Plan:
     """All rows and columns as one tile."""
     vocabulary = len(inputs.weight) if inputs.teacher is None else min(len(inputs.weight), len(inputs.teacher.weight))
-    return xla.Plan(len(inputs.labels), vocabulary, 1, vocabulary), xla.zeroed(inputs)
+    return xla.Plan(len(inputs.labels), vocabulary, 1, vocabulary)

@@ -54,16 +54,14 @@ class HeadSharding:
     def devices(self, *axes: str | None) -> int:
         return math.prod(1 if axis is None else self.mesh.shape[axis] for axis in axes)
 
-    def _spread(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Those axes along which there are several devices."""
-        return tuple(axis for axis in axes if self.devices(axis) > 1)
-
     def in_use(self) -> "HeadSharding":
         """This layout without the axes along which there is one device, on the same mesh with Auto axes."""
         features = self.features if self.devices(self.features) > 1 else None
-        tokens, vocabulary = self._spread(self.tokens), self._spread(self.vocabulary_axes) or None
+        tokens, vocabulary = (
+            tuple(axis for axis in axes if self.devices(axis) > 1) for axes in (self.tokens, self.vocabulary_axes)
+        )
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
-        return HeadSharding(auto, tokens, vocabulary, features)
+        return HeadSharding(auto, tokens, vocabulary or None, features)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
         """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import softmax as head
 from . import target
 from .arguments import as_array, as_int32, check_floating, check_labels, checked_temperature
 from .shapes import Array, Bool, Float, Int, Integer
-from .softmax import MASKED, Columns, Running, Slopes, Softmax, TokenLogprobs, finish_live, include_tile, logit_slopes
-from .softmax import empty_running as no_columns
+from .softmax import Columns, Running, Slopes, Softmax, TokenLogprobs
 
 
 class Given(NamedTuple):
@@ -87,18 +87,18 @@ def logits_logprobs(
 def sums(given: Given) -> Running:
     """The softmax's sums over this device's columns, in plain XLA."""
     y_NV = _above_mask(given.logits)
-    nothing = no_columns(0 * given.live.astype(jnp.float32) + 0 * y_NV[:, 0])
-    return include_tile(nothing, y_NV, _columns(given), given.scale)
+    nothing = head.empty_running(0 * given.live.astype(jnp.float32) + 0 * y_NV[:, 0])
+    return head.include_tile(nothing, y_NV, _columns(given), given.scale)
 
 
 def gradient(given: Given, softmax: Softmax, slopes: Slopes) -> Float[Array, "N V"]:
     """The derivatives by logits of a scalar with derivatives `slopes` by the statistics; elementwise, in plain XLA."""
-    dz_NV = logit_slopes(_above_mask(given.logits), softmax, slopes, _columns(given), given.scale)
+    dz_NV = head.logit_slopes(_above_mask(given.logits), softmax, slopes, _columns(given), given.scale)
     return jnp.where(given.live[:, None], given.scale * dz_NV, 0).astype(given.logits.dtype)
 
 
 def _above_mask(logits: Float[Array, "N V"]) -> Float[Array, "N V"]:
-    return jnp.maximum(logits.astype(jnp.float32), MASKED)
+    return jnp.maximum(logits.astype(jnp.float32), head.MASKED)
 
 
 def _columns(given: Given) -> Columns:
@@ -119,7 +119,7 @@ def _logprobs(impl: str, axes: tuple[str, ...] | None, block: int, given: Given)
 
 
 def _forward(impl: str, axes: tuple[str, ...] | None, block: int, given: Given) -> tuple[TokenLogprobs, Any]:
-    softmax = finish_live(_passes(impl, block)[0](given), given.live, given.scale, axes)
+    softmax = head.finish_live(_passes(impl, block)[0](given), given.live, given.scale, axes)
     return softmax.outputs(given.live, given.scale), (given, softmax)
 
 

@@ -34,8 +34,7 @@ from .softmax import (
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")
-Both = tuple[Array, ...]
-"""The student's and the teacher's."""
+Both = tuple[Array, ...]  # the student's and the teacher's
 
 
 @jax.tree_util.register_static

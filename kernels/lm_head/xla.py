@@ -28,8 +28,7 @@ _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
-Logits = tuple[Array, ...]
-"""The student's y [R, T] and, if there is one, the teacher's."""
+Logits = tuple[Array, ...]  # the student's y [R, T] and, if there is one, the teacher's
 
 
 class Plan(NamedTuple):
@@ -55,13 +54,13 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return softmax, gradients(inputs, softmax, None, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
-def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
+def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product, r with a teacher; twice that for jsd without room for logits."""
-    plan, options = make_plan(inputs), options.values_alone
-    if inputs.teacher is not None and not options.divergence.in_one_pass:
-        wave = wave_rows(plan, inputs, options)
-        if wave:
-            return _waves(plan._replace(block=wave), inputs, None, options)[0], None
+    wave, plan, options = plan is None, plan or make_plan(inputs), options.values_alone
+    if wave and inputs.teacher is not None and not options.divergence.in_one_pass:
+        rows = wave_rows(plan, inputs, options)
+        if rows:
+            return _waves(plan._replace(block=rows), inputs, None, options)[0], None
 
     if inputs.teacher is not None:
         nothing = contract.no_statistics(inputs, 0)
@@ -84,9 +83,11 @@ def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inp
     return jax.tree.map(lambda x: x[live.place], all_M)
 
 
-def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
+def gradients(
+    inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options, plan: Plan | None = None
+) -> Gradients:
     """The gradients by recomputation, tile by tile and in each block by block: 3 + r products, 2 + r for one alone."""
-    plan = make_plan(inputs)
+    plan = plan or make_plan(inputs)
     live = live_rows(inputs.live, plan.block)
     vocabulary, features = inputs.weight.shape
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
@@ -112,7 +113,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
 
     dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
     dw_VD = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    dh_MD, dw_VD = lax.fori_loop(0, plan.tiles, tile, (dh_MD, dw_VD))
+    dh_MD, dw_VD = _over_tiles(plan, tile, (dh_MD, dw_VD))
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 

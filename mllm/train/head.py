@@ -85,13 +85,10 @@ class Head:
             **self.options,
         )
 
-    def top_k(
-        self, states: States, k: int, where: Bool[Array, "B T"]
-    ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """The k largest log-probabilities at each place, and their ids."""
-        options = {name: self.options[name] for name in ("temperature", "sharding")}
-        options |= {"where": where, "dtype": states.hidden.dtype}
-        return lm_head.top_k_logprobs(states.hidden, states.copy, k, **options)
+    def likeliest(self, states: States, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+        """The likeliest token at each place."""
+        options = {"where": where, "dtype": states.hidden.dtype, "sharding": self.options["sharding"]}
+        return lm_head.likeliest_tokens(states.hidden, states.copy, **options)
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from divergence_cases import KINDS
 from engines import TPU_F32, TPU_TILES, V6E, XLA
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice
 from lm_head_cases import OBJECTIVES, blocks_visited, equations, random_problem
 from strict_tpu import strict_interpreter
+from test_divergence import KINDS
 
 from lm_head import choose_impl, divergence_loss, target, token_logprobs, token_loss
 from lm_head.contract import Inputs, Options

@@ -71,11 +71,28 @@ def of_a_copy(hidden, weight, *arguments, **options):
     return loss(hidden, weight, *arguments, weight_copy=copy, **options)
 
 
+TEACHER = np.where(LIVE[:, None], RNG.normal(size=(N, 24)), np.nan).astype(np.float32)
+TEACHER_WEIGHT = RNG.normal(size=(V + 13, 24)).astype(np.float32)
+
+
+def with_teacher(hidden, weight, operand, weights, scale, labels=LABELS, words=V + 13, **options):
+    """Label and teacher in one pass; with fewer `words` the last rows of the student's weight are no tokens."""
+
+    def objective(logprob, entropy, operand, *, divergence):
+        return scale * divergence - operand * logprob
+
+    states, labels = TEACHER.reshape(*hidden.shape[:-1], -1), jnp.minimum(jnp.asarray(labels), words - 1)
+    teacher = {"teacher_hidden": states, "teacher_weight": TEACHER_WEIGHT[:words], "kind": "jsd", "beta": 0.3}
+    return token_loss(hidden, weight, labels, objective, operand, weights=weights, **teacher, **options)
+
+
 WAYS = {
     "general": (general, {}),
     "recomputed": (loss, {"workspace": 0}),
     "in waves": (loss, {"workspace": 2**20}),
     "a copy": (of_a_copy, {}),
+    "a teacher": (with_teacher, {"workspace": 2**20}),
+    "a teacher, recomputed": (with_teacher, {"workspace": 0}),
 }
 
 
@@ -102,6 +119,11 @@ CASES = [
     (CUBE, {}, "general", {}, (0,)),  # the other side is frozen
     (CUBE, {}, "in waves", {}, (1,)),
     (CUBE, {}, "a copy", {}, ALL),
+    (CUBE, {}, "a teacher", {}, ALL),
+    (CUBE, {}, "a teacher, recomputed", SCALED | {"words": 100}, ALL),
+    (CUBE, {"vocabulary": None}, "a teacher", {"words": 100}, ALL),
+    ((1, 1, 3), {}, "a teacher", {"vocabulary": 40, "words": 40}, ALL),  # one device has all tokens
+    (CUBE, {"tokens": ("dp",), "vocabulary": ("tp", "fsdp"), "features": None}, "in waves", {}, ALL),
     ((8, 1, 1), {}, "in waves", {}, ALL),
     ((1, 1, 8), {}, "in waves", {}, ALL),
     (CUBE, {"tokens": ("dp",)}, "in waves", {}, ALL),
@@ -117,14 +139,19 @@ def test_values_and_gradients_are_those_of_one_device(shape, axes, way, options,
     assert_near((got, gradients), (want, tuple(by_all[i] for i in sides)))
 
 
-KERNELS = [((2, 1, 2), "general", True), ((1, 4, 1), "general", False), ((1, 2, 2), "in waves", False)]
+KERNELS = [
+    pytest.param((2, 1, 2), "general", True, marks=pytest.mark.nightly),
+    pytest.param((1, 4, 1), "general", False, marks=pytest.mark.nightly),
+    ((1, 2, 2), "in waves", False),
+    pytest.param((1, 2, 2), "a teacher", None, marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.parametrize(("shape", "way", "entropy"), KERNELS, ids=str)
 def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
     """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here."""
-    arguments, options = ARGUMENTS, {"entropy": entropy}
-    if way == "general":
+    arguments, options = ARGUMENTS, {} if entropy is None else {"entropy": entropy}
+    if way in ("general", "a teacher"):
         # For the same reason each device needs a token that counts, unless all go through the blocks in step.
         order = np.arange(N).reshape(2, -1).T.ravel()
         options["labels"] = tuple(LABELS[order])
@@ -256,6 +283,23 @@ def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused():
         misplaced = [jax.device_put(x, NamedSharding(over(CUBE).mesh, spec)) for x in (HIDDEN, WEIGHT[:128])]
         refused("hidden must be laid out as sharding says", (misplaced[0], WEIGHT[:128]))
         refused("weight must be laid out as sharding says", (HIDDEN, misplaced[1]))
+
+
+def test_axes_that_are_no_tuple_are_named():
+    mesh = over(CUBE).mesh
+    with pytest.raises(ValueError, match=r"sharding: tokens must be a tuple of axes: \('dp',\), not 'dp'"):
+        HeadSharding(mesh, "dp")
+    with pytest.raises(ValueError, match=r"sharding: features must be an axis or None, not \('dp',\)"):
+        HeadSharding(mesh, (), None, ("dp",))
+
+
+def test_on_an_explicit_mesh_the_vocabulary_may_lie_on_two_axes():
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"))
+    specs = (P(), P(("b", "c"), "a"), P(), P(), P())
+    given = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS[:5], specs, strict=True)]
+    got = differentiated("in waves")(*given, IN_ROWS[5])
+    assert_near(got, on_one_device("in waves"))
+    assert got[1][1].sharding.is_equivalent_to(given[1].sharding, 2)
 
 
 def test_a_sharding_on_another_mesh_than_the_arguments_is_refused():

@@ -330,7 +330,7 @@ TOOLS = (
     "samples.py",
     "tune.py",
 )
-BENCHES = ("bench", "bench head", "bench rollout")
+BENCHES = ("bench", "bench head", "bench logits", "bench rollout")
 
 
 def test_help_is_fast_and_imports_nothing_heavy():

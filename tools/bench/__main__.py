@@ -1,6 +1,7 @@
 """Benchmarks: python tools/bench COMMAND [options]
 
     head      the LM head beside the bare matrix products and other implementations
+    logits    a loss of logits that exist beside plain JAX
     rollout   the rollout engine beside google-tunix's sampler
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
@@ -17,7 +18,7 @@ if not __package__:  # `python tools/bench`: in place of this folder, what a che
     sys.path[:1] = [str(root), str(root / "kernels")]
 from mllm import errors
 
-COMMANDS = ("head", "rollout")
+COMMANDS = ("head", "logits", "rollout")
 
 
 @errors.command

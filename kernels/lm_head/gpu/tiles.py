@@ -85,9 +85,10 @@ class Sizes:
     def strip(self, rows: int, columns: int) -> int:
         """Tiles of a strip: the number that gives the busiest cluster the least to do, and of these the largest."""
         blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
+        clusters = target.multiprocessors() // self.tiles.cluster
 
         def longest(strip: int) -> int:
-            return _rounds(self.tiles, blocks * -(-tiles // strip)) * strip
+            return -(-(blocks * -(-tiles // strip)) // clusters) * strip
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
@@ -98,26 +99,17 @@ class Sizes:
         return next((rows for name, rows in _WAVE_ROWS.items() if name in target.kind()), _WAVE_ROWS["H100"])[cast]
 
 
-def _rounds(tiles: Tiles, number: int) -> int:
-    """How many of so many tiles, or strips, the cluster with the most of them gets."""
-    return -(-number // (target.multiprocessors() // tiles.cluster))
-
-
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
-    """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes beyond `dy_bytes`."""
+    """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes more than without a workspace."""
     if _override is not None:
         return _override
     tiles = Tiles()
     sizes = Sizes(tiles, tiles.columns)
     block = sizes.block(rows)
-    most = min((dy_bytes(block, features) + spare) // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
-    return Sizes(tiles, max(most // tiles.columns, 1) * tiles.columns)
-
-
-def dy_bytes(block: int, features: int) -> int:
-    """Bytes that dy of a chunk may take without a workspace."""
     # dh is summed in twice an array of hidden's shape, which is once more than the gradient itself.
-    return max(_DY_AND_DH - 2 * block * features, _LEAST_DY)
+    room = max(_DY_AND_DH - 2 * block * features, _LEAST_DY) + spare
+    most = min(room // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
+    return Sizes(tiles, max(most // tiles.columns, 1) * tiles.columns)
 
 
 def shared_blocks(tiles: Tiles, features: int) -> int:

@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..contract import Inputs, Options, capped, dot, number_of_columns, scale_of, scales_of
+from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns, scale_of, scales_of
 from ..shapes import Array, Float, Integer
 from ..softmax import FLOOR, Softmax, cap_slope
 from . import tiles
@@ -121,11 +121,6 @@ def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, F
 def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: jnp.dtype) -> Float[Array, "M D"]:
     """The labels' rows of the weight as `as_operand` gives them; any rows for negative labels."""
     return as_operand(weight[jnp.maximum(labels, 0)], dtype)
-
-
-def as_operand(x: Float[Array, "M D"], dtype: jnp.dtype) -> Float[Array, "M D"]:
-    """The numbers, in float32, that a product of this dtype multiplies. XLA would drop two casts."""
-    return lax.reduce_precision(x.astype(jnp.float32), jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:

@@ -62,7 +62,7 @@ class Distillation(Algorithm):
         assert teacher is not None
         loss, divergence = head.divergence(states, teacher, batch, self.distill.kind, self.distill.mixture)
         states, some = jax.lax.stop_gradient(states), self.measured(batch)
-        measured = batch._replace(weights=jnp.float32(some), labels=head.top_k(states, 1, some)[1][..., 0])
+        measured = batch._replace(weights=jnp.float32(some), labels=head.likeliest(states, some))
         mine, yours = head.logprobs(states, measured), head.logprobs(teacher, measured)
         return loss, Comparison(divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
 
