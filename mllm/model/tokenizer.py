@@ -78,6 +78,8 @@ CLOCK = (
     + " }}{% endmacro %}"
 )
 """Takes the place of the clock that transformers gives to templates."""
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+"""What `mllm.data.turns` reads; in some tokenizers these are control tokens."""
 BETWEEN = ("\n", ".", "a")
 """Texts behind which another text is encoded as in the middle of one; the first that no token spans is taken."""
 ANSWER = "The-answer-is-42."
@@ -283,6 +285,19 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of sampled tokens without control tokens, but with those that stand around a thought or a tool call."""
+    left_out = left_out_of_texts(tokenizer)
+    return cast(str, tokenizer.decode([token for token in tokens if token not in left_out]))
+
+
+@lru_cache(maxsize=8)
+def left_out_of_texts(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids of the control tokens that a completion's text does not have."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token for token, name in added if name.special and name.content not in TAGS)
 
 
 @lru_cache(maxsize=8)

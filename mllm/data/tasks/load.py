@@ -45,7 +45,8 @@ def load(config: TaskConfig, seed: int) -> Task:
         problems[part] = [replace(example, place=place) for place, example in sound_records(examples, key)]
         if not problems[part]:
             raise UserError(f"{key}: there is no problem in its part {part}")
-    return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
+    heldout = config.heldout_of(len(problems["train"]))
+    return split_task(config.name, problems["train"], heldout, problems.get("test"), fields=config.converses)
 
 
 def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
