@@ -1,11 +1,11 @@
 """Tools answer each call of a turn, are told apart by name and known by their files; a game is its problem's."""
 
 from itertools import chain
-from types import SimpleNamespace
 
 import pytest
 from test_environments import BLOCKS, begun, call, held, said
 
+from mllm.config.rollout import RolloutConfig
 from mllm.config.task import TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.load import load
@@ -13,6 +13,7 @@ from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.rewards.environments import Move, Player
+from mllm.rewards.runner import RewardRunner
 from mllm.sampler.conversations import Conversations
 
 
@@ -64,11 +65,13 @@ def test_a_held_out_game_is_the_same_at_each_step():
         def collect(self, numbers):
             return {}
 
-    runner, renderer = SimpleNamespace(tools={}, environments=[]), Renderer(bytes_tokenizer())
+    runner, renderer = object.__new__(RewardRunner), Renderer(bytes_tokenizer())
+    runner.tools, runner.environments = [], []
+    options = RolloutConfig(max_prompt_length=64, max_completion_length=8, max_turns=5)
     examples = [Example([{"role": "user", "content": "Go."}], None, fields={"largest": n}) for n in (5, 6)]
     prompts = [Prompt(example, [1]) for example in examples for _ in range(2)]
     for step, fixed in ((0, True), (20, True), (0, False), (20, False)):
         seeds.append([])
-        Told(runner, renderer, None, 0, group=2, step=step, fixed=fixed).start(prompts)
+        Told(runner, renderer, options, 0, group=2, step=step, fixed=fixed).start(prompts)
     assert seeds[0] == seeds[1] != seeds[2] != seeds[3]
     assert all(a == b != c == d for a, b, c, d in seeds)
