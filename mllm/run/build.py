@@ -92,7 +92,7 @@ class Run:
             self.task = load_task(config.task, config.seed) if config.task else None
             self.rewards: RewardRunner | None = None
             if config.task and self.task and config.rollout:
-                most = config.rollout.max_completion_length
+                most = config.rollout.sampled_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
