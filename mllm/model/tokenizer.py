@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mllm.config.task import ChatTemplate, Form
 from mllm.errors import UserError, brief
-from mllm.model.folder import SMALL, local_folder, read_json
+from mllm.model.folder import SMALL, local_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -117,6 +117,17 @@ def load_tokenizer(source: str) -> Tokenizer:
             raise
         way_out = "give a folder with tokenizer.json, a hub id, or bytes"
         raise UserError(f"model.tokenizer: none can be read from {source} ({brief(error)}): {way_out}") from None
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the files from which transformers 4 and 5 load the tokenizer: names that are 5's alone get 4's, too."""
+    tokenizer.save_pretrained(folder)
+    settings = read_json(path := folder / "tokenizer_config.json")
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(names := settings.pop("extra_special_tokens", None), list):
+        settings["additional_special_tokens"] = names
+    write_json(path, settings)
 
 
 def bytes_tokenizer() -> Tokenizer:
