@@ -219,6 +219,11 @@ class SftSource:
             log.warning("%s: the run and its schedule end at step %d instead of %d", passes, self.steps, steps)
         self.num_tokens = 0
 
+    @property
+    def counts(self) -> str:
+        heldout = f", {len(self.validation):,} for validation" if self.validation else ""
+        return f"{len(self.batches.documents):,} examples to train on{heldout}"
+
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         return self.step_of(self.read(watch), {})
 
