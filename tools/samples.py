@@ -184,7 +184,7 @@ def embedded(data: object) -> str:
 
 
 def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
-    """Print samples of a step, or of all, whose prompt contains a text: the newest, of which the last is the last."""
+    """Print samples of a step, or of all, whose prompt contains a text: the newest, the last one last."""
     found = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
     if not found:
         raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")

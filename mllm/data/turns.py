@@ -3,7 +3,7 @@
 What was sampled is never decoded and encoded again. The template says what follows: it renders a known answer with the
 new messages, and what it writes behind the answer is encoded. Only thoughts between <think> and </think> are known as
 such. Tool calls are parsed here, since transformers does it for tokenizers with a `response_template` alone, which
-those of Qwen, Llama 3 and Hermes lack.
+Qwen's, Llama 3's and Hermes's lack.
 """
 
 import json
@@ -85,7 +85,7 @@ def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, 
 
 
 def readable(tokenizer: Tokenizer, message: Message) -> Message:
-    """The message in which no text is that of a control token, and no character a half one."""
+    """The message with a space in the text of each control token, and without half characters."""
 
     def broken(found: re.Match[str]) -> str:
         return f"{found.group()[0]} {found.group()[1:]}"

@@ -219,7 +219,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt that no template renders.
 
     A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. UserError is raised if the text
-    has that of a control token.
+    contains a control token.
     """
     if found := control_tokens(tokenizer).search(text):
         raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")

@@ -42,9 +42,10 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What came of a move, beside the reward: the new messages, or where a conversation begins those of its prompt."""
+    """What came of a move, beside the reward."""
 
     messages: Messages
+    """The new messages; where a conversation begins, its prompt."""
     done: bool = False
     calls: Sequence[Mapping[str, Any]] = ()
     """The assistant's tool calls, each a name and arguments."""
@@ -124,7 +125,7 @@ class Player:
             return None
         try:
             if move.example:
-                await self.close(number)  # that of a rollout that was interrupted
+                await self.close(number)  # an interrupted rollout has left it
                 turn, reward = await self.begin(move, move.example), None
             elif number not in self.held:
                 raise LookupError("its environment was lost with its process")
