@@ -71,7 +71,7 @@ def cached_documents(
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
     with suppress(OSError):  # it may be another user's
-        (folder / LOCK).touch()  # its time is that of the last use
+        (folder / LOCK).touch()  # it says when the cache was last used
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
     for what, count in counts.items():
@@ -209,7 +209,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
             tokenizer.save_pretrained(folder)
             for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 digest.update(f"{path.name} {file_digest(path)}".encode())
-    except Exception as error:  # those of the package tokenizers are no OSErrors
+    except Exception as error:  # the package tokenizers' errors are no OSErrors
         raise UserError(f"TMPDIR: the tokenizer can't be written there ({brief(error)}): make room") from None
     return digest.hexdigest()
 

@@ -130,7 +130,7 @@ def tools_of(record: Record) -> list[dict[str, Any]]:
 
 
 def pair_of(record: Record) -> tuple[Record, Record]:
-    """A preference's two examples, of which the first was chosen; UserError where there are no such two.
+    """The two examples of a preference, the chosen one first; UserError where the record has none.
 
     `chosen` and `rejected` are texts or lists of messages, behind a `prompt` (or `question`) of either kind. Without a
     list `prompt`, lists begin with what they have in common, which is the prompt; then a text `prompt` only repeats it.
