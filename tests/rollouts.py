@@ -9,13 +9,13 @@ import numpy as np
 from jax.sharding import Mesh
 from tiny import config, forward_of
 
+from mllm.algorithms.grpo.source import GrpoSource
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import AXES
-from mllm.rl.completion import Completion
-from mllm.rl.grpo_source import GrpoSource
-from mllm.rl.rewards import RewardRunner
-from mllm.rl.rollout import Sampler
+from mllm.rewards.runner import RewardRunner
+from mllm.sampler.completion import Completion
+from mllm.sampler.sampler import Sampler
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4

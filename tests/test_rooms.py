@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(path for folder in ("kernels", "mllm", "tools") for path in (ROOT / folder).rglob("*.py"))
-ROOMS = ("config", "parallel", "store", "model", "data", "train", "rl", "run", "plan")
+ROOMS = ("config", "parallel", "store", "model", "data", "rewards", "sampler", "train", "algorithms", "run", "plan")
+SETTINGS = re.compile(r"mllm\.algorithms\..*settings")
+"""Those of an algorithm belong to the configuration, and import without JAX."""
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 PACKAGES = sorted(
     name for name, path in MODULES.items() if path.name == "__init__.py" and path.stat().st_size and "." in name
@@ -38,7 +40,7 @@ def imported(path: Path) -> Iterator[str]:
 
 def floor(module: str) -> int:
     """The place of a module in the order of imports; a module may import those of its own place and of lower ones."""
-    top, _, rest = module.partition(".")
+    top, _, rest = ("mllm.config" if SETTINGS.match(module) else module).partition(".")
     if top != "mllm":
         return {"kernels": 0, "tools": 100, "train": 100}.get(top, -1)
     room = rest.partition(".")[0]

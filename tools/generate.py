@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mllm.config.task import TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
-    from mllm.rl.rollout import Sampler
+    from mllm.sampler.sampler import Sampler
 
 Chat = list[dict[str, str]]
 Answer = tuple[str, dict[str, Any]]
@@ -169,11 +169,11 @@ def complete(
     """The chats' completions. UserError where one doesn't fit the model's positions."""
     from tqdm import tqdm
 
-    from mllm.config.grpo import RolloutConfig
+    from mllm.config.rollout import RolloutConfig
     from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
-    from mllm.rl.completion import RolloutWork
-    from mllm.rl.rollout import Sampler
-    from mllm.rl.schedule import Room
+    from mllm.sampler.completion import RolloutWork
+    from mllm.sampler.sampler import Sampler
+    from mllm.sampler.schedule import Room
     from mllm.stopwatch import COMPILING
 
     are_texts = all(len(chat) == 1 for chat in chats)
@@ -238,8 +238,8 @@ def converse(
     from mllm.config.task import TaskConfig
     from mllm.data.prompts import Prompt
     from mllm.data.tasks.task import Example, Task
-    from mllm.rl.conversations import Conversations
-    from mllm.rl.rewards import RewardRunner
+    from mllm.rewards.runner import RewardRunner
+    from mllm.sampler.conversations import Conversations
 
     if options.environment != "task":
         task = TaskConfig(name="arithmetic").model_copy(update={"environment": options.environment})

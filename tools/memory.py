@@ -34,6 +34,8 @@ from jaxtyping import Array, Float
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from kernels.lm_head import TokenLogprobs
 from mllm import errors
+from mllm.algorithms.algorithms import Comparison, Distill
+from mllm.algorithms.grpo.losses import summed_divergence
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
@@ -44,9 +46,7 @@ from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
-from mllm.train.algorithms import Comparison, Distill
 from mllm.train.head import States, head_sharding
-from mllm.train.objectives import summed_divergence
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 

@@ -21,8 +21,8 @@ from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError, printable
-from mllm.rl.reward_calls import FAILURES, Sample
-from mllm.rl.rewards import RewardRunner, reward_metrics, weighted_sum
+from mllm.rewards.calls import FAILURES, Sample
+from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from mllm.algorithms.distill.settings import DistillConfig, TeacherConfig
+from mllm.algorithms.dpo.settings import DpoConfig
+from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.config.data import DataConfig
-from mllm.config.distill import DistillConfig, TeacherConfig
-from mllm.config.dpo import DpoConfig
-from mllm.config.grpo import GrpoConfig, RolloutConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
+from mllm.config.rollout import RolloutConfig
 from mllm.config.section import Section, impossible
 from mllm.config.task import ENVIRONMENT, ChatTemplate, EvalConfig, TaskConfig
 

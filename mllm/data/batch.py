@@ -34,7 +34,7 @@ class Trajectory(NamedTuple):
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
     rewards: Sequence[tuple[Any, ...]] = ()
-    """What each reward function gave, as in `mllm.rl.reward_calls.Answer`."""
+    """What each reward function gave, as in `mllm.rewards.calls.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
     """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
     and `tool_errors`; none with a single turn."""

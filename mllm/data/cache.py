@@ -28,8 +28,8 @@ from jax.errors import JaxRuntimeError
 from jaxtyping import Int32
 from tqdm import tqdm
 
+from mllm.algorithms.dpo.settings import PreferenceForm
 from mllm.config.data import DataConfig
-from mllm.config.dpo import PreferenceForm
 from mllm.data.records import BadRecord, Origin, bad_lines
 from mllm.data.tokenizing import Document, Documents, Encoded, Preference, encode_blocks, mismatched
 from mllm.errors import UserError, brief

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from mllm.config.dpo import PreferenceForm
+from mllm.algorithms.dpo.settings import PreferenceForm
 from mllm.config.task import Form
 from mllm.data.formats import labelled, messages_of, pair_of, text, turns
 from mllm.data.records import BadRecord, Block, Record, read_records

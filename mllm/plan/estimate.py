@@ -15,12 +15,12 @@ import jax
 from flax import nnx
 
 from kernels.lm_head import chunked_logits
-from mllm.model.decoding import abstract_cache
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs
-from mllm.rl.schedule import MEAN_LENGTH
+from mllm.sampler.decoding import abstract_cache
+from mllm.sampler.schedule import MEAN_LENGTH
 
 BANDWIDTH, FLOPS = 0.85, 0.4
 

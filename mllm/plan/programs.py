@@ -16,7 +16,12 @@ from jax.sharding import Mesh
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
-from mllm.model.decoding import (
+from mllm.model.layout import LOGICAL_AXES, Params
+from mllm.model.load import Policy
+from mllm.run.source_run import load_policy
+from mllm.run.teacher import load_teacher
+from mllm.sampler import slots
+from mllm.sampler.decoding import (
     Cache,
     DecodingWeights,
     Pages,
@@ -24,13 +29,8 @@ from mllm.model.decoding import (
     abstract_decoding_weights,
     decoding_graphdef,
 )
-from mllm.model.layout import LOGICAL_AXES, Params
-from mllm.model.load import Policy
-from mllm.rl import slots
-from mllm.rl.pages import page_size
-from mllm.rl.schedule import PIECE, pool_pages, prompts_a_batch
-from mllm.run.source_run import load_policy
-from mllm.run.teacher import load_teacher
+from mllm.sampler.pages import page_size
+from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
 from mllm.train.head import States
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_teacher_pass, make_train_step

@@ -22,13 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mllm.algorithms.dpo.source import PreferenceSource
+from mllm.algorithms.dpo.validation import make_preference_validation
+from mllm.algorithms.grpo.source import GrpoSource, TeacherPass
+from mllm.algorithms.mixed_source import MixedSource
+from mllm.algorithms.sft.source import SftBatches, SftSource
 from mllm.config.schema import Config
 from mllm.config.task import Form
 from mllm.data.batch import Batch
 from mllm.data.cache import tokenizer_digest
-from mllm.data.preference_source import PreferenceSource
 from mllm.data.prompts import task_renderer
-from mllm.data.sft_source import SftBatches, SftSource
 from mllm.data.source import Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
@@ -40,25 +43,22 @@ from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh, shard_batch, sharding
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
-from mllm.rl.evaluation import make_evaluation
-from mllm.rl.grpo_source import GrpoSource, TeacherPass
-from mllm.rl.mixed_source import MixedSource
-from mllm.rl.rewards import RewardRunner
-from mllm.rl.rollout import Sampler
-from mllm.rl.schedule import room_that_fits
+from mllm.rewards.runner import RewardRunner
 from mllm.run import folder, report, wandb
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
+from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import SourceRun, load_policy, pin_commit
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
+from mllm.sampler.sampler import Sampler
 from mllm.store.checksum import checksums
 from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.preference_validation import make_preference_validation
+from mllm.train.room import room_that_fits
 from mllm.train.step import (
     Forward,
     abstract_state,

@@ -14,12 +14,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from kernels.lm_head import TokenLogprobs
+from mllm.algorithms.algorithms import Algorithm, Metrics, algorithm_of
+from mllm.algorithms.grpo import losses as objectives
 from mllm.config.schema import Config, Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.train import objectives
-from mllm.train.algorithms import Algorithm, Metrics, algorithm_of
 from mllm.train.head import Head, States
 from mllm.train.optimizer import update_count, update_key, updated
 

@@ -10,12 +10,12 @@ import grain
 import numpy as np
 import pytest
 
+from mllm.algorithms.sft.source import SftBatches, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import dataset, records
 from mllm.data.batch import Batch
 from mllm.data.dataset import training_dataset, training_order
-from mllm.data.sft_source import SftBatches, hold_out, load_documents, task_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.data.tokenizing import Documents

@@ -5,11 +5,11 @@ import json
 import numpy as np
 import pytest
 
+from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource
+from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
-from mllm.data.preference_source import PreferenceBatches, PreferenceSource
-from mllm.data.sft_source import load_documents
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tokenizing import encode_preference, mismatched
 from mllm.errors import UserError

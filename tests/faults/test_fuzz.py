@@ -19,13 +19,13 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mllm.algorithms.sft.source import SftBatches, load_documents
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.schema import Config
 from mllm.config.section import keys_of
 from mllm.config.task import AnswerForm, TaskConfig
 from mllm.data.prompts import PromptIterator
-from mllm.data.sft_source import SftBatches, load_documents
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example
@@ -33,7 +33,7 @@ from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
-from mllm.rl.reward_functions import exact_match, flexible_match, think_answer_format
+from mllm.rewards.functions import exact_match, flexible_match, think_answer_format
 from mllm.run.checkpoint import Checkpoints, damaged_everywhere, ends_of_logs, read_document
 from mllm.store.log import Mark
 from mllm.store.run_store import Damaged, RunStore, seal

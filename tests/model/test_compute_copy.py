@@ -15,8 +15,8 @@ from tiny import ARCHITECTURE
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
-from mllm.model.decoding import decoding_weights
 from mllm.model.layout import split_layers
+from mllm.sampler.decoding import decoding_weights
 
 SHAPE = (192, 256)
 DITHERED, NEAREST = (Rounding(jnp.dtype("bfloat16"), dithered) for dithered in (True, False))

@@ -7,12 +7,12 @@ import pytest
 from flax import nnx
 from tiny import config
 
-from mllm.model.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 from mllm.model.int8 import Int8Matrix, quantize
 from mllm.model.layout import QUANTIZED
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.slots import CHUNK, Slots, Stream, decode
+from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
+from mllm.sampler.slots import CHUNK, Slots, Stream, decode
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q", "down")}
 

@@ -1,7 +1,7 @@
 """Every family's decoder against transformers' own, padded and rematerialised; what it rounds, and what decoding holds.
 
 Expected logits come from tests/make_fixtures.py; tests/train/test_packed_update.py has packed rows, and
-tests/rl/test_rollout.py what decode steps compute.
+tests/sampler/test_rollout.py what decode steps compute.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from tiny import load_weights, logits
 from mllm.model import weights
 from mllm.model.architecture import SMALLEST, Architecture
 from mllm.model.decoder import Decoder, linear, rms_norm
-from mllm.model.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
+from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")

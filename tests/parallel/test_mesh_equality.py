@@ -1,6 +1,6 @@
 """Every mesh gives the loss, gradients and log-probabilities of one device, to rounding, and its compute copies' bits.
 
-Each mesh has a model of another family. Rollouts on a mesh: tests/rl/test_rollout.py.
+Each mesh has a model of another family. Rollouts on a mesh: tests/sampler/test_rollout.py.
 """
 
 from functools import cache
@@ -14,10 +14,10 @@ from flax import nnx
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
-from mllm.model.decoding import decoding_weights
 from mllm.model.layout import gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.sampler.decoding import decoding_weights
 from mllm.train.step import accumulate, make_logprob_pass
 
 MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8)}

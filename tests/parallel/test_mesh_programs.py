@@ -11,14 +11,15 @@ from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from kernels.lm_head import xla
-from mllm.model.decoding import merge_and_gather
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
-from mllm.rl import schedule
-from mllm.rl.pages import page_size
-from mllm.rl.schedule import LOGITS, MEAN_LENGTH, room_that_fits
-from mllm.rl.slots import CHUNK, insert, resize
+from mllm.sampler import schedule
+from mllm.sampler.decoding import merge_and_gather
+from mllm.sampler.pages import page_size
+from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
+from mllm.sampler.slots import CHUNK, insert, resize
+from mllm.train.room import room_that_fits
 from mllm.train.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12

@@ -53,8 +53,8 @@ from mllm.parallel.processes import (
     raise_everywhere,
     unpack,
 )
-from mllm.rl import trajectories
 from mllm.run.checkpoint import by_name
+from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
 from mllm.store.holder import hold, hold_folder

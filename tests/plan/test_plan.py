@@ -18,7 +18,7 @@ from mllm.plan import memory, targets
 from mllm.plan.estimate import BANDWIDTH, FLOPS, better_meshes, estimate, estimates, other_heads, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.rl.schedule import room_that_fits
+from mllm.train.room import room_that_fits
 
 MIB = 2**20
 

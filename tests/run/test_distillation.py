@@ -12,11 +12,11 @@ from mllm.config import load as configs
 from mllm.errors import UserError
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.schedule import Room
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import check_tokens, load_teacher
+from mllm.sampler.schedule import Room
 from mllm.store.run_store import RunStore
 
 pytestmark = pytest.mark.slow

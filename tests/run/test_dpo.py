@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from runs import arguments, assert_same_end, changed, killed_after, outputs, records, run, start_two
 from tiny import config
 
-from mllm.data.preference_source import PreferenceSource
+from mllm.algorithms.dpo.source import PreferenceSource
 from mllm.errors import UserError
 from mllm.plan.programs import Programs
 from mllm.run import folder as run_dir

@@ -14,7 +14,7 @@ from tiny import config
 
 import mllm.run.build
 from mllm.config.data import ValidationConfig
-from mllm.rl.evaluation import make_evaluation
+from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.train.step import TrainState

@@ -8,7 +8,7 @@ import pytest
 from runs import assert_same_end, changed, checkpoints, killed_after, records, run, signal_trainer
 from tiny import config
 
-from mllm.data.sft_source import SftSource
+from mllm.algorithms.sft.source import SftSource
 from mllm.errors import StepError
 from mllm.run.measurements import Measurements
 from mllm.store.run_store import RunStore

@@ -22,10 +22,10 @@ from mllm.model import peft
 from mllm.model.load import load_model, load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
-from mllm.rl.completion import Completion
-from mllm.rl.rollout import Sampler
 from mllm.run.checkpoint import by_name
 from mllm.run.report import summary
+from mllm.sampler.completion import Completion
+from mllm.sampler.sampler import Sampler
 from mllm.store.run_store import RunStore
 from tools import export, generate, plot
 

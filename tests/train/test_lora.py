@@ -15,21 +15,21 @@ from tiny import ARCHITECTURE, config, forward_of, load_weights, logits, make_tr
 
 import tools.export
 import train
+from mllm.algorithms.grpo import source as grpo_source
 from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
-from mllm.model.decoding import decoding_graphdef, decoding_weights
 from mllm.model.int8 import quantize
 from mllm.model.layout import Layout, map_parameters
 from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_adapters
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.rl import grpo_source
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
+from mllm.sampler.decoding import decoding_graphdef, decoding_weights
 from mllm.store.run_store import RunStore
 from mllm.train.step import init_state
 from tools.export import restore

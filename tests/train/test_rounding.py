@@ -21,8 +21,8 @@ from mllm.model.load import load_policy
 from mllm.model.lora import Lora
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
-from mllm.rl import sampling
-from mllm.rl.rollout import Sampler
+from mllm.sampler import sampling
+from mllm.sampler.sampler import Sampler
 from mllm.train.step import make_validation
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.08}

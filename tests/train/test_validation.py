@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config, forward_of
 
+from mllm.algorithms.sft.source import SftBatches
 from mllm.data.batch import Batch
-from mllm.data.sft_source import SftBatches
 from mllm.data.tokenizing import Document, Documents
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch

@@ -93,14 +93,14 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
     import jax.numpy as jnp
     from flax import nnx
 
-    from mllm.config.grpo import RolloutConfig
+    from mllm.config.rollout import RolloutConfig
     from mllm.model.architecture import Architecture
     from mllm.model.decoder import Decoder
-    from mllm.model.decoding import abstract_cache
     from mllm.model.tokenizer import Renderer, bytes_tokenizer
-    from mllm.rl.completion import RolloutWork
-    from mllm.rl.rollout import Sampler
-    from mllm.rl.schedule import Room
+    from mllm.sampler.completion import RolloutWork
+    from mllm.sampler.decoding import abstract_cache
+    from mllm.sampler.sampler import Sampler
+    from mllm.sampler.schedule import Room
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
     model = Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32)

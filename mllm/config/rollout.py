@@ -1,0 +1,61 @@
+"""The section `rollout`: how completions are sampled, for training and for evaluation."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from mllm.config.section import Section, impossible
+
+
+class RolloutConfig(Section):
+    """How completions are sampled, for GRPO and for evaluation."""
+
+    max_prompt_length: PositiveInt
+    """Tokens of the longest prompt; longer ones are left out and counted."""
+    max_completion_length: PositiveInt
+    """Tokens after which a completion is cut off; with an environment or tools a turn of it."""
+    max_turns: PositiveInt | None = None
+    """The most turns of the assistant in a conversation with `task.environment` or `task.tools`; None: 1."""
+    max_total_length: PositiveInt | None = None
+    """Tokens of the longest conversation; it ends before a turn for which there is no room. None: room for the longest
+    prompt and turns, and for answers of `max_completion_length` between them."""
+    temperature: PositiveFloat = 1.0
+    """The logits are divided by it, for sampling and in the update."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """The likeliest tokens are sampled from, as few as have this probability together; 1: all."""
+    top_k: int = Field(default=0, ge=0)
+    """How many of the likeliest tokens are sampled from; 0: all."""
+    min_p: float | None = Field(default=None, gt=0, le=1)
+    """Tokens that are less likely than this share of the likeliest one's probability are not sampled; null: all are."""
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """Texts that end a completion, besides the model's own tokens; its text ends before them."""
+    weights: Literal["int8"] | None = None
+    """The dtype in which decode steps read matrices, each row with its own scale: a bfloat16 decode step's bytes are
+    halved, and the sampler differs more from the trainer; None: `model.dtype`."""
+    max_slots: PositiveInt | None = None
+    """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.turns == 1:
+            self.reject_unused("with one turn (max_turns)", "max_total_length")
+        if self.total_length < (least := self.max_prompt_length + self.max_completion_length):
+            what = f"{self.total_length} is less than max_prompt_length + max_completion_length ({least})"
+            raise impossible("max_total_length", what)
+        return self
+
+    @property
+    def turns(self) -> int:
+        """The most turns of a completion."""
+        return self.max_turns or 1
+
+    @property
+    def total_length(self) -> int:
+        """Tokens of the longest prompt and completion, answers to its turns included."""
+        longest = self.max_prompt_length + (2 * self.turns - 1) * self.max_completion_length
+        return self.max_total_length or longest
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens may be excluded by top-k, top-p or min-p."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p is not None

@@ -1,0 +1,328 @@
+"""How reward functions are found and called, and how what they return is judged.
+
+A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
+batched: each argument is a list, and so is what it returns (TRL's contract). Coroutine functions run together. What a
+signature needs and there isn't is a UserError. No JAX is imported here.
+"""
+
+import asyncio
+import inspect
+import os
+import signal
+import traceback
+import zlib
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+from mllm.data.tasks.task import Example, Scorer, Task
+from mllm.errors import UserError
+from mllm.rewards.functions import BUILT_IN, find
+from mllm.strict_json import whole_characters
+
+FAILURES = ("raised", "timed_out", "not_a_number")
+NOT_APPLICABLE = "not_applicable"
+"""The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
+Logged = tuple[Any, ...]
+"""What a function logged: `metric` or `extra`, a name and a value; and `turn` with what an environment said, see
+mllm/rewards/environments.py."""
+Answer = tuple[str, float | str, *tuple[Logged, ...]]
+"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
+it logged with it follows."""
+LARGEST = 1e18
+"""The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
+LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
+"""The most characters of an error, and of a text that a function logs."""
+
+
+class Played(NamedTuple):
+    """What became of a conversation with an environment or tools."""
+
+    messages: list[dict[str, Any]]
+    """Those after the prompt."""
+    values: Mapping[str, Any]
+    """The environment's public attributes at the end."""
+    tool_errors: int
+    reward: Answer
+
+
+class Sample(NamedTuple):
+    """A completion, and what a reward function may know about it."""
+
+    example: Example
+    completion: str
+    tokens: "array[int]"
+    """The completion's, the stop token included: an array, since it is sent to another process."""
+    truncated: bool
+    """Whether it was cut off by `rollout.max_completion_length`."""
+    played: Played | None = None
+
+
+def fields_of(task: Task) -> tuple[str, ...]:
+    """What the task's examples have besides prompts: `answer`, `solution` and the data's further fields, by name.
+
+    It looks at one of those problems that are made on demand.
+    """
+    parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
+    examples = [example for part in parts for example in part]
+    own = (name for name in ("answer", "solution") if any(getattr(one, name) is not None for one in examples))
+    return tuple(dict.fromkeys([*own, *(name for example in examples for name in example.fields)]))
+
+
+def batched_completion(sample: Sample) -> Any:
+    if sample.played and sample.example.conversational:
+        return sample.played.messages
+    return [{"role": "assistant", "content": sample.completion}] if sample.example.conversational else sample.completion
+
+
+def data_field(sample: Sample, name: str) -> Any:
+    """A further field of the data: None where this record lacks one that others have."""
+    return sample.example.fields.get(name, sample.example.solution if name == "solution" else None)
+
+
+Reader = Callable[[Sample], Any]
+"""What an argument is for a sample."""
+EITHER: dict[str, Reader] = {
+    "answer": lambda sample: sample.example.answer,
+    "completion_ids": lambda sample: sample.tokens.tolist(),
+    "length": lambda sample: len(sample.tokens),
+    "truncated": lambda sample: sample.truncated,
+}
+SINGLE: dict[str, Reader] = {
+    "prompt": lambda sample: sample.example.question,
+    "completion": lambda sample: sample.completion,
+    "example": lambda sample: sample.example,
+}
+BATCHED: dict[str, Reader] = {
+    "prompts": lambda sample: sample.example.prompt if sample.example.conversational else sample.example.question,
+    "completions": batched_completion,
+    "examples": lambda sample: sample.example,
+    "answers": lambda sample: sample.example.answer,
+}
+"""The arguments of any function, of one that is called for each completion, and of a batched one, by their names."""
+PLAYED: dict[str, Reader] = {
+    "messages": lambda sample: sample.played.messages if sample.played else [],
+    "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
+    "environment": lambda sample: SimpleNamespace(**sample.played.values) if sample.played else None,
+}
+PLAYED["environments"] = PLAYED["environment"]  # TRL's name, in a batched function
+"""Further fields of a conversation's sample."""
+LOGS = ("log_extra", "log_metric")
+"""The functions that any function may be given."""
+
+
+class Notes:
+    """What a function logs in a call, for each of its completions, by TRL's `log_extra` and `log_metric`."""
+
+    def __init__(self, completions: int, batched: bool) -> None:
+        self.batched = batched
+        self.rows: list[list[Logged]] = [[] for _ in range(completions)]
+
+    def log_extra(self, column: str, values: Any) -> None:
+        """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
+        for row, value in zip(self.rows, values if self.batched else [values], strict=True):
+            kind, given = judge(value)
+            text = whole_characters(str(value)[:LONGEST_TEXT])
+            row.append(("extra", whole_characters(str(column)), given if kind == "value" else text))
+
+    def log_metric(self, name: str, value: Any) -> None:
+        kind, given = judge(value)
+        if kind != "value":
+            raise ValueError(f"log_metric: {name} is no number: {given}")
+        self.rows[0].append(("metric", whole_characters(str(name)), given))
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function that is bound to its arguments."""
+
+    function: Callable[..., Any]
+    batched: bool
+    readers: Mapping[str, Reader]
+    constants: Mapping[str, Any]
+    file: str
+    """The file that a user's function is in; empty for any other function."""
+    run: ClassVar[Callable[..., Any]] = staticmethod(asyncio.run)
+
+    @property
+    def kind(self) -> str:
+        """How it is called: with each completion alone (`single`), or with all (`batched`, `async`)."""
+        return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
+
+    @property
+    def code(self) -> str:
+        """The CRC-32 of the file; empty without one."""
+        return f"{zlib.crc32(Path(self.file).read_bytes()):08x}" if os.path.isfile(self.file) else ""
+
+    def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
+        """What the function returns for the samples: for all of them if it is batched, else for the only one."""
+        values: dict[str, Any] = {name: [read(one) for one in samples] for name, read in self.readers.items()}
+        if not self.batched:
+            values = {name: value for name, (value,) in values.items()}
+        logs = {name: getattr(notes, name) for name in LOGS if notes and name in self.constants}
+        return self.function(**values, **{**self.constants, **logs})
+
+
+def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequence[str], limit: int) -> Reward:
+    """The reward function called `name`, its signature checked; UserError if it can't be had or called.
+
+    `fields` are what the data have (see `fields_of`), `limit` is `rollout.max_completion_length`.
+    """
+    start = f"task.rewards: {name}"
+    function = find(name, scorer)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        raise UserError(f"{start}: Python can't tell the arguments of this function") from None
+    declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
+    batched = bool(declared & {*BATCHED, "environments"}) or (takes_all and not declared & SINGLE.keys())
+    fixed = (BATCHED if batched else SINGLE) | EITHER
+    if "answer" not in fields:
+        fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
+    constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)
+    readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields} | fixed
+    names = {*readers, *constants}
+    for key in args:
+        if key in fixed or key in constants:
+            raise UserError(f"{start}: args.{key}: the trainer gives this argument itself: remove it")
+        if key not in declared and not takes_all:
+            takes = ", ".join(sorted(declared - names)) or "none"
+            raise UserError(f"{start}: args.{key}: it has no such argument; args may set: {takes}")
+    for parameter in parameters:
+        if parameter.kind == parameter.POSITIONAL_ONLY:
+            raise UserError(f"{start} takes {parameter.name} by position: remove the / from its arguments")
+        if parameter.default is not parameter.empty or parameter.name not in declared - names - args.keys():
+            continue
+        if parameter.name in ("answer", "answers"):
+            why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
+        else:
+            further = ", ".join(sorted({*fields} - {"answer"})) or "none"
+            there = f"{', '.join([*fixed, *constants])}, and the data's fields ({further})"
+            why = f"which there isn't; there are {there}; args gives further ones"
+        raise UserError(f"{start} requires {parameter.name}, {why}")
+    wanted = names if takes_all else declared
+    given = {key: value for key, value in constants.items() if key in wanted} | dict(args)
+    readers = {key: read for key, read in readers.items() if key in wanted - given.keys()}
+    reward = Reward(function, batched, readers, given, "" if name in BUILT_IN else file_of(function))
+    if name in BUILT_IN:
+        try_out(start, reward)
+    return reward
+
+
+def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *given: Any) -> list[Reward]:
+    """The reward functions of these names and `args`; the others are as for `bind`."""
+    return [bind(name, args, *given) for name, args in named]
+
+
+def file_of(function: Callable[..., Any]) -> str:
+    """The file that a function or class is in; empty where Python knows none."""
+    try:
+        return inspect.getfile(inspect.unwrap(function))
+    except TypeError:
+        return ""
+
+
+def try_out(start: str, reward: Reward) -> None:
+    """Call a built-in function once; UserError where `args` are none that it can work with."""
+    example = Example([{"role": "user", "content": "1="}], "1", None)
+    try:
+        reward([Sample(example, "1", array("i", [0]), False)])
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{start}: {error}") from None
+
+
+def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
+    """What each function gives for each sample; functions that are called together are coroutine functions.
+
+    An environment is a function, too, and its samples are moves.
+
+    Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
+    out; the trainer watches over other calls.
+    """
+    calls = [
+        (reward, part, Notes(len(part), reward.batched))
+        for reward in rewards
+        for part in ([samples] if reward.batched else [[sample] for sample in samples])
+    ]
+    results: Iterable[Any] = (call(*one) for one in calls)
+    if rewards[0].kind == "async":
+        limit = seconds * max(len(part) for _, part, _ in calls)
+        results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
+    for (reward, part, notes), returned in zip(calls, results, strict=True):
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+        for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
+            yield kind, given, *logged
+
+
+def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
+    """What the function returns, or the exception that it raises."""
+    try:
+        return reward(samples, notes)
+    except BaseException as error:  # SystemExit too: only this call has failed
+        return error
+
+
+async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
+    """What coroutines return, or the exceptions that they raise."""
+
+    async def finish(coroutine: Awaitable[Any]) -> Any:
+        try:
+            return await coroutine
+        except BaseException as error:
+            return error
+
+    tasks = [asyncio.create_task(finish(coroutine)) for coroutine in coroutines]
+    left = {*tasks}
+    while left:
+        ended, left = await asyncio.wait(left, timeout=limit or None, return_when=asyncio.FIRST_COMPLETED)
+        for task in () if ended else left:
+            task.cancel(f"took longer than {limit:g} s")
+    return await asyncio.gather(*tasks)
+
+
+def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
+    """The answer for each of so many samples, which is the same for all where the call failed."""
+    try:
+        if isinstance(returned, asyncio.CancelledError):
+            failure = "timed_out", str(returned)
+        elif isinstance(returned, BaseException):
+            failure = "raised", describe(returned, reward.file)
+        elif len(values := list(returned) if reward.batched else [returned]) == samples:
+            return map(judge, values)
+        else:
+            failure = "not_a_number", f"returned no list of numbers: {len(values)} values for {samples} completions"
+    except BaseException as error:
+        failure = "not_a_number", f"returned no list of numbers: {describe(error)}"
+    return [failure] * samples
+
+
+def judge(value: Any) -> tuple[str, float | str]:
+    """The number that a function returned, or `not_a_number`. Text is none, though numpy's has a `__float__`."""
+    if value is None:
+        return NOT_APPLICABLE, ""
+    try:
+        kind = getattr(getattr(value, "dtype", None), "kind", "f")
+        no_number = isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c")
+        number = float("nan") if no_number or not hasattr(value, "__float__") else float(value)
+        if abs(number) <= LARGEST:
+            return "value", number
+        return "not_a_number", f"returned {value!r:.{LONGEST_MESSAGE}}"
+    except BaseException as error:
+        return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
+
+
+def describe(error: BaseException, file: str = "") -> str:
+    """The error's kind and message, and the last line of the file that led to it."""
+    try:
+        lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+        place = f" ({Path(file).name}:{lines[-1]})" if lines else ""
+        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}{place}"
+    except BaseException:
+        return "an exception that can't be printed"

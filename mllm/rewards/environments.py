@@ -1,0 +1,249 @@
+"""The process's side of conversations: environments and tools as users write them, see docs/environments.md.
+
+An environment is an object of a class with tools (TRL's `environment_factory`) or with `step` (also skyrl-gym's). Many
+live in a process, each for its conversation. `Player` is called as a reward function is, with
+the trainer's moves for samples: time limits, failures and coroutines are those of reward_calls. No JAX is imported.
+"""
+
+import asyncio
+import inspect
+import json
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import Any, NamedTuple
+
+from mllm import strict_json
+from mllm.data.tasks.task import Example
+from mllm.data.turns import failed_call, tool_calls, tool_schemas
+from mllm.errors import UserError
+from mllm.rewards.calls import Notes, Reward, file_of, judge
+from mllm.rewards.functions import imported
+from mllm.strict_json import whole_characters
+
+NO_TOOLS = ("reset", "init", "get_reward", "close")
+"""Public methods of an environment that are no tools."""
+Messages = list[dict[str, Any]]
+Tools = Mapping[str, Callable[..., Any]]
+
+
+class Move(NamedTuple):
+    """What the trainer asks of a conversation's environment; without a conversation, which tools there are."""
+
+    conversation: int = -1
+    example: Example | None = None
+    """With it the conversation begins."""
+    seed: int = 0
+    completion: str | None = None
+    """The assistant's turn; with neither, the conversation ends."""
+    last: bool = False
+    """Whether no turn follows this one."""
+
+
+class Turn(NamedTuple):
+    """What came of a move, beside the reward: the new messages, or where a conversation begins those of its prompt."""
+
+    messages: Messages
+    done: bool = False
+    calls: Sequence[Mapping[str, Any]] = ()
+    """The assistant's tool calls, each a name and arguments."""
+    errors: int = 0
+    """Calls that did not parse, named no tool, or whose tool raised."""
+    values: Mapping[str, Any] = {}
+    """At the end the environment's public attributes that strict JSON can hold."""
+
+
+class Player:
+    """Holds the conversations of a process; called with a move, it returns the reward, and notes the `Turn`."""
+
+    batched = False
+    code = Reward.code
+
+    def __init__(self, environment: str | None, tools: Sequence[str], seconds: float) -> None:
+        """`seconds` may a move take. UserError is raised where something can't be imported or is no environment."""
+        self.seconds = seconds
+        self.make: Callable[..., Any] = object
+        kind: Any = object
+        self.file = ""
+        if environment:
+            self.make = kind = imported("task.environment", environment)
+            if not isinstance(kind, type):
+                raise UserError(f"task.environment: {environment} is not a class")
+            self.file = file_of(kind)
+        functions = [imported("task.tools", name) for name in tools]
+        public = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
+        step = getattr(kind, "step", None)
+        self.has_step = step is not None and inspect.signature(step).return_annotation not in (str, "str")
+        self.methods = [] if self.has_step else [name for name in public if name not in NO_TOOLS]
+        every = [*functions, *(getattr(kind, name) for name in public)]
+        self.kind = "async" if any(map(inspect.iscoroutinefunction, every)) else "played"
+        described = [*functions, *(getattr(kind, name) for name in self.methods)]
+        try:
+            self.schemas = tool_schemas(described) if described else []
+        except UserError as error:
+            raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
+        self.functions = {function.__name__: function for function in functions}
+        self.held: dict[int, tuple[Any, Messages]] = {}
+        """The environment and the messages of each conversation."""
+        self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold what belongs to it
+
+    def __call__(self, moves: Sequence[Move], notes: Notes) -> Any:
+        playing = self.play(moves[0], notes)
+        if self.kind == "async":
+            return playing
+        try:
+            signal.signal(signal.SIGALRM, self.interrupt)
+            signal.setitimer(signal.ITIMER_REAL, self.seconds, self.seconds)  # again where it is swallowed
+            playing.send(None)
+        except StopIteration as ended:
+            return ended.value
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        raise TypeError("only methods that are `async def` may return something to be awaited")
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        raise asyncio.CancelledError(f"took longer than {self.seconds:g} s")
+
+    async def play(self, move: Move, notes: Notes) -> Any:
+        """The reward of a move; an environment that fails is closed."""
+        number = move.conversation
+        if number < 0:
+            notes.rows[0].append(("extra", "tools", json.dumps(self.schemas)))
+            return None
+        try:
+            if move.example:
+                await self.close(number)  # that of a rollout that was interrupted
+                turn, reward = await self.begin(move, move.example), None
+            elif number not in self.held:
+                raise LookupError("its environment was lost with its process")
+            else:
+                turn, reward = await self.take_turn(move, *self.held[number])
+            try:
+                strict_json.dump([[*turn]])  # as deep as in the message to the trainer
+            except ValueError as error:
+                raise ValueError(f"what it said and its values can't be sent: {error}") from None
+            if turn.done or judge(reward)[0] == "not_a_number":
+                await self.close(number)
+        except BaseException:
+            with suppress(Exception):
+                await self.close(number)
+            raise
+        notes.rows[0].append(("turn", *turn))
+        return reward
+
+    async def begin(self, move: Move, example: Example) -> Turn:
+        """The prompt with what the environment adds."""
+        prompt = example.prompt if example.conversational else example.question
+        given = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
+        row = {name: value for name, value in given.items() if value is not None} | dict(example.fields)
+        own = self.make(**accepted(self.make, {}, {"env_config": {}, "extras": row}))  # skyrl-gym's two
+        messages = list(example.prompt)
+        self.held[move.conversation] = own, messages
+        if reset := getattr(own, "reset", None):
+            further = {"seed": move.seed, "row": row, "messages": messages}
+            said = await settled(reset(**accepted(reset, row, further)))
+        else:
+            said = await call(own, "init", messages)
+        said = said[0] if isinstance(said, tuple) else said
+        if isinstance(said, str):
+            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + said}
+        elif said is not None:
+            messages[:] = as_messages(said)
+        return Turn([*messages])
+
+    async def take_turn(self, move: Move, own: Any, messages: Messages) -> tuple[Turn, Any]:
+        """What the tools answer that a turn calls, or else what the environment says; or the conversation's end."""
+        calls: list[tuple[str, dict[str, Any]]] = []
+        said, errors, reward, done = Messages(), 0, None, move.completion is None
+        if move.completion is not None:
+            messages.append({"role": "assistant", "content": move.completion})
+            tools = self.functions | {name: getattr(own, name) for name in self.methods}
+            try:
+                calls = tool_calls(move.completion) if tools else []
+            except ValueError as error:
+                errors, said = 1, [{"role": "tool", "content": failed_call(error)}]
+            for name, arguments in calls:
+                content, failed = await answer_call(tools, name, arguments)
+                said.append({"role": "tool", "name": name, "content": content})
+                errors += failed
+            if not said and self.has_step:
+                observation, reward, done = outcome(await call(own, "step", move.completion))
+                said = [] if observation is None else as_messages(observation)
+                if not (said or done):
+                    raise TypeError("it is not done, and there is no observation")
+            messages += said
+            done = done or not said or move.last
+        if done:
+            final = await call(own, "get_reward")
+            reward = final if reward is None else reward if final is None else reward + final
+        named = [{"name": name, "arguments": arguments} for name, arguments in calls]
+        return Turn(said, done, named, errors, public_values(own) if done else {}), reward
+
+    async def close(self, conversation: int) -> None:
+        """Close the conversation's environment, if there is one."""
+        own, _ = self.held.pop(conversation, (None, None))
+        await call(own, "close")
+
+
+def players(environment: str | None, tools: Sequence[str], seconds: float) -> list[Player]:
+    """What a `Worker` has its process call."""
+    return [Player(environment, tools, seconds)]
+
+
+async def call(own: Any, name: str, *args: Any) -> Any:
+    """What the method returns; None where there is none."""
+    method = getattr(own, name, None)
+    return None if method is None else await settled(method(*args))
+
+
+async def settled(returned: Any) -> Any:
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
+    """What a tool returns as a text, or what it raises, and whether it raised."""
+    try:
+        if name not in tools:
+            raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
+        return whole_characters(str(await settled(tools[name](**arguments)))), False
+    except Exception as error:
+        return failed_call(error), True
+
+
+def accepted(function: Callable[..., Any], given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a function takes; the `further` ones only if it names them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
+    named = {name: value for name, value in {**given, **further}.items() if name in names}
+    return {**given, **named} if any(one.kind == one.VAR_KEYWORD for one in parameters) else named
+
+
+def public_values(own: Any) -> dict[str, Any]:
+    found = {}
+    for name, value in getattr(own, "__dict__", {}).items():
+        with suppress(TypeError, ValueError, RecursionError):
+            if not name.startswith("_"):
+                found[name] = strict_json.load(json.dumps(value))
+    return found
+
+
+def outcome(returned: Any) -> tuple[Any, Any, bool]:
+    """Observation, reward and done in what `step` returns; TypeError where it is something else."""
+    match returned:
+        case {"reward": reward, "done": done}:
+            return returned.get("observations", returned.get("observation")), reward, bool(done)
+        case (observation, reward, done) | (observation, reward, done, _):
+            return observation, reward, bool(done)
+    raise TypeError(f"expected observation, reward and done, got {returned!r:.100}")
+
+
+def as_messages(said: Any) -> Messages:
+    """An observation as messages: a text is the user's; TypeError where it is neither a text nor messages."""
+    found = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if not isinstance(found, list) or not all(
+        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+        for one in found
+    ):
+        raise TypeError(f"expected a text or messages, got {said!r:.100}")
+    return [{"role": one["role"], "content": whole_characters(one["content"])} for one in found]

@@ -1,0 +1,131 @@
+"""The processes in which reward functions and environments run: their own side, and the messages that they send.
+
+No JAX is imported here.
+"""
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from types import FrameType
+from typing import Any
+
+from mllm import strict_json
+from mllm.errors import UserError
+from mllm.rewards.calls import FAILURES, LARGEST, LONGEST_MESSAGE, NOT_APPLICABLE, Logged, answers
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+"""What reaches all processes of a job, and is the trainer's to handle."""
+HANDSHAKE = -1
+"""The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
+
+
+def work(connection: Connection, modules: Sequence[str]) -> None:
+    """The process's own side: read calls from the trainer, and answer for each of their samples.
+
+    `modules` are folders in which the functions are looked for after all that Python knows.
+    """
+    os.setsid()  # Ctrl-C is the trainer's to handle
+    os.dup2(2, 1)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the functions may import JAX themselves; the accelerator is the trainer's
+    sys.path += [folder for folder in (*modules, os.getcwd()) if folder not in sys.path]
+    end_with_trainer()
+    worker = os.getpid()
+
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """Do nothing in this process; children that functions fork die of the signal."""
+        if os.getpid() != worker:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def reply(*answer: Any) -> None:
+        if os.getpid() != worker:
+            os._exit(0)  # a function forked this process and returned in it, too
+        try:
+            connection.send_bytes(encode(*answer))
+        except OSError:
+            os._exit(1)
+
+    for each in SIGNALS:
+        signal.signal(each, ignore)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    try:
+        rewards = connection.recv()()
+    except UserError as error:
+        reply(HANDSHAKE, "failed", str(error))
+        return
+    reply(HANDSHAKE, "ready", " ".join(f"{reward.kind}:{reward.code}" for reward in rewards))
+    while True:
+        try:
+            functions, first, samples, seconds = connection.recv()
+        except (EOFError, OSError):
+            os._exit(0)  # threads that functions have left wait for nobody
+        for number, answer in enumerate(answers([rewards[i] for i in functions], samples, seconds), first):
+            reply(number, *answer)
+
+
+def end_with_trainer() -> None:
+    """Fork a process that kills this one's group, so all that functions start in it, as soon as the trainer ends.
+
+    It is no thread, since a function may hold Python's lock.
+    """
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    if os.fork():
+        return
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        os.closerange(0, trainer.sentinel)
+        os.closerange(trainer.sentinel + 1, os.sysconf("SC_OPEN_MAX"))
+        os.read(trainer.sentinel, 1)  # a pipe that only the trainer could write to
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def encode(number: int, kind: str, given: float | str, *logged: Logged) -> bytes:
+    """The message of an answer, as strict JSON; where that can't hold it, the message of a failure.
+
+    This is the one check of what functions and models say, and on the process's side: it costs this answer alone.
+    """
+    given = " ".join("".join(c if c.isprintable() else " " for c in given).split()) if isinstance(given, str) else given
+    try:
+        return strict_json.dump([number, kind, given, *logged])
+    except ValueError as error:
+        return strict_json.dump([number, "raised", f"what it gave can't be sent: {error!s:.{LONGEST_MESSAGE}}"])
+
+
+def decode(message: bytes, number: int) -> Any:
+    """The `Answer` in a message of this number, or None where it has another form: a function may have written it."""
+    kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
+    try:
+        match strict_json.load(message):
+            case [int(given), "value", float(value), *logged] if given == number and abs(value) <= LARGEST:
+                return ("value", value, *logged) if all(map(is_logged, logged)) else None
+            case [int(given), str(kind), str(text), *logged] if given == number and kind in kinds:
+                return (kind, text, *logged) if all(map(is_logged, logged)) else None
+    except ValueError:
+        pass
+    return None
+
+
+def is_logged(one: Any) -> bool:
+    """Whether this is a `Logged` as a list."""
+    match one:
+        case ["extra", str(), str()]:
+            return True
+        case ["extra" | "metric", str(), float(value)]:
+            return abs(value) <= LARGEST
+        case ["turn", list(messages), bool(), list(calls), int(errors), dict()]:
+            return all(map(is_message, messages)) and all(map(is_call, calls)) and 0 <= errors <= len(calls) + 1
+    return False
+
+
+def is_message(one: Any) -> bool:
+    whole = isinstance(one, dict) and {"role", "content"} <= one.keys() <= {"role", "content", "name"}
+    return whole and all(isinstance(text, str) for text in one.values())
+
+
+def is_call(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)

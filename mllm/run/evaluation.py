@@ -1,0 +1,105 @@
+"""Rewards on problems that training never sees, and where these have answers accuracy with its confidence interval."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from jaxtyping import Float
+
+from mllm.config.task import EvalConfig, TaskConfig
+from mllm.data.prompts import usable_prompts
+from mllm.data.tasks.task import Example
+from mllm.model.layout import Params
+from mllm.parallel.processes import RowShare
+from mllm.rewards.functions import exact_match, flexible_match
+from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
+from mllm.sampler.sampler import Sampler
+from mllm.sampler.trajectories import sample_trajectories, turn_metrics
+from mllm.stopwatch import Stopwatch
+
+FIRST_SEQUENCE = 2**30
+Z = 1.959963984540054
+"""The normal distribution's 97.5 % quantile."""
+
+
+def make_evaluation(
+    options: EvalConfig,
+    task: TaskConfig,
+    problems: Sequence[Example],
+    sampler: Sampler,
+    rewards: RewardRunner,
+    rows: RowShare,
+    prefix: str = "eval/",
+) -> Callable[[Params, int], dict[str, float]]:
+    """The function (parameters, step) -> metrics that evaluates on the problems.
+
+    It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
+    with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
+    `eval/rewards/NAME/...` for each function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too;
+    for the completions at temperature `eval/sampled_reward...` and so on. If all problems have answers, there are
+    `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at temperature) and
+    `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its 95 % interval, and
+    `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
+
+    Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
+    """
+    what = f"{prefix.strip('/')} prompts of task {task.name}"
+    prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, what)
+    sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows)
+    answered = all(prompt.example.answer is not None for prompt in prompts)
+
+    def evaluate(params: Params, step: int) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        for mode, k in (("greedy", 1), ("sampled", options.samples))[: 1 + bool(options.samples)]:
+            repeated = [prompt for prompt in prompts for _ in range(k)]
+            trajectories = sample(repeated, params, step=step, watch=Stopwatch(), greedy=mode == "greedy", group=k)
+            answers = [one.rewards for one in trajectories]
+            total = weighted_sum(answers, rewards.weights)
+            total = total[~np.isnan(total)]
+            start = prefix if mode == "greedy" else f"{prefix}sampled_"
+            metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
+            logged = reward_metrics(rewards.names, answers) | turn_metrics(trajectories)
+            metrics |= {f"{start}{name}": value for name, value in logged.items()}
+            metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
+            if answered:
+                texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, repeated, strict=True)]
+                correct, flexible = (
+                    np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
+                    for match in (exact_match, flexible_match)
+                )
+                shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}
+                js = [j for j in range(2, k + 1) if j == k or j.bit_count() == 1]
+                shares |= {f"pass@{j}": pass_at(j, correct) for j in js}
+                for name, values in shares.items():
+                    low, high = interval(values, k)
+                    ends = {f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
+                    metrics |= {f"{prefix}{name}": float(values.mean()), **ends}
+                metrics[f"{prefix}{mode}_flexible_accuracy"] = float(flexible.mean())
+        return metrics
+
+    return evaluate
+
+
+def pass_at(j: int, correct: Float[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]:
+    """For each problem the probability that one of j completions is right, without bias (Chen et al. 2021, eq. 1)."""
+    k = correct.shape[1]
+    return np.array([1 - math.comb(k - int(row.sum()), j) / math.comb(k, j) for row in correct])
+
+
+def interval(values: Float[np.ndarray, " P"], k: int) -> tuple[float, float]:
+    """The 95 % interval of the mean over problems, each measured by k completions.
+
+    It is Wilson's for as many independent trials as give the mean's variance (Kish 1965), 1 to k for each problem.
+    """
+    share, count = float(values.mean()), len(values)
+    trials = float(np.clip(share * (1 - share) * count / max(values.var(), 1e-12), count, count * k))
+    return wilson(share * trials, trials)
+
+
+def wilson(successes: float | int, trials: float | int) -> tuple[float, float]:
+    """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3): sound at 0 and 1, too."""
+    share, denominator = successes / trials, 2 * (trials + Z**2)
+    center = (2 * trials * share + Z**2) / denominator
+    half_width = Z / denominator * math.sqrt(4 * trials * share * (1 - share) + Z**2)
+    return 0.0 if successes == 0 else center - half_width, 1.0 if successes == trials else center + half_width

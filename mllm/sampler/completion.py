@@ -1,0 +1,108 @@
+"""What a rollout makes of a sequence, what all of it took, and what determines both besides prompts and parameters."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast, runtime_checkable
+
+from mllm.config.rollout import RolloutConfig
+from mllm.model.tokenizer import Renderer
+from mllm.sampler.schedule import Room
+from mllm.sampler.slots import CHUNK
+
+
+@dataclass
+class Completion:
+    """What follows a prompt: what was sampled and, of several turns, the answers to them."""
+
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
+    """Those that stop a turn included."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))
+    """Those of the sampled tokens, under the distribution over the whole vocabulary, with the temperature."""
+    kept: "array[float] | None" = None
+    """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
+    finished: bool = False
+    """Whether a stop token or text ended its last turn; False if it was cut off."""
+    text: str = ""
+    """Its last turn's, without the token or text that ended it, and without control tokens."""
+    given: list[tuple[int, int]] = field(default_factory=list)
+    """Where the answers begin and end."""
+
+    @property
+    def turn(self) -> "array[int]":
+        """The tokens of the last turn."""
+        return self.tokens[self.given[-1][1] :] if self.given else self.tokens
+
+
+@runtime_checkable
+class Turns(Protocol):
+    """What answers the turns of sequences, which it knows by their numbers."""
+
+    def send(self, found: Mapping[int, Completion]) -> None:
+        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
+
+    def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
+        """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
+
+
+@dataclass
+class RolloutWork:
+    """What a rollout did, in counts; the same whenever the same tokens are sampled."""
+
+    completions: int = 0
+    """Completions that have ended."""
+    tokens: int = 0
+    """Tokens of completions."""
+    prefilled: int = 0
+    """Tokens that were prefilled, padding included."""
+    steps: int = 0
+    """Decode steps."""
+    slot_steps: int = 0
+    """Decode steps times slots: the tokens that were computed."""
+    read: int = 0
+    """Decode steps times the tokens that the pool has room for, of the layers without a window."""
+    held: int = 0
+    """Decode steps times the tokens that the sequences had then."""
+    programs: set[tuple[int, ...]] = field(default_factory=set)
+    """The decode programs: slots, and pages of each kind of layers."""
+
+    def bytes_over_least(self, weights: int, token: int) -> float:
+        """The decode steps' bytes over the least: `weights` a step, and `token` for each token that sequences had."""
+        return (self.steps * weights + self.read * token) / (self.steps * weights + self.held * token)
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """What determines completions besides prompts and parameters, and what their texts are."""
+
+    graphdef: Any
+    renderer: Renderer
+    stop_ids: Sequence[int]
+    options: RolloutConfig
+    seed: int
+    room: Callable[[], Room | None] = lambda: None
+    """Returns how much is decoded at a time; None: all. It is called where `options.max_slots` is None."""
+    poll: Callable[[], object] = lambda: None
+    """Called by all processes after each call of the decode program; what it raises ends the rollout."""
+    work: RolloutWork = field(default_factory=RolloutWork)
+    """What all rollouts so far did."""
+    stop_texts: Sequence[str] = ()
+    """Texts that end a completion; those of one token are among `stop_ids`, too."""
+
+    def text_of(self, completion: Completion) -> str:
+        """The text of a completion's last turn, up to the first of the stop texts."""
+        turn = completion.turn
+        own = turn[: len(turn) - (turn[-1] in self.stop_ids)]
+        text = cast(str, self.renderer.tokenizer.decode(own.tolist(), skip_special_tokens=True))
+        return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
+
+    def stopped_length(self, tokens: "array[int]") -> int | None:
+        """The number of tokens with which the first stop text is complete, None without one in the last chunk."""
+        # A token has a byte at least; one more, since tokenizers may drop a space before the first.
+        first = max(0, len(tokens) - CHUNK - 1 - max(len(stop.encode()) for stop in self.stop_texts))
+
+        def stops(end: int) -> bool:
+            text = self.renderer.tokenizer.decode(tokens[first:end].tolist(), skip_special_tokens=True)
+            return any(stop in text for stop in self.stop_texts)
+
+        return next(filter(stops, range(first + 1, len(tokens))), len(tokens)) if stops(len(tokens)) else None

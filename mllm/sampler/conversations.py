@@ -1,0 +1,248 @@
+"""Conversations of a rollout: the assistant's turns go to environments, and what these say comes back as tokens.
+
+This is the trainer's side; environments.py is the other. Each process holds the conversations of its own share, whole
+groups, and all learn every answer, so that each of them decides the same. What was sampled is never encoded again. An
+environment that fails ends its conversation, whose reward is then not known.
+"""
+
+import hashlib
+import json
+from array import array
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from mllm.config.rollout import RolloutConfig
+from mllm.data.prompts import Prompt
+from mllm.data.tasks.task import Example
+from mllm.data.turns import observation_tokens, prompt_tokens
+from mllm.errors import CommonError, UserError
+from mllm.model.tokenizer import Message, Renderer, stop_ids
+from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
+from mllm.rewards.calls import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
+from mllm.rewards.environments import Move, Turn
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.worker import TICK, Worker
+
+Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
+"""Moves for a worker, and where its answers are put."""
+
+
+@dataclass
+class Conversation:
+    """What all processes know of a conversation."""
+
+    prompt: list[Message]
+    tokens: list[int]
+    sampled: list[bool] = field(default_factory=list)
+    """Which of the tokens the assistant's turns have."""
+    messages: list[Message] = field(default_factory=list)
+    """Those after the prompt; the assistant's have `reward`, a number or None, and if it called tools `tool_calls` and
+    the number of `tool_errors`."""
+    finished: bool = True
+    """Whether a stop token or text ended the last turn, and the conversation had room for another."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    failure: Answer | None = None
+
+    def sample(self, example: Example) -> Sample:
+        """What rewards get: as the completion the last turn's text, and all sampled tokens."""
+        tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
+        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.played)
+
+    def add(self, tokens: Sequence[int], sampled: bool) -> None:
+        self.tokens += tokens
+        self.sampled += [sampled] * len(tokens)
+
+    def took(self, answer: Any) -> Turn | None:
+        """What came of a move, None where that failed; its reward is added to the last turn's."""
+        match answer:
+            case (("value" | "not_applicable") as kind, given, ("turn", *found)):
+                if kind == "value" and self.assistant:
+                    self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + given
+                return Turn(*found)
+        wrote = "raised", "wrote to its process's connection with the trainer"
+        self.failure = (answer[0], answer[1]) if answer[0] in FAILURES else wrote
+        return None
+
+    @property
+    def assistant(self) -> list[Message]:
+        """The assistant's turns."""
+        return [message for message in self.messages if "reward" in message]
+
+    @property
+    def played(self) -> Played:
+        """What rewards may know of it, and the environment's own reward: the sum of the turns'."""
+        given = [message["reward"] for message in self.assistant if message["reward"] is not None]
+        total: Answer = judge(float(sum(given))) if given else (NOT_APPLICABLE, "")
+        errors = sum(message.get("tool_errors", 0) for message in self.assistant)
+        return Played(self.messages, self.values, errors, self.failure or total)
+
+
+class Conversations:
+    """The conversations of a rollout, to be entered; in each process the calls are the same, in the same order.
+
+    `start` comes first. Each turn is sent and its answer received, until that is None; then `finish`. UserError of one
+    process is raised in all, and what the runner's `poll` raises passes through.
+    """
+
+    def __init__(
+        self,
+        runner: RewardRunner,
+        renderer: Renderer,
+        options: RolloutConfig,
+        seed: int,
+        rows: RowShare = ALL_ROWS,
+        group: int = 1,
+        *,
+        step: int,
+        first_sequence: int = 0,
+    ) -> None:
+        """`group` conversations in turn begin in the same state, by (seed, step, first_sequence, group's number)."""
+        self.runner, self.renderer, self.options = runner, renderer, options
+        self.rows, self.group = rows, group
+        self.seeds = f"{seed} {step} {first_sequence}"
+        self.tools = [*runner.tools] or None
+        self.closing = stop_ids(renderer.tokenizer)
+        self.found: list[Conversation] = []
+        self.mine = range(0)
+        self.ends: list[int] = []
+        """The conversations that the trainer ends."""
+        self.asked: dict[int, Future[Answer]] = {}
+        self.waiting = [Waiting() for _ in runner.environments]
+        self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
+
+    def __enter__(self) -> "Conversations":
+        self.runner.stopped.clear()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.runner.stopped.set()
+        for pool in self.pools:
+            pool.shutdown(cancel_futures=True)
+
+    def serve(self, worker: Worker, waiting: Waiting) -> None:
+        """Have a worker make all the moves that wait for it by now, together."""
+        batch = [waiting.get() for _ in range(waiting.qsize())]
+        try:
+            answers = worker.ask([0], [move for move, _ in batch], self.runner.timeout) if batch else []
+        except BaseException as error:
+            worker.kill()  # it may be in the middle of a move
+            for _, future in batch:
+                future.set_exception(error)
+        else:
+            for (_, future), answer in zip(batch, answers, strict=True):
+                future.set_result(answer)
+
+    def start(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Begin all conversations; returns the token ids of their prompts, with what the environments add.
+
+        A conversation that fails at once is given its own prompt, and ends after its first turn.
+        """
+        self.found = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
+        self.mine = range(len(prompts))[self.rows.part_of(len(prompts), self.group)]
+        for number, prompt in enumerate(prompts):
+            name = f"{self.seeds} {number // self.group}".encode()
+            seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
+            self.move(Move(number, prompt.example, seed))
+        for number, answer in self.collect(range(len(prompts))).items():
+            conversation, limit = self.found[number], self.options.max_prompt_length
+            if (turn := conversation.took(answer)) is not None:
+                try:
+                    if not turn.messages:
+                        raise UserError("task.environment: reset left no message of the prompt")
+                    tokens = prompt_tokens(self.renderer, turn.messages, self.tools)
+                    if len(tokens) > limit:
+                        raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
+                    conversation.prompt, conversation.tokens = turn.messages, tokens
+                except UserError as error:
+                    self.end(number, error)
+            conversation.sampled = [False] * len(conversation.tokens)
+        return [[*conversation.tokens] for conversation in self.found]
+
+    def send(self, found: Mapping[int, Any]) -> None:
+        """Send turns that have ended, by their conversations' numbers, to the environments.
+
+        Each has the `tokens`, `text` and `finished` of a completion.
+        """
+        for number, turn in found.items():
+            conversation = self.found[number]
+            conversation.add(turn.tokens, sampled=True)
+            conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
+            conversation.finished = turn.finished
+            if conversation.failure is None:
+                self.move(Move(number, completion=turn.text, last=len(conversation.assistant) == self.options.turns))
+
+    def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
+        """The token ids that follow the last turns of these conversations, None for those that are over."""
+        answers = self.collect([number for number in sequences if self.found[number].failure is None])
+        return {number: self.follow(number, answers[number]) if number in answers else None for number in sequences}
+
+    def follow(self, number: int, answer: Any) -> list[int] | None:
+        conversation, assistant = self.found[number], self.found[number].messages[-1]
+        if (turn := conversation.took(answer)) is None:
+            return None
+        if turn.calls:
+            assistant["tool_calls"] = [{"type": "function", "function": call} for call in turn.calls]
+        if turn.errors:
+            assistant["tool_errors"] = turn.errors
+        conversation.messages += turn.messages
+        conversation.values = turn.values
+        if turn.done or len(conversation.assistant) == self.options.turns:
+            return None
+        ended = conversation.tokens[-1] in self.closing
+        try:
+            tokens = observation_tokens(self.renderer, turn.messages, ended, self.tools)
+        except UserError as error:
+            self.end(number, error)
+            return None
+        whole = len(conversation.tokens) + len(tokens) + self.options.max_completion_length
+        if whole > self.options.total_length:
+            conversation.finished = False
+            self.end(number)
+            return None
+        conversation.add(tokens, sampled=False)
+        return tokens
+
+    def finish(self) -> list[Conversation]:
+        """All conversations, once each is over."""
+        if self.ends:  # the same in all processes
+            for number, answer in self.collect(self.ends).items():
+                conversation = self.found[number]
+                if conversation.failure is None and (turn := conversation.took(answer)) is not None:
+                    conversation.values = turn.values
+        return self.found
+
+    def end(self, number: int, error: UserError | None = None) -> None:
+        """End a conversation, which fails if there is an error."""
+        self.found[number].failure = ("raised", str(error)) if error else None
+        self.ends.append(number)
+        self.move(Move(number))
+
+    def move(self, move: Move) -> None:
+        """Have a worker make a move, if the conversation is this process's; a group is one worker's."""
+        if move.conversation in self.mine:
+            one = move.conversation // self.group % len(self.pools)
+            self.asked[move.conversation] = Future()
+            self.waiting[one].put((move, self.asked[move.conversation]))
+            self.pools[one].submit(self.serve, self.runner.environments[one], self.waiting[one])
+
+    def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """The answers to the moves of these conversations, of all processes."""
+        own = {number: self.asked.pop(number) for number in numbers if number in self.asked}
+        found: Any
+        try:
+            while wait(own.values(), TICK).not_done:
+                self.runner.poll()
+            found = [(number, future.result()) for number, future in own.items()]
+        except UserError as error:
+            found = str(error)
+        # As a text: a dict of an environment's may look like an array to the gathering.
+        shares = [(index, json.loads(part)) for index, part in gather_objects((self.rows.index, json.dumps(found)))]
+        for _, part in shares:
+            if isinstance(part, str):
+                raise CommonError(part)
+        # Processes with the same share have held the same conversations: the first one's answers count.
+        answers = {number: answer for _, part in reversed(shares) for number, answer in part}
+        return {number: answers[number] for number in numbers}

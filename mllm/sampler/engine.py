@@ -1,0 +1,396 @@
+"""The rollout engine: which sequences are decoded when, and in which pages of the cache.
+
+A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
+in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
+eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, and rows cost
+time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
+may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
+ended keeps its pages while it is answered, and the answer is prefilled behind them. Numbers of slots and of pages are
+among few (buckets), so that little is compiled.
+
+The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
+token only by rounding (in int8 by that of weights, too: prompts are prefilled without it). On a mesh each device has
+its own prompts and slots; all processes know those of all, so that each of them decides the same.
+"""
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+
+from mllm.data.batch import bucket
+from mllm.model.layout import Params
+from mllm.sampler import sampling
+from mllm.sampler.completion import Completion, SamplerSettings, Turns
+from mllm.sampler.decoding import Cache, Pages, decoding_graphdef, decoding_weights
+from mllm.sampler.paged_cache import PagedCache, on_devices
+from mllm.sampler.schedule import (
+    PIECE,
+    PREFILLED_BATCHES,
+    WIDTHS,
+    Room,
+    assign_prompts,
+    prompts_a_batch,
+    slot_buckets,
+)
+from mllm.sampler.slots import CHUNK, Slots, Stream, add_tail, decode, empty_cache, extend, prefill
+
+CALL_SECONDS = 0.25
+"""About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
+
+
+class Candidate(NamedTuple):
+    """A sequence whose prompt is prefilled, and which waits for a slot."""
+
+    sequence: int
+    batch: Cache
+    """The keys and values of the prompts that were prefilled with its own, on all devices."""
+    source: int
+    """The prompt's row among those that its device prefilled in the batch."""
+
+
+class RolloutEngine:
+    """The state of one rollout on the host, the same in all processes. Arrays [X, B]: slots B of each row shard X."""
+
+    def __init__(
+        self,
+        sampler: SamplerSettings,
+        params: Params,
+        prompts: Sequence[Sequence[int]],
+        step: int,
+        first_sequence: int,
+        greedy: bool,
+    ) -> None:
+        self.sampler, self.options, self.work = sampler, sampler.options, sampler.work
+        self.params, self.prompts = params, prompts
+        self.first_sequence = first_sequence
+        stop_ids = np.asarray(sampler.stop_ids, np.int32)
+        self.stream = Stream(stop_ids, np.int32(sampler.seed), np.int32(step), np.bool_(greedy))
+        self.model = nnx.merge(sampler.graphdef, params)
+        self.decoder = decoding_graphdef(self.model)
+        self.weights = decoding_weights(sampler.graphdef, params, self.options.weights == "int8")
+        self.layout = self.model.layout
+        self.shards = 1 if self.layout is None else self.layout.row_shards
+        self.queues = assign_prompts(prompts, self.shards)
+        most = max(sum(map(len, queue)) for queue in self.queues)
+        slots = self.options.max_slots
+        room = sampler.room() if slots is None else Room(slots)
+        self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
+        tokens = None if room is None or room.tokens is None else room.tokens // self.shards
+        self.cache = PagedCache(self.model, self.options, self.weights, self.most_slots, tokens)
+        self.slot_sizes = slot_buckets(self.most_slots, self.model.config.vocab_size, self.cache.weights)
+        self.batches: list[Cache] = []
+        self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
+        self.tail: Cache | None = None
+        self.steps_a_call = 1
+        self.shard_of = {one: shard for shard, queue in enumerate(self.queues) for group in queue for one in group}
+        self.waiting: list[int] = []
+        """The sequences whose turn ended in the last chunk."""
+        self.answered: list[deque[int]] = [deque() for _ in range(self.shards)]
+        """Sequences whose answers are to be prefilled."""
+        self.cached: dict[int, int] = {}
+        """How many tokens the pages of waiting and answered sequences have."""
+        truncates = self.options.truncates and not greedy
+        self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
+        self.sequences = np.full((self.shards, 0), -1)
+        """The sequence in each slot, -1 for none."""
+
+    # --- sequences enter and leave ------------------------------------------------------------------------------------
+
+    def admit(self) -> bool:
+        """Fill free slots, as far as there are pages; False where all slots are empty."""
+        self.make_room()
+        while self.wants_prompts():
+            self.prefill()
+        resumed, entering = zip(*(self.take_waiting(shard) for shard in range(self.shards)), strict=True)
+        new = [[*ones, *(one.sequence for one in others)] for ones, others in zip(resumed, entering, strict=True)]
+        rows = max(len(self.live(shard)) + len(ones) for shard, ones in enumerate(new))
+        if rows == 0:
+            return False
+        slots = bucket(rows, self.slot_sizes)
+        every = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
+        self.sequences = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
+        spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
+        self.cache.hold(spans, slots)
+        self.insert(entering)
+        self.extend(resumed)
+        return True
+
+    def live(self, shard: int) -> list[int]:
+        """The sequences in the shard's slots."""
+        return [sequence for sequence in self.sequences[shard].tolist() if sequence >= 0]
+
+    def context(self, sequence: int) -> list[int]:
+        """The tokens of a prompt and of what follows it so far; the last is not in the cache yet."""
+        return [*self.prompts[sequence], *self.completions[sequence].tokens]
+
+    def length(self, sequence: int) -> int:
+        """How many tokens of a sequence are in the cache, once it has entered."""
+        return len(self.prompts[sequence]) + len(self.completions[sequence].tokens) - 1
+
+    def holding(self, shard: int) -> list[int]:
+        """The sequences that have pages of the shard, or are about to get some."""
+        return [*self.live(shard), *(one for one in self.cached if self.shard_of[one] == shard)]
+
+    def span(self, sequence: int) -> tuple[int, int]:
+        """How many tokens the sequence has in pages, and how many further ones it needs places for."""
+        cached = self.cached.get(sequence, length := self.length(sequence))
+        # What a chunk makes beyond the limit has no place and is not read.
+        behind = min(length + CHUNK, len(self.prompts[sequence]) + self.limit(sequence)) - cached
+        return cached, 0 if sequence in self.waiting else behind
+
+    def make_room(self) -> None:
+        """Take the shortest sequences out where the pages don't suffice; they are prefilled ahead of others."""
+        for shard, queue in enumerate(self.queues):
+            held = sorted(self.holding(shard), key=lambda one: (self.length(one), -one))
+            needed = self.cache.needed(*map(self.span, held))
+            while self.cache.lacks(needed):
+                self.cache.release(shard, sequence := held.pop(0))
+                needed -= self.cache.needed(self.span(sequence))
+                self.sequences[shard][self.sequences[shard] == sequence] = -1
+                self.cached.pop(sequence, None)
+                if sequence in self.answered[shard]:
+                    self.answered[shard].remove(sequence)
+                if sequence not in self.waiting:
+                    queue.appendleft([sequence])
+
+    def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
+        """The answered sequences and the candidates that enter the shard's free slots: all have pages to grow into."""
+        answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
+        free = self.most_slots - len(self.live(shard))
+        resumed = [answered.popleft() for _ in range(min(free, len(answered)))]
+        entering = [*islice(candidates, free - len(resumed))]
+        needed = self.cache.needed(*map(self.span, [*held, *(one.sequence for one in entering)]))
+        while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
+            needed -= self.cache.needed(self.span(entering.pop().sequence))
+        for _ in entering:
+            candidates.popleft()
+        return resumed, entering
+
+    def wants_prompts(self) -> bool:
+        """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
+        if len(self.batches) == PREFILLED_BATCHES:
+            return False
+        free = self.most_slots - (self.sequences >= 0).sum(axis=1)
+        shards = zip(self.queues, self.candidates, free, strict=True)
+        return any(queue and len(candidates) < count for queue, candidates, count in shards)
+
+    def prefill(self) -> None:
+        """Prefill the next prompts of each shard."""
+        most = max(map(len, self.queues))
+        longest = max(self.length(first) + 1 for queue in self.queues for first, *_ in queue)
+        rows = prompts_a_batch(min(most, self.most_slots), bucket(longest, WIDTHS))
+        taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
+        # The last token of a prompt is the first that is decoded.
+        contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
+        longest = max(len(context) for part in contexts for context in part)
+        widths = bucket(longest, WIDTHS), self.options.max_prompt_length, self.options.total_length
+        width = min(width for width in widths if width >= longest)
+        tokens, lengths = np.zeros((self.shards, rows, width), np.int32), np.zeros((self.shards, rows), np.int32)
+        for shard, part in enumerate(contexts):
+            for row, context in enumerate(part):
+                lengths[shard, row] = len(context)
+                tokens[shard, row, : len(context)] = context
+        batch = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
+        for candidates, part in zip(self.candidates, taken, strict=True):
+            candidates.extend(Candidate(one, batch, row) for row, group in enumerate(part) for one in group)
+        self.batches.append(batch)
+        self.work.prefilled += tokens.size
+
+    def insert(self, entering: Sequence[Sequence[Candidate]]) -> None:
+        """Copy the prompts of these sequences of each shard into their pages."""
+        for batch in self.batches:
+            chosen = [[one for one in candidates if one.batch is batch] for candidates in entering]
+            if not (most := max(map(len, chosen))):
+                continue
+            rows = self.entering_rows(most)
+            sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
+            for shard, candidates in enumerate(chosen):
+                sources[shard, : len(candidates)] = [one.source for one in candidates]
+                sequences[shard, : len(candidates)] = [one.sequence for one in candidates]
+            self.cache.insert(batch, sources, sequences)
+        wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
+        self.batches = [batch for batch in self.batches if id(batch) in wanted]
+
+    def extend(self, resumed: Sequence[Sequence[int]]) -> None:
+        """Prefill the answers of these sequences of each shard behind what their pages hold."""
+        if not (most := max(map(len, resumed))):
+            return
+        sequences = np.full((self.shards, self.entering_rows(most)), -1)
+        for row, ones in zip(sequences, resumed, strict=True):
+            row[: len(ones)] = ones
+        contexts = {one: self.context(one)[self.cached[one] : -1] for ones in resumed for one in ones}
+        width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
+        for begun in range(0, longest, width):
+            tokens, lengths = np.zeros((*sequences.shape, width), np.int32), np.zeros(sequences.shape, np.int32)
+            for place in zip(*np.nonzero(sequences >= 0), strict=True):
+                piece = contexts[sequences[place]][begun : begun + width]
+                tokens[place][: len(piece)], lengths[place] = piece, self.cached[sequences[place]] + begun
+            views = self.cache.views(sequences, lengths, width)
+            given = on_devices(self.layout, (*views, tokens, lengths))
+            self.cache.layers = list(extend(self.decoder, self.weights, tuple(self.cache.layers), *given))
+            self.work.prefilled += tokens.size
+        for one in contexts:
+            del self.cached[one]
+
+    def entering_rows(self, most: int) -> int:
+        """The rows of a program for so many sequences that enter a shard: a power of four."""
+        return min(1 << 2 * -(-(most - 1).bit_length() // 2), self.most_slots)
+
+    def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
+        """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.
+
+        Those of the chunk before are waited for, or all where nothing is left to decode meanwhile.
+        """
+        turns.send({sequence: replace(one, tokens=one.turn, given=[]) for sequence, one in found.items()})
+        self.cached |= {sequence: self.length(sequence) for sequence in found}
+        due, self.waiting = self.waiting, [*found]
+        if not ((self.sequences >= 0).any() or any(self.queues) or any(self.candidates) or any(self.answered)):
+            due, self.waiting = [*due, *self.waiting], []
+        over = []
+        for sequence, tokens in turns.receive(due).items() if due else ():
+            one = self.completions[sequence]
+            if tokens is None:
+                self.cached.pop(sequence, None)
+                over.append(sequence)
+                continue
+            one.given.append((len(one.tokens), len(one.tokens) + len(tokens)))
+            one.tokens.extend(tokens)
+            if sequence in self.cached:
+                self.answered[self.shard_of[sequence]].append(sequence)
+            else:
+                self.queues[self.shard_of[sequence]].appendleft([sequence])
+        return self.release(over)
+
+    def release(self, sequences: Collection[int]) -> dict[int, Completion]:
+        """Take the pages of sequences back that have ended; returns their completions."""
+        for sequence in sequences:
+            self.cache.release(self.shard_of[sequence], sequence)
+        return {sequence: self.completions[sequence] for sequence in sequences}
+
+    # --- decoding -----------------------------------------------------------------------------------------------------
+
+    def decode_chunk(self) -> dict[int, Completion]:
+        """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long.
+
+        Returns the completions that have ended, by their sequences.
+        """
+        done, ended, before = 0, 0, self.sequences.copy()
+        enough = self.stop_after(int((self.sequences >= 0).sum()))
+        counted = self.slots()
+        pages, places = self.cache.views(before, counted.lengths, CHUNK)
+        pages, places, lengths = on_devices(self.layout, (pages, places, counted.lengths))
+        if self.tail is None or len(self.tail[0].keys) != before.size:
+            self.tail = empty_cache(self.model, [before.size] * len(pages), CHUNK)
+        while done < CHUNK and ended < enough:
+            # Several processes exchange once a chunk whether a signal has come.
+            left = CHUNK - done
+            start, steps = time.perf_counter(), left if jax.process_count() > 1 else min(left, self.steps_a_call)
+            chunk, made = self.run_decode(pages, done, steps, enough - ended)
+            ended += self.record(chunk, made)
+            done += made
+            seconds = time.perf_counter() - start
+            self.sampler.poll()
+            # The first call compiles and says little: the fall is unbounded, the growth is not.
+            speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
+            self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
+        kinds = self.model.config.kind_of_layer
+        layers = add_tail(tuple(self.cache.layers), self.tail, places, lengths, kinds=kinds, layout=self.layout)
+        self.cache.layers = list(layers)
+        if self.sampler.stop_texts:  # not after each call, since the clock says where one ends
+            self.stop_at_texts(before)
+        finished = before[(before >= 0) & (self.sequences != before)].tolist()
+        for sequence in finished:
+            one = self.completions[sequence]
+            self.completions[sequence] = replace(one, text=self.sampler.text_of(one))
+        return {sequence: self.completions[sequence] for sequence in finished}
+
+    def stop_at_texts(self, sequences: np.ndarray) -> None:
+        """End the completions of the slots' sequences behind the token that completes a stop text."""
+        for place in zip(*np.nonzero(sequences >= 0), strict=True):
+            one = self.completions[sequences[place]]
+            if length := self.sampler.stopped_length(one.turn):
+                extra = len(one.turn) - length
+                self.work.tokens -= extra
+                self.work.completions += int(self.sequences[place] >= 0)
+                for items in (one.tokens, one.logprobs, one.kept or array("f")):
+                    del items[len(items) - extra :]
+                one.finished, self.sequences[place] = True, -1
+
+    def stop_after(self, live: int) -> int:
+        """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
+        if self.batches or any(self.queues):
+            return max(1, live // 8)
+        smaller = max((size for size in self.slot_sizes if size < self.sequences.shape[1]), default=0)
+        return max(1, live - smaller * self.shards)
+
+    def slots(self) -> Slots:
+        """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
+        live = self.sequences >= 0
+        tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
+        for place in zip(*np.nonzero(live), strict=True):
+            prompt, made = self.prompts[self.sequences[place]], self.completions[self.sequences[place]].tokens
+            tokens[place] = made[-1] if made else prompt[-1]
+            lengths[place], counts[place] = len(prompt) + len(made) - 1, len(made)
+            limits[place] = self.limit(int(self.sequences[place]))
+        return Slots(tokens, lengths, counts, limits, self.sequences + self.first_sequence, live)
+
+    def limit(self, sequence: int) -> int:
+        """How many tokens may follow the sequence's prompt before its turn is cut off."""
+        one = self.completions[sequence]
+        return len(one.tokens) - len(one.turn) + self.options.max_completion_length
+
+    def run_decode(
+        self, pages: tuple[Pages, ...], begun: int, steps: int, stop_after: int
+    ) -> tuple[sampling.Draw, int]:
+        """Call the decode program; the result's arrays [X, B, ...] are numpy's, from the chunk's step `begun` on."""
+        slots = self.slots()
+        slots = slots._replace(lengths=slots.lengths - begun, counts=slots.counts - begun)
+        chunk, done, self.tail = decode(
+            self.decoder,
+            self.weights,
+            self.tail,
+            tuple(self.cache.layers),
+            pages,
+            on_devices(self.layout, slots),
+            self.stream,
+            np.int32(begun),
+            np.int32(steps),
+            np.int32(stop_after),
+            options=self.options,
+        )
+        shape = self.sequences.shape
+        drawn = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:])[:, :, begun:], jax.device_get(chunk))
+        return drawn, int(done) - begun
+
+    def record(self, chunk: sampling.Draw, steps: int) -> int:
+        """Add the tokens of so many steps to their completions, and free the slots of those that ended: how many."""
+        ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
+        lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
+        for place in zip(*np.nonzero(self.sequences >= 0), strict=True):
+            sequence = int(self.sequences[place])
+            completion, most = self.completions[sequence], self.limit(sequence)
+            count = min(int(lengths[place]), most - len(completion.tokens))
+            completion.tokens.extend(chunk.tokens[place][:count].tolist())
+            completion.logprobs.extend(chunk.logprobs[place][:count].tolist())
+            if chunk.kept is not None and completion.kept is not None:
+                completion.kept.extend(chunk.kept[place][:count].tolist())
+            completion.finished = bool(stops[place][:count].any())
+            self.work.tokens += count
+            self.work.held += count * self.length(sequence) - count * (count - 1) // 2
+            if completion.finished or len(completion.tokens) == most:
+                self.sequences[place] = -1
+                self.work.completions += 1
+                ended += 1
+        self.work.steps += steps
+        self.work.slot_steps += steps * self.sequences.size
+        self.work.read += steps * self.shards * self.cache.places
+        self.work.programs.add((self.sequences.shape[1], *self.cache.pages))
+        return ended

@@ -1,0 +1,134 @@
+"""A rollout's cache: pools of pages on the devices, which grow and shrink, and the tables of what they hold."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from mllm.config.rollout import RolloutConfig
+from mllm.data.batch import bucket
+from mllm.model.decoder import Decoder
+from mllm.model.layout import Layout
+from mllm.parallel.mesh import sharding
+from mllm.sampler.decoding import Cache, DecodingWeights, LayerCache, Pages, abstract_cache
+from mllm.sampler.pages import PageTable, page_size
+from mllm.sampler.schedule import pool_pages
+from mllm.sampler.slots import CHUNK, empty_cache, insert, resize
+
+POOLS = sorted(size * 2**power for power in range(20) for size in (16, 22))
+"""The pages of pools, so few that few programs are compiled; each is at least 0.68 of the next."""
+SHORT = 8
+"""The pages of sequences that are short."""
+Span = tuple[int, int]
+"""How many tokens a sequence has in pages, and how many further ones it needs places for."""
+
+
+class PagedCache:
+    """The cache of all layers. Numbers of pages are those of a shard; arrays [X, ...] have all shards."""
+
+    def __init__(
+        self, model: Decoder, options: RolloutConfig, weights: DecodingWeights, slots: int, tokens: int | None
+    ) -> None:
+        """A cache without pages, for at most so many tokens a shard; None: those of all slots at their limit."""
+        self.model, self.options, self.layout = model, options, model.layout
+        self.shards = 1 if self.layout is None else self.layout.row_shards
+        self.page = page_size(options.total_length)
+        self.limits = pool_pages(model, options, slots, tokens)
+        """The most pages of each kind of layers."""
+        slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
+        self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
+        self.layers: list[LayerCache] = []
+        # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
+        whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
+        page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
+        self.weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
+        """Their bytes."""
+        self.least = self.weights // 16 // page if page else 0
+
+    @property
+    def pages(self) -> list[int]:
+        """The pages of each kind of layers."""
+        return [table.pages for table in self.tables]
+
+    @property
+    def places(self) -> int:
+        """The tokens that there are places for, in layers that see all."""
+        return self.page * max(self.pages)
+
+    def needed(self, *spans: Span) -> Int[np.ndarray, " kinds"]:
+        """The pages of each kind that sequences of these spans need together."""
+        return np.array([table.needed(spans) for table in self.tables])
+
+    def lacks(self, needed: Int[np.ndarray, " kinds"], growing: int = 0) -> bool:
+        """Whether a shard may not have so many pages, and one more for each of so many sequences that may need it."""
+        grown = np.minimum(needed + growing, pool_pages(self.model, self.options, growing))
+        return bool((np.maximum(needed, grown) > self.limits).any())
+
+    def hold(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
+        """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
+        for table in self.tables:
+            for shard, held in enumerate(spans):
+                for sequence, span in held.items():
+                    table.release(shard, sequence, table.numbers(*span))
+        needed = [max(table.needed(held.values()) for held in spans) for table in self.tables]
+        self.resize(self.pages_for(needed, rows))
+        for table in self.tables:
+            for shard, held in enumerate(spans):
+                table.reserve(shard, {sequence: table.numbers(*span) for sequence, span in held.items()})
+
+    def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
+        """The pages of each kind's pool, where so many are needed; few numbers occur."""
+        most, now = pool_pages(self.model, self.options, rows), max(self.pages)
+        whole = max(most)
+        if whole <= SHORT * rows:  # a program more costs more than pages that are empty
+            doubled = (whole * 2**power for power in range(10))
+            wanted = min(max(self.limits), next(size for size in doubled if size >= max(needed)))
+            wanted = now if wanted <= now < 2 * wanted else wanted  # of other rows, and good enough
+        else:
+            wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
+        windows = zip(self.tables, most, needed, strict=True)
+        return [wanted if table.window is None else min(wanted, max(of_rows, own)) for table, of_rows, own in windows]
+
+    def resize(self, pages: Sequence[int]) -> None:
+        """Have so many pages of each kind, at least those in use."""
+        if self.pages == list(pages):
+            return
+        sources = [on_devices(self.layout, table.resize(n)) for table, n in zip(self.tables, pages, strict=True)]
+        if not self.layers:
+            self.layers = [*empty_cache(self.model, [self.shards * n for n in pages], self.page)]
+            return
+        for index, kind in enumerate(self.model.config.kind_of_layer):  # one at a time: no second cache is held
+            self.layers[index] = resize(self.layers[index], sources[kind], layout=self.layout)
+
+    def release(self, shard: int, sequence: int) -> None:
+        """Take the sequence's pages back."""
+        for table in self.tables:
+            table.release(shard, sequence)
+
+    def insert(self, batch: Cache, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
+        """Copy prompts, those in the rows `sources` of the batch, into the pages of these sequences; -1 is none."""
+        count = -(-batch[0].keys.shape[2] // self.page)
+        none = np.zeros_like(sequences)
+        placed = [on_devices(self.layout, (sources, x.places(sequences, none, count))) for x in self.tables]
+        for index, (prompts, kind) in enumerate(zip(batch, self.model.config.kind_of_layer, strict=True)):
+            self.layers[index] = insert(self.layers[index], prompts, *placed[kind], layout=self.layout)
+
+    def views(
+        self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], tokens: int
+    ) -> tuple[tuple[Pages, ...], tuple[Int[np.ndarray, "X M S"], ...]]:
+        """What the pages hold of these rows' sequences, and the pages to which so many further tokens of them go."""
+        count = (tokens - 2) // self.page + 2
+        rows = tuple(table.of_rows(sequences) for table in self.tables)
+        return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)
+
+
+def on_devices(layout: Layout | None, tree: Any) -> Any:
+    """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
+    if layout is None:
+        return flat
+    place = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
+    return jax.tree.map(lambda x: place(x, x.shape), flat)  # the shape says that each process passes all rows

@@ -1,0 +1,96 @@
+"""Which page of a pool holds which tokens of which sequence: the host's side of the cache, the same in all processes.
+
+Each kind of layers has a table, since one with a window gives pages back that no later token sees.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from jaxtyping import Int
+
+from mllm.sampler.decoding import Pages
+
+FREE = -1
+
+
+class PageTable:
+    """The pages of one kind of layers, numbered from 0 on each shard; `size` is the number of tokens in a page."""
+
+    def __init__(self, shards: int, size: int, window: int | None, slack: int) -> None:
+        """A window's pages are kept until `slack` more tokens have followed."""
+        self.size, self.window, self.slack = size, window, slack
+        self.owners: Int[np.ndarray, "X P"] = np.full((shards, 0), FREE)
+        """The sequence that a page belongs to."""
+        self.starts: Int[np.ndarray, "X P"] = np.zeros((shards, 0), np.int64)
+        self.held: dict[int, dict[int, int]] = {}
+        """Each sequence's pages, by the number of the page in the sequence."""
+
+    @property
+    def pages(self) -> int:
+        """The pages of a shard."""
+        return self.owners.shape[1]
+
+    def numbers(self, length: int, ahead: int) -> range:
+        """The numbers of the pages that a sequence of so many tokens needs, with so many ahead."""
+        first = 0 if self.window is None else max(0, length + 1 - self.window - self.slack) // self.size
+        return range(first, -(-(length + ahead) // self.size))
+
+    def needed(self, spans: Iterable[tuple[int, int]]) -> int:
+        """The pages that sequences need, by their arguments of `numbers`."""
+        return sum(len(self.numbers(*span)) for span in spans)
+
+    def reserve(self, shard: int, wanted: Mapping[int, range]) -> None:
+        """Give sequences their pages of these numbers; the pool must have enough of them."""
+        free = iter(np.flatnonzero(self.owners[shard] == FREE).tolist())
+        for sequence, numbers in wanted.items():
+            held = self.held.setdefault(sequence, {})
+            for number in numbers:
+                if number not in held:
+                    held[number] = page = next(free)
+                    self.owners[shard, page], self.starts[shard, page] = sequence, number * self.size
+
+    def release(self, shard: int, sequence: int, wanted: range = range(0)) -> None:
+        """Take the sequence's pages back, except for those of these numbers."""
+        held = self.held.setdefault(sequence, {})
+        for number in [number for number in held if number not in wanted]:
+            self.owners[shard, held.pop(number)] = FREE
+
+    def resize(self, pages: int) -> Int[np.ndarray, "X P"]:
+        """Have so many pages on each shard, at least those in use; returns the old page of each, 0 for a new one."""
+        sources = np.zeros((len(self.owners), pages), np.int64)
+        owners, starts = np.full_like(sources, FREE), np.zeros_like(sources)
+        for shard, used in enumerate(self.owners != FREE):
+            kept = np.flatnonzero(used)
+            sources[shard, : kept.size] = kept
+            owners[shard, : kept.size], starts[shard, : kept.size] = self.owners[shard, kept], self.starts[shard, kept]
+        self.owners, self.starts = owners, starts
+        for shard, page in zip(*np.nonzero(owners != FREE), strict=True):
+            self.held[owners[shard, page]][starts[shard, page] // self.size] = int(page)
+        return sources
+
+    def of_rows(self, sequences: Int[np.ndarray, "X B"]) -> Pages:
+        """What the pages hold, where the shards' rows are these sequences, [X, P]; -1 is none."""
+        rows = np.full_like(self.owners, FREE)
+        for shard, row in enumerate(sequences):
+            place = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}
+            rows[shard] = [place.get(owner, FREE) for owner in self.owners[shard].tolist()]
+        return Pages(rows, self.starts)
+
+    def places(
+        self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], count: int
+    ) -> Int[np.ndarray, "X M S"]:
+        """The pages of each row's tokens from its length on, `count` of them; the number of pages stands for none."""
+        found = np.full((*sequences.shape, count), self.pages)
+        for place in zip(*np.nonzero(sequences >= 0), strict=True):
+            sequence = int(sequences[place])
+            first, held = int(lengths[place]) // self.size, self.held[sequence]
+            found[place] = [held.get(number, self.pages) for number in range(first, first + count)]
+        return found
+
+
+def page_size(longest: int) -> int:
+    """The tokens of a page, where sequences have at most so many: 32 to 256, about a sixteenth of them.
+
+    Half a page a sequence is wasted; smaller pages leave more softmaxes to merge.
+    """
+    return min(256, max(32, 1 << (longest // 16 - 1).bit_length()))

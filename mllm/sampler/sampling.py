@@ -1,0 +1,104 @@
+"""Sampling of the next token: temperature, top-k, top-p, min-p, and a random key for every token of every sequence.
+
+The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
+Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
+top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1. min-p: Nguyen et al. 2024,
+arXiv:2407.01082. All as in transformers.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int, Key
+
+from mllm.config.rollout import RolloutConfig
+
+
+class Draw(NamedTuple):
+    """A token for each row, or for each row and decode step; float32 log-probabilities in nats."""
+
+    tokens: Int[Any, "B *C"]
+    logprobs: Float[Any, "B *C"]
+    """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
+    kept: Float[Any, "B *C"] | None
+    """The probability of all tokens that these keep, by which they divide; None with none of them."""
+
+
+def sequence_keys(
+    seed: Int[jax.Array, ""] | int, step: Int[jax.Array, ""] | int, sequences: Int[jax.Array, "B"]
+) -> Key[jax.Array, "B"]:
+    """One random key for each sequence, from its number among those of the step."""
+    # The generator is named because the default one is a setting of the process.
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)
+
+
+def sample(
+    logits: Float[jax.Array, "B V"], keys: Key[jax.Array, "B"], positions: Int[jax.Array, "B"], options: RolloutConfig
+) -> Draw:
+    """One token for each row; `positions` are the places in completions.
+
+    The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
+    fewest likeliest that have this probability together, 1 all; among those `min_p` keeps the ones with at least this
+    share of the largest probability.
+    """
+    logits = logits / options.temperature
+    kept = exclude(logits, options.top_k, options.top_p)
+    if options.min_p is not None:
+        kept = jnp.where(kept < kept.max(-1, keepdims=True) + math.log(options.min_p), -jnp.inf, kept)
+    keys = jax.vmap(jax.random.fold_in)(keys, positions)
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
+    token = jnp.argmax(kept + noise, axis=-1)
+    chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
+    mass = jax.nn.logsumexp(kept, axis=-1)
+    if not options.truncates:
+        return Draw(token.astype(jnp.int32), chosen - mass, None)
+    whole = jax.nn.logsumexp(logits, axis=-1)
+    return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))
+
+
+def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
+    """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
+    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return Draw(tokens, jnp.zeros(tokens.shape), jnp.ones(tokens.shape) if options.truncates else None)
+
+
+def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:
+    """The logits, -inf where top-k or top-p excludes the token.
+
+    The token that reaches `top_p` is kept, as in transformers; so are tokens as likely as the last one kept.
+    """
+    if not 0 < top_k < logits.shape[-1]:
+        return logits if top_p == 1 else jnp.where(kept_by_top_p(logits, top_p), logits, -jnp.inf)
+    likeliest = jax.lax.top_k(logits, top_k)[0]
+    if top_p < 1:
+        probability = jax.nn.softmax(likeliest, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        likeliest = jnp.where(before < top_p, likeliest, jnp.inf)
+    return jnp.where(logits >= likeliest.min(-1, keepdims=True), logits, -jnp.inf)
+
+
+def kept_by_top_p(z_NV: Float[jax.Array, "N V"], top_p: float) -> Bool[jax.Array, "N V"]:
+    """Which logits top-p keeps: those above which there is less than `top_p` of the probability.
+
+    It takes 30 sums over the logits; those that differ by less than 1e-7, as float32 probabilities do, may count as
+    equal.
+    """
+
+    def mass(kept_NV: jax.Array | bool) -> Float[jax.Array, "N 1"]:
+        return jnp.sum(jnp.where(kept_NV, jnp.exp(z_NV - top_N1), 0), axis=1, keepdims=True)
+
+    def halve(_: jax.Array, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low_N1, high_N1 = ends  # the least logit that is kept is above `low_N1`, and at most `high_N1`
+        middle_N1 = low_N1 + (high_N1 - low_N1) / 2
+        is_kept_N1 = mass(z_NV > middle_N1) < wanted_N1
+        return jnp.where(is_kept_N1, low_N1, middle_N1), jnp.where(is_kept_N1, middle_N1, high_N1)
+
+    top_N1 = z_NV.max(axis=1, keepdims=True)
+    wanted_N1 = top_p * mass(True)
+    # All tokens below this depth have less than 1 - top_p together. Near 1e9, logits are further apart than that.
+    depth = 1 + math.log(z_NV.shape[1] / (1 - top_p))
+    low_N1 = jnp.minimum(top_N1 - depth, jnp.nextafter(top_N1, -jnp.inf))
+    return z_NV > jax.lax.fori_loop(0, 30, halve, (low_N1, top_N1))[0]

@@ -1,0 +1,94 @@
+"""Sizes of a rollout: how prompts are assigned to devices, the few batches and caches for which programs are compiled,
+and, by arithmetic on shapes, how many sequences fit beside training; `--plan` has the compiler check that number.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from mllm.config.rollout import RolloutConfig
+from mllm.data.batch import SIZES, bucket
+from mllm.model.decoder import Decoder
+from mllm.sampler.pages import page_size
+from mllm.sampler.slots import CHUNK
+
+PREFILL_TOKENS = 4096
+"""The most tokens, padding included, that a device prefills at a time."""
+PREFILLED_BATCHES = 2
+"""The most batches of prompts whose keys and values wait for slots."""
+MEAN_LENGTH = 0.25
+"""The mean length of sequences over their limit, as it is assumed until the pages are full."""
+PIECE = 32
+"""The most tokens of an answer that are prefilled at a time: their scores with the whole pool are in memory."""
+WIDTHS = [8, *SIZES]
+"""Widths of batches of prompts."""
+LOGITS = 3
+"""Arrays of a decode step's logits, in float32, that are held at a time: logits, noise, and what top-p sorts."""
+
+
+class Room(NamedTuple):
+    """How much is decoded at a time over all devices, which share it evenly."""
+
+    slots: int
+    """Sequences, at least one on each device."""
+    tokens: int | None = None
+    """Their tokens, those in the pages that they have begun to fill included; None: as many as they may have."""
+
+
+def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
+    """Each shard's distinct prompts, in order of their lengths, as the sequences (places in `prompts`) that have one.
+
+    A shard has at most ceil(B / shards) sequences; a prompt whose sequences don't fit into one is assigned to several.
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for sequence, prompt in enumerate(prompts):
+        groups.setdefault(tuple(prompt), []).append(sequence)
+    most, queues = -(-len(prompts) // shards), [deque[list[int]]() for _ in range(shards)]
+    loads = [0] * shards
+    for _, sequences in sorted(groups.items(), key=lambda group: len(group[0])):
+        while sequences:
+            shard = loads.index(min(loads))
+            room = most - loads[shard]
+            assigned, sequences = sequences[:room], sequences[room:]
+            queues[shard].append(assigned)
+            loads[shard] += len(assigned)
+    return queues
+
+
+def window_pages(window: int, size: int) -> int:
+    """The most pages of a window's tokens: they, and those of three chunks, begin and end within pages."""
+    return -(-(window + 3 * CHUNK) // size) + 1
+
+
+def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int | None = None) -> list[int]:
+    """The pages of each kind of layers for so many slots, which have so many tokens together; None: the most."""
+    longest, size = options.total_length, page_size(options.total_length)
+    whole = slots * -(-longest // size) if tokens is None else min(slots * -(-longest // size), tokens // size)
+    windows = (kind.window for kind in model.config.kinds)
+    return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
+
+
+def slot_buckets(most: int, vocabulary: int, weights: int) -> list[int]:
+    """The numbers of slots that a shard may have: the most; its half and its quarter, too, where rows cost time.
+
+    They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where the
+    logits of all have less than an eighth of the weights' bytes, which are `weights`.
+    """
+    free = jax.default_backend() != "cpu" and 8 * LOGITS * 4 * vocabulary * most < weights
+    return sorted({-(-most // 2**power) for power in range(1 if free else 3)})
+
+
+def prompts_a_batch(needed: int, width: int) -> int:
+    """How many prompts of this width a device prefills at a time: a power of two, so that little is compiled."""
+    return max(1, min(1 << max(needed - 1, 0).bit_length(), PREFILL_TOKENS // width))
+
+
+def round_size(missing: int, whole: int, shards: int) -> int:
+    """How many prompts a round of dynamic sampling draws, where `missing` of a rollout's `whole` are missing.
+
+    It is the whole, a half or a quarter; the latter two only where the devices' `shards` of rows divide them.
+    """
+    sizes = (-(-whole // parts) for parts in (4, 2))
+    return bucket(missing, [*(size for size in sizes if size % shards == 0), whole])

@@ -1,0 +1,179 @@
+"""Prompts are completed and scored: trajectories, which all processes know, and what is logged of them."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from mllm.data.batch import Trajectory
+from mllm.data.prompts import Prompt
+from mllm.errors import StepError, printable
+from mllm.model.layout import Params
+from mllm.parallel.processes import RowShare, raise_everywhere
+from mllm.rewards.calls import FAILURES, Sample
+from mllm.rewards.runner import RewardRunner, number, reward_metrics, weighted_sum
+from mllm.sampler.completion import Completion
+from mllm.sampler.conversations import Conversation, Conversations
+from mllm.sampler.sampler import Sampler
+from mllm.stopwatch import Stopwatch
+
+MOST_FAILED_GROUPS = 0.5
+"""The share of a step's groups that a failed reward may leave out of the update; a larger one stops the run."""
+
+
+def sample_trajectories(
+    sampler: Sampler,
+    rewards: RewardRunner,
+    prompts: Sequence[Prompt],
+    params: Params,
+    *,
+    step: int,
+    first_sequence: int,
+    rows: RowShare,
+    watch: Stopwatch,
+    greedy: bool = False,
+    group: int = 1,
+) -> list[Trajectory]:
+    """Complete and score each prompt once; each process scores its share, and learns the scores of all.
+
+    What has ended is scored while others are decoded, also conversations, if their environments have no more to say.
+
+    No `group` of prompts is scored in parts: a batched function may compare its completions.
+
+    Prompt i draws from the stream (seed, step, first_sequence + i).
+    """
+    mine = range(len(prompts))[rows.part_of(len(prompts), group)]
+    tokens = [prompt.tokens for prompt in prompts]
+    talk: Conversations | None = None
+
+    def sample_of(number: int, one: Completion) -> Sample:
+        example = prompts[number].example
+        return talk.found[number].sample(example) if talk else Sample(example, one.text, one.tokens, not one.finished)
+
+    with rewards.scoring(len(mine)) as scoring, ExitStack() as stack:
+
+        def ended(found: Mapping[int, Completion]) -> None:
+            known = [i for i in found if i in mine and not (talk and i in talk.ends)]
+            scoring.add({i - mine.start: sample_of(i, found[i]) for i in known})
+
+        with watch.phase("rollout"):
+            where: dict[str, Any] = {"step": step, "first_sequence": first_sequence}
+            how: dict[str, Any] = {**where, "greedy": greedy, "ended": ended}
+            if rewards.environments:
+                talk = Conversations(rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where)
+                how["conversations"] = stack.enter_context(talk)
+                tokens = talk.start(prompts)
+            completions = sampler.complete(params, tokens, **how)
+            held = talk.finish() if talk else []
+        with watch.phase("reward"):
+            with raise_everywhere():
+                scored = scoring.finish([sample_of(i, completions[i]) for i in mine])
+            answers = chain(*rows.gather(scored))
+    return [
+        trajectory(prompt, one, answer, held[number] if held else None)
+        for number, (prompt, one, answer) in enumerate(zip(prompts, completions, answers, strict=True))
+    ]
+
+
+def trajectory(
+    prompt: Prompt, one: Completion, answers: Sequence[Sequence[Any]], held: Conversation | None
+) -> Trajectory:
+    """A completion and its rewards; what it consists of, in a conversation, is known to that alone."""
+    tokens, sampled = [*prompt.tokens, *one.tokens], [False] * len(prompt.tokens) + [True] * len(one.tokens)
+    return Trajectory(
+        np.array(held.tokens if held else tokens, np.int32),
+        np.array(held.sampled if held else sampled),
+        np.array(one.logprobs, np.float32),
+        None if one.kept is None else np.array(one.kept, np.float32),
+        held.finished if held else one.finished,
+        held.prompt[-1]["content"] if held else prompt.example.question,
+        held.assistant[-1]["content"] if held else one.text,
+        [tuple(given) for given in answers],  # lists, where another process sent them
+        held.messages if held else (),
+    )
+
+
+def group_rewards(
+    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MOST_FAILED_GROUPS
+) -> Float[np.ndarray, "G n"]:
+    """The weighted sum of each completion's rewards, by groups of `group` one after the other.
+
+    All are NaN in a group in which a reward with a weight failed, for the completions that were scored have no known
+    mean to be compared with. Raises StepError where more than the share `most_failed` of the groups failed; it quotes
+    the first failure of the most frequent function and kind.
+    """
+    rewards = weighted_sum([one.rewards for one in trajectories], functions.weights).reshape(-1, group)
+    failed = np.isnan(rewards).any(axis=1)
+    if failed.mean() > most_failed:
+        failures = [
+            (name, kind, message)
+            for index, (name, weight) in enumerate(zip(functions.names, functions.weights, strict=True))
+            for kind, message, *_ in (one.rewards[index] for one in trajectories)
+            if weight and kind in FAILURES
+        ]
+        (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
+        name, kind, message = next(failure for failure in failures if failure[:2] == most)
+        share = f"{failed.sum()} of {failed.size} groups, and in at most {most_failed:.0%} of them it may"
+        first = f"{name} {kind} {count} times, first: {message}"
+        raise StepError(f"task.rewards: a reward failed in {share}; {first}; correct the function")
+    return np.where(failed[:, None], np.nan, rewards)
+
+
+def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> dict[str, float]:
+    """For each reward function the mean and deviation of its values, and how often it failed; lengths; turns, tools."""
+    lengths = np.array([len(trajectory.logprobs) for trajectory in trajectories])
+    metrics = {
+        **reward_metrics(names, [one.rewards for one in trajectories]),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "completions/clipped_ratio": float(1 - np.mean([trajectory.finished for trajectory in trajectories])),
+    }
+    metrics |= turn_metrics(trajectories)
+    kept = [trajectory.kept for trajectory in trajectories if trajectory.kept is not None]
+    if kept:
+        metrics["sampling/kept_probability/mean"] = float(np.concatenate(kept).mean())
+    return metrics
+
+
+def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean number of turns and what became of tool calls; nothing where there are no conversations."""
+    if not (talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]):
+        return {}
+    messages = [*chain.from_iterable(talks)]
+    roles, errors = Counter(one["role"] for one in messages), sum(one.get("tool_errors", 0) for one in messages)
+    return {
+        "environment/mean_turns": roles["assistant"] / len(talks),
+        "tools/call_frequency": roles["tool"] / len(talks),
+        "tools/failure_frequency": errors / max(roles["tool"], 1),
+    }
+
+
+def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:
+    """The line of samples.jsonl; null for a reward that failed or does not apply, and for a NaN advantage."""
+    logged = chain.from_iterable(rest for _, _, *rest in trajectory.rewards)
+    extra = {
+        printable(column): printable(value, "\n\t") if isinstance(value, str) else value
+        for kind, column, value in logged
+        if kind == "extra"
+    }
+    return {
+        "prompt": trajectory.prompt,
+        "completion": trajectory.text,
+        "rewards": dict(zip(functions.names, map(finite, map(number, trajectory.rewards)), strict=True)),
+        "reward": finite(weighted_sum([trajectory.rewards], functions.weights)[0]),
+        "advantage": finite(advantage),
+        "length": len(trajectory.logprobs),
+        "truncated": not trajectory.finished,
+        **({"extra": extra} if extra else {}),
+        **({"turns": [*trajectory.turns]} if trajectory.turns else {}),
+    }
+
+
+def finite(value: float) -> float | None:
+    """The value for JSON, which has no NaN."""
+    return float(value) if np.isfinite(value) else None

@@ -1,0 +1,60 @@
+"""How much can be decoded beside training: by arithmetic on shapes, which `--plan` has the compiler check."""
+
+import jax.numpy as jnp
+from flax import nnx
+
+from mllm.algorithms.grpo.settings import GrpoConfig
+from mllm.config.model import OptimizerConfig
+from mllm.config.rollout import RolloutConfig
+from mllm.model.load import Policy
+from mllm.parallel.mesh import bytes_on_device, device_memory
+from mllm.parallel.processes import gather_objects
+from mllm.sampler.decoding import abstract_cache, abstract_decoding_weights
+from mllm.sampler.pages import page_size
+from mllm.sampler.schedule import LOGITS, MEAN_LENGTH, PIECE, PREFILL_TOKENS, PREFILLED_BATCHES, Room, pool_pages
+from mllm.sampler.slots import CHUNK
+from mllm.train.optimizer import make_optimizer
+from mllm.train.step import abstract_state
+
+SHARE = 0.92
+"""The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
+
+
+def room_that_fits(
+    policy: Policy,
+    rollout: RolloutConfig,
+    optimizer: OptimizerConfig,
+    grpo: GrpoConfig | None,
+    memory: int | None = None,
+    teacher: Policy | None = None,
+) -> Room:
+    """What the memory in bytes a device (None: that of the devices at hand) holds beside training.
+
+    There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
+    optimizer's moments, a teacher, and a reference where the objective compares with one.
+    """
+    model = nnx.merge(policy.graphdef, policy.params)
+    layout = model.layout
+    if memory is None:
+        memory = min(gather_objects(device_memory(layout.mesh)))  # all processes must choose the same number
+    weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params, rollout.weights == "int8"))
+    shards, longest, size = layout.row_shards, rollout.total_length, page_size(rollout.total_length)
+    most = pool_pages(model, rollout, shards)
+    whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
+    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, longest) * whole
+    logits = layout.abstract((shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+    windows = [0 if kind.window is None else count for kind, count in zip(model.config.kinds, most, strict=True)]
+    fixed = LOGITS * bytes_on_device(logits) + CHUNK * whole + bytes_on_device(abstract_cache(model, windows, size))
+    token = bytes_on_device(abstract_cache(model, [shards * (kind.window is None) for kind in model.config.kinds], 1))
+    if rollout.turns > 1:  # an answer's scores and their exponentials, and its own keys and values
+        scores = (shards, 2 * PIECE * model.config.num_attention_heads)
+        token += bytes_on_device(layout.abstract(scores, jnp.float32, ("batch", "heads")))
+        fixed += PIECE * whole
+    trained, frozen = policy.split(policy.params)
+    state = abstract_state(trained, make_optimizer(optimizer, steps=1))
+    kept = bytes_on_device((state.params, state.opt_state, frozen))
+    kept += bytes_on_device(trained) if grpo and grpo.beta > 0 else 0
+    kept += bytes_on_device(teacher.params) if teacher else 0
+    free = SHARE * memory - kept - (weights - shared) - waiting
+    slots = max(1, int(free // (fixed + MEAN_LENGTH * longest * token)))
+    return Room(slots * shards, max(longest + size, int((free - slots * fixed) // max(token, 1))) * shards)

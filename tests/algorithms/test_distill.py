@@ -1,0 +1,158 @@
+"""Distillation's update: the divergence against a float64 oracle, its metrics, meshes, and the sampled term."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import ARCHITECTURE, config, logits, random_batch
+
+from mllm.algorithms.algorithms import Distill
+from mllm.algorithms.distill.settings import DistillConfig
+from mllm.model.load import load_policy
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.run.teacher import load_teacher
+from mllm.train.step import Forward, accumulate, make_teacher_pass
+from tools import memory
+
+pytestmark = pytest.mark.slow
+
+TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
+"""64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
+MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}
+ROWS, LENGTH, TEMPERATURE = 16, 16, 0.7
+BATCH = random_batch(ROWS, LENGTH)
+ON_DEVICE = jax.tree.map(jnp.asarray, BATCH)
+KINDS = {"reverse_kl": {}, "forward_kl": {}, "jsd": {"beta": 0.3}}
+
+
+def make_settings(mesh=(1, 1, 1), estimator="full", model=MODEL, **distill):
+    return config(
+        "distill",
+        data=None,
+        eval=None,
+        batch_size=ROWS,
+        micro_batch_size=ROWS // 2,
+        model={"architecture": model},
+        mesh=dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)),
+        teacher={"source": str(TEACHER), "dtype": "float32"},
+        rollout={"temperature": TEMPERATURE},
+        grpo={"num_generations": 1},
+        distill={"estimator": estimator, **distill},
+    )
+
+
+@cache
+def initial():
+    """The student's parameters on one device."""
+    settings = make_settings()
+    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
+
+
+def make_pair(settings, kind=Forward):
+    """The functions, and the parameters of student and teacher."""
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    teacher = load_teacher(settings, mesh, policy.tokenizer)
+    params = jax.device_put(initial(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    return kind.of(settings, policy.graphdef, mesh, teacher.graphdef), params, teacher.initial_params()
+
+
+def update(settings, kind=Forward):
+    """Loss, metrics and gradients of a step in two micro-batches."""
+    forward, params, teacher = make_pair(settings, kind)
+
+    @jax.jit
+    def compute(params, teacher, batch):
+        loss_of = lambda params, micro: forward.loss(params, micro, teacher)  # noqa: E731
+        loss, outputs, gradients = accumulate(loss_of, params, batch, ROWS // 2)
+        return loss, forward.algorithm.metrics(batch, outputs), gradients
+
+    return jax.device_get(compute(params, teacher, shard_batch(forward.mesh, BATCH)))
+
+
+def divergence(kind, p, q, beta=0.5, xp=np):
+    """The divergence of log-probabilities [..., V], student's p and teacher's q."""
+    kl = lambda a, b: (xp.exp(a) * (a - b)).sum(-1)  # noqa: E731
+    if kind == "jsd":
+        m = xp.log(beta * xp.exp(q) + (1 - beta) * xp.exp(p))
+        return beta * kl(q, m) + (1 - beta) * kl(p, m)
+    return kl(q, p) if kind == "forward_kl" else kl(p, q)
+
+
+@cache
+def both_logits():
+    forward, params, teacher = make_pair(make_settings())
+    tokens = [np.minimum(BATCH.tokens, last) for last in (263, 259)]
+    more = BATCH.positions, BATCH.segments
+    mine = logits(forward.graphdef, params, tokens[0], *more)
+    return np.float64(mine), np.float64(logits(forward.teacher.graphdef, teacher, tokens[1], *more))
+
+
+@pytest.mark.parametrize(("kind", "how"), KINDS.items())
+def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperature(kind, how):
+    forward, params, _ = make_pair(make_settings())
+    mine, yours = both_logits()
+    log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
+    p, q = (log_softmax(z[..., :260] / TEMPERATURE) for z in (mine, yours))
+    expected, counts = divergence(kind, p, q, how.get("beta")), BATCH.weights > 0
+    loss, metrics, gradients = update(make_settings(kind=kind, **how))
+    assert loss == pytest.approx((BATCH.weights * expected).sum(), rel=2e-5)
+    assert metrics["kl"] == pytest.approx(expected[counts].mean(), rel=2e-5)
+    some = np.asarray(Distill(DistillConfig()).measured(BATCH))
+    assert 0.05 < some[counts].mean() < 0.25
+    assert not some[~counts].any()
+    for name, z in (("entropy", mine), ("teacher_entropy", yours)):
+        whole = log_softmax(z / TEMPERATURE)
+        assert metrics[name] == pytest.approx(-(np.exp(whole) * whole).sum(-1)[some].mean(), rel=2e-5)
+    agreement = mine.argmax(-1) == yours.argmax(-1)
+    assert metrics["teacher_agreement"] == pytest.approx(agreement[some].mean())
+
+    def oracle(params):
+        z = logits(forward.graphdef, params, BATCH.tokens, BATCH.positions, BATCH.segments)[..., :260] / TEMPERATURE
+        found = divergence(kind, jax.nn.log_softmax(z), jnp.float32(q), how.get("beta"), jnp)
+        return (BATCH.weights * found).sum()
+
+    same = jax.jit(jax.grad(oracle))(params)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(same), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-4 * np.abs(other).max())
+
+
+def test_a_mesh_has_the_update_of_one_device():
+    (loss, metrics, gradients), expected = (update(make_settings(mesh)) for mesh in ((2, 2, 2), (1, 1, 1)))
+    assert loss == pytest.approx(expected[0], rel=1e-5)
+    for name, value in metrics.items():
+        assert value == pytest.approx(float(expected[1][name]), rel=1e-5)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected[2]), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-5 * np.abs(other).max())
+
+
+@pytest.mark.parametrize("head", [memory.TwoLogits, memory.TwoChunkedLogits])
+def test_the_columns_that_the_fused_head_s_memory_is_compared_with_are_the_same_update(head, monkeypatch):
+    settings = make_settings((2, 2, 1), kind="jsd", beta=0.3)
+    loss, _, gradients = update(settings)
+    monkeypatch.setattr(memory.TwoChunkedLogits, "most", 16)
+    found, _, others = update(settings, head)
+    assert found == pytest.approx(loss, rel=1e-5)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(others), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=5e-5 * np.abs(other).max())
+
+
+def test_the_sampled_term_is_the_teachers_log_probability_less_the_samplers():
+    settings = make_settings(estimator="sampled")
+    forward, _, teacher = make_pair(settings)
+    labels = BATCH.labels.copy()
+    lacking = tuple(np.argwhere(BATCH.weights > 0)[3])
+    labels[lacking] = 262  # the teacher lacks it
+    batch = shard_batch(forward.mesh, BATCH._replace(labels=labels))
+    added, divergence = make_teacher_pass(forward, 0.25)(teacher, batch)
+    z = both_logits()[1] / TEMPERATURE
+    logprobs = z - np.log(np.exp(z).sum(-1, keepdims=True))
+    scored = np.take_along_axis(logprobs, np.minimum(labels, 259)[..., None], -1)[..., 0]
+    difference, counts = np.maximum(scored - BATCH.sampler_logprobs, -20), BATCH.weights > 0
+    difference[lacking] = -20
+    expected = BATCH.advantages + 0.25 * np.where(counts, difference, 0)
+    np.testing.assert_allclose(added, expected, atol=2e-4)
+    assert divergence == pytest.approx(-difference[counts].mean(), rel=1e-4)

@@ -1,0 +1,351 @@
+"""GRPO's source: the batch token by token, failed rewards, several updates from a rollout, dynamic sampling."""
+
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
+from runs import checkpoints, records, run
+from tiny import config
+
+from mllm.algorithms.distill.settings import DistillConfig
+from mllm.algorithms.grpo import losses as objectives
+from mllm.data.batch import Trajectory
+from mllm.errors import StepError
+from mllm.parallel.processes import RowShare
+from mllm.sampler.trajectories import sample_line
+from mllm.stopwatch import Stopwatch
+
+REFERENCE = np.float32(7)
+
+
+def roll_out(bad=(), weight=1.0, **options):
+    """The first step's data, and the prompts and completions that it was made of."""
+    source = grpo_source(rewards=SquareRewards(bad, weight), **options)
+    position = source.position()
+    step = source.next(np.float32(0), 0, Stopwatch(), REFERENCE)
+    source.seek(position)
+    prompts = [prompt.tokens for prompt in islice(source.prompts, 2) for _ in range(GROUP)]
+    return step, prompts, source.sampler.complete(None, prompts, step=0)
+
+
+def test_every_token_stands_where_the_batch_says():
+    step, prompts, completions = roll_out()
+    batch = step.batch
+    rewards = np.arange(8.0).reshape(2, GROUP) ** 2
+    advantages = objectives.advantages(rewards, "group").astype(np.float32).reshape(-1)
+    found = sequences(batch)
+    assert len(found) == 2 * GROUP
+    for number, prompt in enumerate(prompts):
+        made = completions[number]
+        whole = (*prompt, *made.tokens)
+        tokens, positions, _, labels, weights, advantage, logprobs = found[whole]
+        assert (*tokens, labels[-1]) == whole  # the last token is only a label
+        assert positions.tolist() == list(range(len(whole) - 1))
+        for place in range(len(whole) - 1):
+            predicted = place + 1 - len(prompt)  # the place in the completion of the token that is predicted here
+            if predicted < 0:
+                assert weights[place] == labels[place] == 0
+            else:
+                assert labels[place] == whole[place + 1]
+                assert weights[place] == pytest.approx(1 / (8 * len(made.tokens)))
+                assert advantage[place] == advantages[number]
+                assert logprobs[place] == made.logprobs[predicted]
+    assert batch.old_logprobs is None
+    assert batch.reference_logprobs is None
+    assert [field.dtype for field in batch[:7]] == [np.int32] * 4 + [np.float32] * 3
+    assert all(not field[batch.segments == 0].any() for field in batch[:7])
+
+
+def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():
+    step, prompts, completions = roll_out(mask_truncated_completions=True, bad=[2])
+    finished = np.array([one.finished for one in completions])
+    counts = finished & (np.arange(2 * GROUP) >= GROUP)
+    assert not finished.all()
+    assert finished[:GROUP].any()
+    kept = {(*prompts[i], *completions[i].tokens) for i in np.flatnonzero(counts)}
+    assert sequences(step.batch).keys() == kept
+    assert step.metrics["frac_without_gradient"] == 1 - counts.mean()
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others(loss_type):
+    sound, _, completions = roll_out(loss_type=loss_type)
+    step, _, _ = roll_out(loss_type=loss_type, bad=[2])
+    others, left = sequences(sound.batch), sequences(step.batch)
+    assert len(left) == GROUP
+    for tokens, fields in left.items():
+        expected = others[tokens]
+        expected[2] = fields[2]  # other neighbours in the row
+        if loss_type == "dapo":  # the mean over the tokens that are left
+            expected[4] = (expected[4] > 0) * np.float32(1 / sum(len(one.tokens) for one in completions[GROUP:]))
+        np.testing.assert_array_equal(fields, expected)
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
+    source = grpo_source(loss_type="dr_grpo")
+    options = source.sampler.options.model_copy(update={"max_turns": turns})
+    source.sampler = replace(source.sampler, options=options)
+    step = source.next(np.float32(0), 0, Stopwatch())
+    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
+    assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
+
+
+def test_more_than_half_of_the_groups_may_not_fail():
+    assert roll_out(bad=[0, 4], updates_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
+    with pytest.raises(StepError, match="a reward failed in 3 of 4 groups"):
+        roll_out(bad=[0, 4, 8], updates_per_generation=2)
+
+
+def test_distillation_learns_from_every_completion_whatever_its_reward_and_failed_ones():
+    step, *_ = roll_out(bad=[0, 4], distill=DistillConfig())
+    assert len(sequences(step.batch)) == 2 * GROUP
+    assert not step.batch.advantages.any()
+    assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
+
+
+@pytest.mark.parametrize("estimator", ["full", "sampled"])
+def test_of_distillation_s_estimators_only_the_sampled_one_takes_a_log_prob_pass(estimator):
+    step, *_ = roll_out(distill=DistillConfig(estimator=estimator), num_iterations=2)
+    assert (step.batch.old_logprobs is None) == (estimator == "full")
+
+
+def test_a_run_that_goes_on_in_the_middle_of_a_rollout_samples_anew():
+    step = grpo_source(updates_per_generation=2).next(np.float32(0), 3, Stopwatch())
+    assert len(step.samples) == 4 * GROUP
+
+
+def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
+    asked, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    roll_out()
+    assert (2 * GROUP, GROUP) in asked
+    assert [part_of(RowShare(share, 2), 3 * 4, 4) for share in range(2)] == [slice(0, 8), slice(8, 16)]
+
+
+@pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
+def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
+    """Failures of a reward of weight 0 leave no group out and stop nothing."""
+    step, _, _ = roll_out(bad=range(8), weight=0.0, **penalty)
+    assert (step.metrics["frac_groups_failed"], step.metrics["rewards/exact_match/raised"]) == (0, 8)
+    assert len(sequences(step.batch)) == 2 * GROUP
+    assert not step.batch.advantages.any()
+    assert (step.batch.reference_logprobs is None) == ("beta" not in penalty)
+    if "beta" in penalty:
+        np.testing.assert_array_equal(step.batch.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
+
+
+def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_out_of_the_means():
+    sound, _, _ = roll_out()
+    step, _, completions = roll_out(bad=[2], samples=5)
+    assert step.metrics.keys() == sound.metrics.keys()
+    assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
+    assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
+    assert step.metrics["rewards/exact_match/raised"] == 1
+    assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
+    cut_off = np.mean([not one.finished for one in completions])
+    assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
+    assert step.metrics["num_tokens"] == step.tokens
+    assert all(np.isfinite(field).all() for field in step.batch if field is not None)
+    assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
+    assert [sample["rewards"]["exact_match"] for sample in step.samples] == [0, 1, None, 9, 16]
+    assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
+    assert step.samples[GROUP]["advantage"] < 0
+    assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
+
+
+def test_a_sample_s_line_has_each_reward_under_its_name():
+    rewards, functions = [("value", 2.0), ("raised", "no"), ("value", 3.0)], SquareRewards()
+    functions.names = ["a", "b", "c"]
+    whole = Trajectory(np.zeros(2, np.int32), np.array([False, True]), np.zeros(1, np.float32), rewards=rewards)
+    assert sample_line(whole, functions, 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
+
+
+@pytest.mark.slow
+def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
+    settings = config(
+        run_dir=str(tmp_path / "run"),
+        steps=12,
+        grpo={"num_iterations": 2},
+        task={"rewards": [{"name": "user_rewards:tires"}], "heldout": 0},
+        checkpoint={"every": 12},
+    )
+    assert run(settings) == 2
+    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
+        "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
+        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:66); correct "
+        "the function (saved after step 4: the same command resumes)"
+    ]
+    assert checkpoints(settings) == [4]
+    assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
+    # What the function logged meanwhile.
+    assert [line["rewards/user_rewards:tires/calls"] for line in records(settings)] == [4.5, 4.5, 12.5, 12.5]
+    assert [line["extra"] for line in records(settings, "samples.jsonl")] == [{"call": n + 1} for n in range(16)]
+
+
+def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):
+    source = grpo_source()
+    source.rewards.codes = {"mine:near": "00000001", "mine:far": "00000002"}
+    position = source.position()
+    source.rewards.codes = {"mine:near": "00000003", "mine:other": "00000004"}
+    source.seek(position)
+    assert [record.getMessage() for record in caplog.records] == [
+        "task.rewards: the file of mine:near has changed since the checkpoint; its new code is used"
+    ]
+
+
+def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or_its_completions_weights_need_one():
+    for settings, passes in (
+        ({}, 1),
+        ({"num_iterations": 2}, 2),
+        ({"importance_sampling": "sequence_mask"}, 2),
+        ({"beta": 0.1, "reference": "initial"}, 3),
+    ):
+        source, calls = grpo_source(updates_per_generation=2, **settings), []
+        source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
+        first, second = (source.next(np.float32(0), step, Stopwatch(), REFERENCE).batch for step in range(2))
+        assert len(calls) == passes == source.config.passes
+        assert (first.old_logprobs == objectives.CURRENT).all() == (source.config.first_is_current)
+        assert (second.old_logprobs[:, 0] == 0).all()
+
+
+def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
+    source, calls = grpo_source(updates_per_generation=2, num_iterations=2), []
+    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
+    steps = [source.next(np.float32(step), step, Stopwatch()) for step in range(5)]
+    assert calls == [0, 0, 4, 4]
+    for first, again in ((0, 2), (1, 3)):
+        assert all(one is other for one, other in zip(steps[first].batch, steps[again].batch, strict=True))
+    assert all((step.batch.old_logprobs[:, 0] == 0).all() for step in steps[:4])
+    assert (steps[4].batch.old_logprobs[:, 0] == -4).all()
+    assert [len(step.samples) for step in steps] == [16, 0, 0, 0, 16]
+    assert [source.resumable(step) for step in range(5)] == [True, False, False, False, True]
+    learned = [tuple(fields[3, fields[4] > 0]) for fields in sequences(steps[4].batch).values()]
+    completions = source.sampler.complete(None, [None] * 16, step=4)  # other ones than in step 0
+    assert sorted(learned) == sorted(tuple(one.tokens) for one in completions[:8])
+    scored = [(sample.tokens, sample.truncated) for sample in source.rewards.samples]
+    assert scored == [(one.tokens, not one.finished) for one in completions]
+    kept = np.concatenate([one.kept for one in completions])
+    assert steps[4].metrics["sampling/kept_probability/mean"] == pytest.approx(kept.mean())
+
+
+def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
+    source = grpo_source(updates_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
+    parts = [source.next(np.float32(0), step, Stopwatch()) for step in range(2)]
+    completions = source.sampler.complete(None, [None] * 4 * GROUP, step=0)
+    rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2
+    deviation = rewards.std(ddof=1) + 1e-4  # the whole rollout's
+    expected = ((rewards - rewards.mean(-1, keepdims=True)) / deviation).reshape(2, -1)
+    completion_lengths = np.array([len(one.tokens) for one in completions]).reshape(2, -1)
+    for part, advantages, lengths in zip(parts, expected, completion_lengths, strict=True):
+        found = sequences(part.batch).values()
+        assert sorted(fields[5, -1] for fields in found) == pytest.approx(sorted(advantages))
+        assert [fields[4, -1] for fields in found] == pytest.approx([1 / lengths.sum()] * 2 * GROUP)
+        assert part.tokens == sum(fields.shape[1] + 1 for fields in found)
+    assert parts[0].metrics.keys() == parts[1].metrics.keys()
+    assert parts[0].metrics["num_tokens"] == parts[0].tokens + parts[1].tokens
+
+
+# Dynamic sampling: which groups stay, which prompts are drawn when, and that a resumed run draws the same
+
+
+class SomeRewards(SquareRewards):
+    """The n-th group that is drawn has unequal rewards if n is in `unequal`."""
+
+    def __init__(self, unequal):
+        super().__init__()
+        self.unequal = unequal
+        self.drawn, self.sequences = [], []
+
+    def score(self, samples):
+        groups = range(len(self.drawn), len(self.drawn) + len(samples) // GROUP)
+        self.sequences += [int(sample.completion) for sample in samples]
+        self.drawn += [sample.example.prompt[-1]["content"] for sample in samples[::GROUP]]
+        return [[("value", float(i * (group in self.unequal)))] for group in groups for i in range(GROUP)]
+
+
+def make_source(unequal, **settings):
+    return grpo_source(rewards=SomeRewards(unequal), **settings)
+
+
+@pytest.mark.parametrize(
+    ("limit", "unequal", "rounds", "drawn", "learned"),
+    [
+        (1, [0, 1, 2, 3], 1, 4, [0, 1, 2, 3]),
+        (3, [0, 3, 4, 5], 2, 6, [0, 3, 4, 5]),
+        (3, [1, 2, 3, 6], 3, 6, [1, 2, 3]),  # 1 is missing, and drawn twice
+        (9, [5, 6, 7, 8, 9], 3, 9, [5, 6, 7, 8]),  # 4, then 4, then 1
+        (2, [], 2, 8, []),
+    ],
+)
+def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_limit(
+    limit, unequal, rounds, drawn, learned
+):
+    source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
+    found, draw = [], source.draw
+    source.draw = lambda *given: found.append(draw(*given)) or found[-1]
+    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    assert len(source.rewards.drawn) == drawn
+    assert source.rewards.sequences == list(range(drawn * GROUP))
+    # Every group of the batch is one of those that were drawn, in their order.
+    parts = [[line["prompt"] for line in part.samples[::GROUP]] for part in source.parts]
+    assert parts[0] == parts[1]
+    kept = [source.rewards.drawn[n] for n in learned]
+    assert [prompt for prompt in parts[0] if prompt in kept] == kept
+    assert len(parts[0]) == 4
+    assert sum(len(sequences(step.batch)) for step in steps) == len(learned) * GROUP
+    metrics = steps[0].metrics
+    assert metrics["num_tokens"] == sum(len(trajectory.tokens) for trajectory in found[0][0])
+    assert metrics["rewards/exact_match/mean"] == pytest.approx(1.5 * sum(n < drawn for n in unequal) / drawn)
+    assert metrics["frac_reward_zero_std"] == pytest.approx(1 - sum(n < drawn for n in unequal) / drawn)
+    if limit > 1:
+        assert metrics["dynamic_sampling/rounds"] == rounds
+        assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
+
+
+class Brevity(SomeRewards):
+    """Besides, a second reward that differs in every group."""
+
+    def __init__(self, unequal):
+        super().__init__(unequal)
+        self.names, self.weights = ["exact_match", "brevity"], np.array([1.0, 0.1])
+
+    def score(self, samples):
+        lengths = [("value", float(number % GROUP)) for number in range(len(samples))]
+        return [[*answers, length] for answers, length in zip(super().score(samples), lengths, strict=True)]
+
+
+def test_a_group_whose_rewards_of_the_name_to_filter_by_are_equal_is_drawn_again_and_not_learned_from():
+    plain = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2)
+    by_name = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2, filter_by="exact_match")
+    for source, drawn, learned in ((plain, 2, 2), (by_name, 3, 1)):
+        step = source.next(np.float32(0), 0, Stopwatch())
+        assert len(source.rewards.drawn) == drawn
+        assert len(sequences(step.batch)) == learned * GROUP
+
+
+def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
+    """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
+    source = make_source([0, 3, 4, 5], dynamic_sampling=3, updates_per_generation=2, scale_rewards="batch")
+    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    found = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
+    rewards = np.tile(np.arange(float(GROUP)), 4)
+    assert sorted(found) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
+
+
+def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_position():
+    source = make_source([0, 3, 4, 6, 8, 9, 10, 11, 13], dynamic_sampling=4)
+    whole = make_source(range(99))
+    positions = []
+    for step in range(6):
+        source.next(np.float32(0), step, Stopwatch())
+        positions.append((len(source.rewards.drawn), source.position()))
+    for step in range(len(source.rewards.drawn) // 2 + 1):
+        whole.next(np.float32(0), step, Stopwatch())
+    assert source.rewards.drawn == whole.rewards.drawn[: len(source.rewards.drawn)]
+    for drawn, position in positions:
+        source.seek(position := {**position, "updates_without_gradient": drawn})
+        assert source.position() == position
+        assert next(source.prompts).example.prompt[-1]["content"] == whole.rewards.drawn[drawn]

@@ -1,0 +1,327 @@
+"""Each objective against a float64 numpy version of its paper's formula, written as plain loops over tokens."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mllm.algorithms.grpo import losses as objectives
+from mllm.algorithms.grpo.losses import TokenInputs, advantages, group_metrics, policy_metrics, sequence_weights
+from mllm.algorithms.grpo.settings import GrpoConfig
+from mllm.data.batch import Batch
+from mllm.rewards.calls import LARGEST
+
+GROUPS, GROUP, LENGTH = 3, 4, 6
+ROWS = GROUPS * GROUP
+IN_ROW = 3
+"""Sequences that a row of the batch holds."""
+LONGEST = 8  # max_completion_length
+MEANS = ("grpo", "dapo", "prompt_mean", "dr_grpo")
+"""Loss types that differ in their means alone."""
+OFF_POLICY = {"updates_per_generation": 2}
+KL = {"beta": 0.1, "reference": "initial"}
+CLIPPING = {"importance_cap": 1.2, "epsilon": 0.2, "epsilon_high": 0.3, "dual_clip": 1.4}
+EVERYTHING = {**OFF_POLICY, **KL, **CLIPPING, "entropy_coef": 0.05}
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def make_config(loss_type, mode="token_truncate", **settings):
+    """All settings that the loss type has, away from their defaults."""
+    chosen = {**EVERYTHING, **settings, "loss_type": loss_type, "importance_sampling": mode}
+    if loss_type in ("cispo", "sapo"):
+        chosen = {name: value for name, value in chosen.items() if name not in ("epsilon", "epsilon_high", "dual_clip")}
+    return GrpoConfig(**chosen | ({"epsilon_high": 1.3} if loss_type == "cispo" else {}))
+
+
+def make_sequences(seed=0):
+    """Sequences of different lengths, one of them empty and half of them with a given token between two sampled spans.
+
+    Policies are far enough apart that both clips apply.
+    """
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, LENGTH + 1, ROWS)
+    lengths[2] = 0
+    mask = np.arange(LENGTH) < lengths[:, None]
+    mask[::2, 2] = False
+    logprob = rng.uniform(-3, -0.1, mask.shape)
+    advantage = np.broadcast_to(rng.normal(size=(ROWS, 1)), mask.shape)
+    old, sampler, reference = (logprob + rng.normal(scale=0.4, size=mask.shape) for _ in range(3))
+    entropy = rng.uniform(0, 2, mask.shape)
+    return mask, logprob, entropy, (advantage, old, sampler, reference)
+
+
+def reference_surrogate(loss_type, log_ratio, current, logprob, advantage):
+    """PPO eq. 7 with the dual clip; MiniMax-M1 eq. 4 with its constant ratio; SAPO eq. 5; one token, float64."""
+    ratio = np.exp(log_ratio)
+    if loss_type == "cispo":
+        return min(np.exp(current), 1.3) * advantage * logprob
+    if loss_type == "sapo":
+        temperature = 1.0 if advantage > 0 else 1.05
+        return 4 / temperature / (1 + np.exp(-temperature * (ratio - 1))) * advantage
+    clipped = min(max(ratio, 0.8), 1.3)
+    surrogate = min(ratio * advantage, clipped * advantage)
+    return max(surrogate, 1.4 * advantage) if advantage < 0 else surrogate
+
+
+def reference_weight(mode, log_ratios, t):
+    """The importance weight of token t of a sequence whose tokens have these log-ratios."""
+    weight = np.exp(log_ratios.sum() if mode.startswith("sequence") else log_ratios[t])
+    return weight if weight <= 1.2 else {"mask": 0, "truncate": 1.2}[mode.split("_")[1]]
+
+
+def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
+    """The papers' means over tokens, completions and groups, of losses from a loop over tokens.
+
+    `constant` are the log-probabilities where they are not differentiated; with old None they are the old policy's.
+    """
+    advantage, old, sampler, reference = operands
+    old = constant if old is None else old
+    losses, lengths = np.zeros(mask.shape), mask.sum(1)
+    for row, t in np.argwhere(mask):
+        active = mask[row]
+        log_ratios, place = (logprob - old)[row, active], np.count_nonzero(active[:t])
+        log_ratio = log_ratios.mean() if loss_type == "gspo" else log_ratios[place]
+        current = (constant - old)[row, t]
+        gain = reference_surrogate(loss_type, log_ratio, current, logprob[row, t], advantage[row, t])
+        gain *= reference_weight(mode, (old - sampler)[row, active], place)
+        apart = reference[row, t] - logprob[row, t]
+        losses[row, t] = -gain + 0.1 * (np.exp(apart) - apart - 1) - 0.05 * entropy[row, t]
+    completions = losses.sum(1)
+    match loss_type:
+        case "grpo" | "gspo" | "sapo":
+            return np.mean(completions / np.maximum(lengths, 1))
+        case "dapo" | "cispo":
+            return completions.sum() / lengths.sum()
+        case "dr_grpo":
+            return np.mean(completions / LONGEST)
+        case "prompt_mean":
+            return np.mean(completions.reshape(GROUPS, GROUP).sum(1) / lengths.reshape(GROUPS, GROUP).sum(1))
+
+
+def token_weights(loss_type, mask, group=GROUP):
+    """The weights of all tokens."""
+    return sequence_weights(loss_type, mask.sum(-1), group, LONGEST)[:, None] * mask
+
+
+def packed(array):
+    """The sequences with several of them in a row, in the dtypes of a batch."""
+    array = np.asarray(array)
+    return jnp.asarray(array, jnp.int32 if array.dtype == int else jnp.float32).reshape(-1, IN_ROW * LENGTH)
+
+
+def pack(weights, advantage, old, sampler, reference):
+    """The batch of the sequences, as far as objectives look at it."""
+    segments = packed(np.tile(np.repeat(np.arange(IN_ROW) + 1, LENGTH), ROWS // IN_ROW))
+    arrays = map(packed, (weights, advantage, sampler, old, reference))
+    return Batch(segments, segments, segments, segments, *arrays)
+
+
+def our_loss(config, batch, logprob, entropy):
+    inputs = objectives.token_inputs(config, batch, jax.lax.stop_gradient(logprob))
+    if config.loss_type == "gspo":
+        losses = objectives.gspo(config, logprob, entropy, inputs, batch.weights > 0, batch.segments)
+    else:
+        losses = objectives.grpo(config, logprob, entropy, inputs)
+    return jnp.sum(batch.weights * losses)
+
+
+def numerical_gradient(f, x, step=1e-6):
+    gradient = np.zeros_like(x)
+    for index in np.ndindex(x.shape):
+        up, down = x.copy(), x.copy()
+        up[index] += step
+        down[index] -= step
+        gradient[index] = (f(up) - f(down)) / (2 * step)
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "mode", "updates"),
+    [
+        *((loss_type, "token_truncate", 2) for loss_type in (*MEANS, "gspo", "cispo", "sapo")),
+        *(("grpo", mode, 2) for mode in MODES[1:]),
+        *[("gspo", "sequence_mask", 2), ("cispo", "token_mask", 2), ("sapo", "sequence_truncate", 2)],
+        *((loss_type, mode, 1) for loss_type, mode in zip(MEANS, MODES, strict=True)),
+    ],
+)
+def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
+    mask, logprob, entropy, operands = make_sequences()
+    config = make_config(loss_type, mode)
+    if updates == 1:  # the current policy is the one whose ratio is 1
+        operands = (operands[0], None, *operands[2:])
+        kept = {"loss_type": loss_type, "importance_sampling": mode, "importance_cap": 1.2, "entropy_coef": 0.05}
+        config = GrpoConfig(**kept, **KL)
+    batch = pack(token_weights(loss_type, mask), *(logprob if x is None else x for x in operands))
+    ours = partial(our_loss, config, batch if updates == 2 else batch._replace(old_logprobs=None))
+    loss, gradients = jax.value_and_grad(ours, argnums=(0, 1))(packed(logprob), packed(entropy))
+    paper = partial(reference_loss, loss_type, mode, mask, logprob)
+    assert loss == pytest.approx(paper(logprob, entropy, operands), rel=1e-5)
+    by_logprob = numerical_gradient(lambda x: paper(x, entropy, operands), logprob)
+    by_entropy = numerical_gradient(lambda x: paper(logprob, x, operands), entropy)
+    for gradient, expected in zip(gradients, (by_logprob, by_entropy), strict=True):
+        np.testing.assert_allclose(gradient, packed(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
+def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
+    mask, logprob, entropy, (advantage, _, sampler, reference) = make_sequences()
+    config, current = make_config(loss_type), packed(logprob)
+    batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
+    marked = batch._replace(old_logprobs=jnp.full_like(current, objectives.CURRENT))
+    found, expected = (
+        (
+            *jax.value_and_grad(our_loss, 2)(config, one, current, packed(entropy)),
+            policy_metrics(config, current, packed(entropy), one),
+        )
+        for one in (marked, batch)
+    )
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
+def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(loss_type):
+    """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
+    mask, _, entropy, (advantage, *_) = make_sequences()
+    config, rng = make_config(loss_type, "sequence_mask"), np.random.default_rng(0)
+    compute = jax.jit(jax.value_and_grad(partial(our_loss, config), argnums=(1, 2)))
+    distances = np.array([0, 30, 89, 1e4, 1e12])
+    for _ in range(8):
+        old, sampler, reference = rng.choice([*distances, *-distances], (3, *mask.shape)) - 5.5
+        if loss_type == "gspo":
+            old[:] = old[:, :1]  # for a sequence's mean to be as far away
+        batch = pack(token_weights(loss_type, mask), advantage, old, sampler, reference)
+        for logprob in (0.0, -1e12):
+            current = jnp.full(batch.weights.shape, logprob)
+            results = compute(batch, current, packed(entropy)), policy_metrics(config, current, packed(entropy), batch)
+            assert all(np.isfinite(result).all() for result in jax.tree.leaves(results))
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "high", "scale"),
+    [
+        ({}, 0.8, 1.2, "group"),
+        ({"epsilon": 0.1, "epsilon_high": 0.28, "scale_rewards": "none"}, 0.9, 1.28, "none"),
+        ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
+        ({"loss_type": "gspo"}, 1 - 3e-4, 1 + 4e-4, "group"),
+        ({"loss_type": "cispo"}, 0, 5, "group"),
+    ],
+)
+def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(settings, low, high, scale):
+    config = GrpoConfig(**settings, **OFF_POLICY)
+    assert config.clip_range == pytest.approx((low, high), abs=1e-9)
+    assert config.reward_scale == scale
+
+
+@pytest.mark.parametrize(
+    ("cap", "sampler", "expected"),
+    [(None, None, -0.6), (2.0, -1.0 + np.log(2), -0.3), (2.0, -1.0 - np.log(8), -1.2)],
+    ids=["no importance weight", "a half", "truncated from 8 to 2"],
+)
+def test_without_old_logprobs_the_gradient_is_the_policy_gradient_times_an_importance_weight(cap, sampler, expected):
+    config = GrpoConfig(importance_cap=cap)
+    inputs = TokenInputs(jnp.asarray(0.6), sampler_logprobs=None if sampler is None else jnp.asarray(sampler))
+    gradient = jax.grad(lambda x: objectives.grpo(config, x, jnp.zeros(()), inputs))(jnp.asarray(-1.0))
+    assert float(gradient) == pytest.approx(expected, rel=1e-5)
+
+
+def test_masked_completions_and_groups_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
+    mask = np.array([[1, 1], [0, 0]], bool)
+    expected = {"grpo": 1 / 4, "sapo": 1 / 4, "dapo": 1 / 2, "cispo": 1 / 2, "prompt_mean": 1 / 2, "dr_grpo": 1 / 16}
+    for loss_type, weight in expected.items():
+        np.testing.assert_allclose(token_weights(loss_type, mask, group=2), [[weight] * 2, [0, 0]])
+        assert not np.asarray(token_weights(loss_type, 0 * mask, group=2)).any()
+    mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
+    assert float(token_weights("prompt_mean", mask, group=2).sum()) == pytest.approx(1 / 2)
+
+
+def reference_advantages(rewards, scale):
+    """DeepSeekMath section 4.1.2 with TRL's deviation of the sample, NaN left out; float64."""
+    result = np.zeros(rewards.shape)
+    for g, group in enumerate(rewards):
+        present = ~np.isnan(group)
+        if len(set(group[present])) < 2:
+            continue
+        among = {"group": group[present], "batch": rewards[~np.isnan(rewards)], "none": None}[scale]
+        divisor = 1.0 if among is None else among.std(ddof=1) + 1e-4
+        result[g, present] = (group[present] - group[present].mean()) / divisor
+    return result
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_distances_to_the_mean_of_the_group_and_exactly_zero_where_rewards_are_equal_or_failed(scale):
+    rewards = np.random.default_rng(0).normal(size=(5, 7))
+    rewards[1, 2] = rewards[2, :6] = rewards[4] = np.nan
+    rewards[3] = 0.1  # the mean of seven 0.1 is not 0.1
+    found = advantages(rewards, scale)
+    np.testing.assert_allclose(found, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
+    assert not found[2:].any()
+    assert not advantages(np.full((2, 3), np.nan), scale).any()
+    extreme = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
+    assert np.isfinite(extreme).all()
+    assert extreme[0, 0] > 0 > extreme[0, 1]
+
+
+def test_statistics_of_rewards_leave_failed_ones_out():
+    rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
+    assert objectives.equal_rewards(rewards).tolist() == [False, True, True, True]
+    expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 4, "frac_reward_zero_std": 3 / 4}
+    assert group_metrics(rewards) == pytest.approx(expected)
+    assert np.isnan(group_metrics(np.full((2, 3), np.nan))["reward"])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
+    mask, logprob, entropy, operands = make_sequences()
+    advantage, old, sampler, reference = operands
+    config = make_config(loss_type, "sequence_mask")
+    metrics = policy_metrics(config, packed(logprob), packed(entropy), pack(mask, *operands))
+    sequences = [row for row in range(ROWS) if mask[row].any()]
+    ratio, sign = np.exp(logprob - old)[mask], advantage[mask]
+    if loss_type == "gspo":
+        ratio = np.exp([(logprob - old)[row, mask[row]].mean() for row in sequences])
+        sign = advantage[sequences, 0]
+    low = np.mean((ratio < 0.8) & (sign < 0))
+    high = np.mean((ratio > 1.3) & (sign > 0))
+    importance = [reference_weight("sequence_mask", (old - sampler)[row, mask[row]], 0) for row in sequences]
+    difference, mismatch = (reference - logprob)[mask], (old - sampler)[mask]
+    assert low > 0
+    assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
+        {
+            "entropy": entropy[mask].mean(),
+            "kl": np.mean(np.exp(difference) - difference - 1),
+            "clip_ratio/low_mean": low,
+            "clip_ratio/high_mean": high,
+            "clip_ratio/region_mean": low + high,
+            "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (sign < 0)),
+            "sampling/masked_sequences": np.mean(np.equal(importance, 0)),
+            # The policy before the rollout's first update is compared with the sampler, not the current one.
+            "sampling/sampling_logp_difference/mean": np.abs(mismatch).mean(),
+            "sampling/sampling_logp_difference/max": np.abs(mismatch).max(),
+            "sampling/importance_sampling_ratio/mean": np.exp(mismatch).mean(),
+        },
+        rel=1e-5,
+    )
+
+
+def test_cispo_counts_the_tokens_whose_ratio_is_capped_and_sapo_clips_none():
+    mask, logprob, entropy, operands = make_sequences()
+    advantage, old, *_ = operands
+    found = [
+        policy_metrics(make_config(loss_type), packed(logprob), packed(entropy), pack(mask, *operands))
+        for loss_type in ("cispo", "sapo")
+    ]
+    capped = np.mean(((np.exp(logprob - old) > 1.3) & (advantage > 0))[mask])
+    assert capped > 0
+    assert float(found[0]["cispo_clip_ratio"]) == pytest.approx(capped, rel=1e-5)
+    assert not [name for name in {**found[0], **found[1]} if name.startswith("clip_ratio")]
+
+
+def test_with_one_update_to_a_rollout_the_current_policy_is_compared_with_the_sampler():
+    mask, logprob, entropy, operands = make_sequences()
+    batch = pack(mask, *operands)._replace(old_logprobs=None)
+    metrics = policy_metrics(GrpoConfig(), packed(logprob), packed(entropy), batch)
+    expected = np.abs(logprob - operands[2])[mask].mean()
+    assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(expected, rel=1e-5)

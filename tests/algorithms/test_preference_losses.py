@@ -1,0 +1,272 @@
+"""The losses and metrics of preferences: against the papers' formulas in float64, and against TRL's trainers.
+
+tests/make_preferences.py has measured TRL's; the formulas are written as loops over sequences.
+"""
+
+import json
+import math
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from tiny import load_weights
+
+from mllm.algorithms.dpo.losses import Dpo, means, preference_loss, preference_sums
+from mllm.algorithms.dpo.settings import DpoConfig
+from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource, with_kl
+from mllm.algorithms.dpo.validation import make_preference_validation
+from mllm.config.data import DataConfig
+from mllm.config.model import HeadConfig, MeshConfig
+from mllm.config.schema import Rows
+from mllm.data.batch import Batch
+from mllm.data.tokenizing import Document, Documents, Preference
+from mllm.model import weights
+from mllm.model.decoder import Decoder
+from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.processes import ALL_ROWS
+from mllm.train.head import Head
+from mllm.train.step import Forward, accumulate, make_logprob_pass
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+KL = 0.37
+SETTINGS = {
+    "sigmoid": {"beta": 0.3},
+    "cDPO": {"beta": 0.3, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.2},
+    "hinge": {"beta": 0.15},
+    "simpo": {"beta": 2.0, "gamma": 0.7},
+    "orpo": {"beta": 0.6},
+    "kto": {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.7},
+}
+
+
+def config_of(name):
+    return DpoConfig(loss_type="sigmoid" if name == "cDPO" else name, **SETTINGS[name])
+
+
+def log_sigmoid(x):
+    return -math.log1p(math.exp(-x))
+
+
+def formula(config, sequences):
+    """The mean loss over examples in float64; a sequence is (log-probabilities, the reference's sum, label)."""
+
+    def ratio(logprobs, reference, _):
+        return sum(logprobs) - reference
+
+    def mean(logprobs, *_):
+        return sum(logprobs) / len(logprobs)
+
+    def odds(sequence):
+        return math.exp(mean(*sequence)) / (1 - math.exp(mean(*sequence)))
+
+    beta, losses = config.beta, []
+    if config.loss_type == "kto":
+        for one in sequences:
+            up, down = beta * (ratio(*one) - KL), beta * (KL - ratio(*one))
+            value, weight = (up, config.desirable_weight) if one[2] > 0 else (down, config.undesirable_weight)
+            losses.append(weight * (1 - 1 / (1 + math.exp(-value))))
+        return sum(losses) / len(losses)
+    for w, worse in zip(sequences[::2], sequences[1::2], strict=True):
+        margin, smoothing = beta * (ratio(*w) - ratio(*worse)), config.label_smoothing
+        match config.loss_type:
+            case "sigmoid":
+                loss = -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
+            case "hinge":
+                loss = max(0.0, 1 - margin)
+            case "ipo":
+                loss = (ratio(*w) / len(w[0]) - ratio(*worse) / len(worse[0]) - 1 / (2 * beta)) ** 2
+            case "simpo":
+                loss = -log_sigmoid(beta * mean(*w) - beta * mean(*worse) - config.gamma)
+            case "orpo":
+                loss = -mean(*w) - beta * log_sigmoid(math.log(odds(w) / odds(worse)))
+        losses.append(loss)
+    return sum(losses) / len(losses)
+
+
+def make_rows(config, seed=0):
+    """A batch of rows of many sequences of odd lengths, one row of padding; the log-probabilities; the sequences.
+
+    Of the sequences there are the places of their learned tokens, some with a given token between.
+    """
+    rng = np.random.default_rng(seed)
+    shape = rows, length = 6, 41
+    integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "labels")}
+    weights_, reference, labels = np.zeros((3, *shape), np.float32)
+    logprob, sequences = -rng.uniform(0.05, 3, shape), []
+    for row in range(rows - 1):
+        start, segment = 0, 0
+        while start + 18 < length:
+            for _ in range(1 if config.form == "labelled" else 2):
+                prompt, learned = rng.integers(1, 4), rng.integers(1, 6)
+                segment += 1
+                integers["segments"][row, start : start + prompt + learned] = segment
+                places = start + prompt - 1 + np.delete(np.arange(learned), [1] if learned > 3 else [])
+                weights_[row, places] = 1.0
+                if config.needs_reference:
+                    reference[row, places[0]] = rng.normal(-2 * learned, 2)
+                labels[row, places[0]] = rng.choice([-1, 1])
+                sequences.append((row, places))
+                start += prompt + learned
+    weights_ /= len(sequences) // (1 if config.form == "labelled" else 2)
+    old = np.full(shape, KL, np.float32) if config.form == "labelled" else None
+    batch = Batch(**integers, weights=weights_, advantages=labels, old_logprobs=old, reference_logprobs=reference)
+    return batch, logprob, sequences
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
+    config = config_of(name)
+    batch, logprob, places = make_rows(config)
+
+    def exact(logprob):
+        labels = [batch.advantages[row, at[0]] for row, at in places]
+        references = [float(batch.reference_logprobs[row, at[0]]) for row, at in places]
+        logprobs = [logprob[row, at].tolist() for row, at in places]
+        return formula(config, list(zip(logprobs, references, labels, strict=True)))
+
+    expected = np.zeros_like(logprob)
+    for row, at in places:
+        step = np.zeros_like(logprob)
+        step[row, at[0]] = 1e-6
+        expected[row, at] = (exact(logprob + step) - exact(logprob - step)) / 2e-6
+    compute = jax.jit(jax.value_and_grad(lambda logprob, batch: preference_loss(config, logprob, batch)))
+    for rows in (6, 2):
+        parts = [slice(start, None, 6 // rows) for start in range(6 // rows)]
+        found = [compute(jnp.float32(logprob[p]), jax.tree.map(lambda x, p=p: x[p], batch)) for p in parts]
+        np.testing.assert_allclose(sum(loss for loss, _ in found), exact(logprob), rtol=2e-6)
+        for part, (_, gradient) in zip(parts, found, strict=True):
+            np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("ratio", [0.25, -0.25])
+def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_and_at_least_0(ratio):
+    batch, *_ = make_rows(config_of("kto"))
+    shifted = batch.reference_logprobs + np.float32(ratio) * (batch.reference_logprobs != 0)
+    source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=ALL_ROWS)
+    assert PreferenceSource.estimate_kl(source, nnx.State({}), batch) == pytest.approx(max(0, ratio), abs=1e-6)
+
+
+def test_a_certain_completion_and_a_row_without_any_have_finite_gradients():
+    config = config_of("orpo")
+    batch, logprob, _ = make_rows(config)
+    gradient = jax.grad(lambda logprob: preference_loss(config, logprob, batch))(jnp.zeros(logprob.shape))
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient).max() > 0
+
+
+def test_metrics_are_means_over_the_examples_that_have_them():
+    config = config_of("kto")
+    batch, logprob, places = make_rows(config)
+    found = means(preference_sums(config, jnp.float32(logprob), batch))
+    for name, sign in (("chosen", 1), ("rejected", -1)):
+        own = [(row, at) for row, at in places if batch.advantages[row, at[0]] == sign]
+        sums = [logprob[row, at].sum() for row, at in own]
+        ratios = [s - batch.reference_logprobs[row, at[0]] for s, (row, at) in zip(sums, own, strict=True)]
+        np.testing.assert_allclose(found[f"logps/{name}"], np.mean(sums), rtol=1e-5)
+        np.testing.assert_allclose(found[f"rewards/{name}"], config.beta * np.mean(ratios), rtol=1e-4)
+    alone = batch._replace(advantages=np.abs(batch.advantages))
+    assert np.isnan(means(preference_sums(config, jnp.float32(logprob), alone))["rewards/rejected"])
+
+
+# TRL
+
+
+@cache
+def measured_by_trl():
+    return json.loads((FIXTURES / "preferences.json").read_text())
+
+
+def sequence(prompt, completion):
+    tokens = np.array([*prompt, *completion], np.int32)
+    return Document(tokens, np.arange(len(tokens)) >= len(prompt))
+
+
+def preferences(name):
+    """TRL's examples; of KTO with the mismatched completions that it has drawn."""
+    given, end = measured_by_trl(), [measured_by_trl()["end"]]
+    chosen = [sequence(one["prompt"], one["chosen"] + end) for one in given["examples"]]
+    if name == "kto":
+        others = given["trl"]["kto"]["mismatched"]
+        second = [sequence(one["prompt"], other) for one, other in zip(given["examples"], others, strict=True)]
+        return [Preference(*one) for one in zip(chosen, second, given["labels"], strict=True)]
+    rejected = [sequence(one["prompt"], one["rejected"] + end) for one in given["examples"]]
+    return [Preference(*one) for one in zip(chosen, rejected, strict=True)]
+
+
+def make_forward(config):
+    """The fixture's model, of which three of six rows have a sequence, two in a micro-batch."""
+    mesh, rows = make_mesh(MeshConfig()), Rows(length=24, micro=2, total=6, shards=1)
+    graphdef, _ = nnx.split(Decoder.abstract(weights.read_config(FIXTURES / "tied"), dtype=jnp.float32))
+    return Forward(graphdef, mesh, Head(HeadConfig(), mesh), rows, Dpo(config))
+
+
+@cache
+def log_prob_pass():
+    return make_logprob_pass(make_forward(DpoConfig()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge", "kto", "simpo", "orpo"])
+def test_losses_gradients_and_metrics_are_trl_s(name):
+    """All of it: packed rows, the reference's pass over them, z0, and the loss with its gradient in micro-batches."""
+    trl = measured_by_trl()["trl"][name]
+    renamed = {"simpo_gamma": "gamma", "cpo_alpha": None, "loss_type": None, "label_smoothing": None}
+    settings = {renamed.get(key, key): value for key, value in trl["settings"].items()}
+    settings.pop(None, None)
+    config = DpoConfig(loss_type=name, **settings)
+    examples = preferences(name)
+    sizes = np.array([one.size for one in examples], np.int32)
+    documents = Documents(sizes, lambda at: [examples[i] for i in at], "trl's", form=config.form)
+    batches = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents, 6)
+    forward, params, compute = make_forward(config), load_weights(FIXTURES / "tied"), log_prob_pass()
+
+    def logprobs(params, batch):
+        return np.asarray(compute(params, batch._replace(advantages=None, reference_logprobs=None)))
+
+    if config.needs_reference:
+        reference = jax.tree.map(lambda x: x, params)
+        reference["norm"][...] = params["norm"][...] * measured_by_trl()["reference"]
+        batches.reference = batches.compute_reference(reference, logprobs)
+    ((batch, mismatched),) = batches.validate()
+    assert np.count_nonzero(batch.segments.any(1)) > 2  # so that there are two micro-batches
+    if mismatched is not None:
+        source = SimpleNamespace(logprobs=logprobs, rows=ALL_ROWS)
+        kl = PreferenceSource.estimate_kl(source, params, mismatched)
+        np.testing.assert_allclose(kl, trl["metrics"].pop("kl"), rtol=1e-5)
+        batch = with_kl(batch, kl)
+    batch = shard_batch(forward.mesh, batch)
+    loss, outputs, gradient = jax.jit(lambda *a: accumulate(forward.loss, *a, 2))(params, batch)
+    found = forward.algorithm.metrics(batch, outputs)
+    if name == "orpo":  # whose log-likelihood TRL takes of the prompts, too
+        nll = trl["metrics"].pop("nll_loss")
+        np.testing.assert_allclose(loss - found["nll_loss"], trl["loss"] - nll, rtol=1e-5)
+    else:
+        np.testing.assert_allclose(loss, trl["loss"], rtol=1e-5)
+        np.testing.assert_allclose(optax.tree.norm(gradient), trl["grad_norm"], rtol=1e-5)
+    for metric, value in trl["metrics"].items():
+        if metric != "nll_loss":  # of simpo, where it is 0 in TRL, and has no effect
+            np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
+
+
+def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_interrupted_between_these():
+    config, found, polled = DpoConfig(loss_type="simpo"), [], []
+    examples = preferences("simpo")
+    sizes = np.array([one.size for one in examples], np.int32)
+    documents = Documents(sizes, lambda at: [examples[i] for i in at], "trl's", form="pairs")
+    for rows in (6, 2):
+        made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents, rows)
+        batches = [one.batch for one in made.validate()]
+        polled.append([])
+        poll = lambda: polled[-1].append(1)  # noqa: E731
+        validate = make_preference_validation(make_forward(config), lambda params, given=batches: given, poll)
+        found.append(validate(load_weights(FIXTURES / "tied"), 0))
+        assert len(polled[-1]) == len(batches)
+    assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

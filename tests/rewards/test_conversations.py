@@ -1,0 +1,253 @@
+"""Conversations of a rollout: exact tokens, limits, failures that lose nothing else, several processes."""
+
+import json
+from array import array
+from contextlib import contextmanager
+from itertools import chain
+from threading import Barrier, Thread
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from rollouts import BYTES
+
+from mllm.config.rollout import RolloutConfig
+from mllm.config.task import EvalConfig, TaskConfig
+from mllm.data.prompts import Prompt
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+from mllm.model.tokenizer import Renderer, encode_prompt
+from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.rewards.runner import RewardRunner
+from mllm.run.evaluation import make_evaluation
+from mllm.sampler import conversations
+from mllm.sampler.conversations import Conversations
+from mllm.sampler.sampler import Completion, Sampler
+from mllm.sampler.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
+from mllm.stopwatch import Stopwatch
+
+RENDERER = Renderer(BYTES, "always")
+START, END = 257, 258
+"""The ids with which the bytes' template begins and ends each message."""
+
+
+def prompt(text="Go.", **fields) -> Prompt:
+    example = Example([{"role": "user", "content": text}], "7", fields=fields, conversational=True)
+    return Prompt(example, encode_prompt(RENDERER, example.prompt))
+
+
+def options(**settings) -> RolloutConfig:
+    return RolloutConfig(**{"max_prompt_length": 40, "max_completion_length": 60, "max_turns": 3, **settings})
+
+
+def task(environment, **settings) -> TaskConfig:
+    name = environment and f"own_environments:{environment}"
+    return TaskConfig.model_validate({"name": "arithmetic", "environment": name, **settings})
+
+
+@contextmanager
+def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings):
+    """Makes the conversations of a rollout, one after the other, with the same processes."""
+    with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
+
+        def talk(step=0, first_sequence=0, **limits):
+            where = {"step": step, "first_sequence": first_sequence}
+            return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, **where)
+
+        yield talk
+
+
+def turn(text, finished=True):
+    return SimpleNamespace(tokens=[*text.encode(), *[END] * finished], text=text, finished=finished)
+
+
+def play(talk, prompts, says):
+    """What the engine does: conversation i says says[i], one text a turn, and the last of them again and again."""
+    with talk:
+        talk.start(prompts)
+        live, round = [*range(len(prompts))], 0
+        while live:
+            talk.send({i: turn(says[i][min(round, len(says[i]) - 1)]) for i in live})
+            found = talk.receive(live)
+            assert [*found] == live
+            live, round = [i for i in live if found[i] is not None], round + 1
+        return talk.finish()
+
+
+def rendered(*texts):
+    return [token for text in texts for token in (START, *text.encode(), END)]
+
+
+def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between():
+    with opened() as made, made() as talk:
+        (first,) = talk.start([prompt("Guess.")])
+        assert first == [*rendered("Guess. Up to 9."), START]
+        talk.send({0: turn("0")})
+        assert talk.receive([0]) == {0: [*rendered("higher"), START]}
+        talk.send({0: turn("99", finished=False)})  # cut off, so the template's own token ends it
+        assert talk.receive([0]) == {0: [END, *rendered("lower"), START]}
+        talk.send({0: turn("x")})
+        assert talk.receive([0]) == {0: None}  # the third turn is the last
+        (found,) = talk.finish()
+    sampled = [[*b"0", END], [*b"99"], [*b"x", END]]
+    whole = [*first, *sampled[0], *rendered("higher"), START, *sampled[1], END, *rendered("lower"), START, *sampled[2]]
+    assert found.tokens == whole
+    assert [token for token, own in zip(whole, found.sampled, strict=True) if own] == [*chain(*sampled)]
+    assert [message["role"] for message in found.messages] == ["assistant", "user"] * 3
+    assert [message["reward"] for message in found.assistant] == [0, 0, -0.75]
+    assert found.played.reward == ("value", -0.75)
+    assert found.values["tried"] == ["0", "99", "x"]
+    assert found.finished
+
+
+def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
+    with opened() as made:
+        limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
+        for total, turns in ((limit, 2), (limit - 1, 1)):
+            (found,) = play(made(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
+            assert (len(found.assistant), found.finished) == (turns, False)
+            assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+
+
+def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others():
+    with opened(group=4) as made:
+        first, again, other, later = (
+            [one.values["number"] for one in play(made(*where), [prompt(largest=10**6)] * 8, ["0"] * 8)]
+            for where in ((3,), (3,), (4,), (3, 8))
+        )
+    assert first == again
+    assert first == [first[0]] * 4 + [first[4]] * 4
+    assert len({*first, *other, *later}) == 6
+
+
+def test_a_prompt_that_grows_too_long_fails_alone():
+    with opened() as made:
+        prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
+        found = play(made(), prompts, ["0", "0"])
+    assert found[0].failure is None
+    assert found[1].failure == ("raised", "rollout.max_prompt_length: the prompt has 43 tokens")
+    assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
+
+
+def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
+    class Stop(Exception):
+        pass
+
+    def poll():
+        raise Stop
+
+    with opened("Hostile") as made:
+        talk = made()
+        talk.runner.poll = poll
+        with pytest.raises(Stop):
+            play(talk, [prompt()], [["time.sleep(600)"]])
+        talk.runner.poll = lambda: None
+        assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
+
+
+def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts():
+    with pytest.raises(UserError, match=r"^task.environment: own_environments:Nothing can't"), opened("Nothing"):
+        pass
+
+
+def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
+    barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
+
+    def gather(value):
+        slots[value[0]] = json.loads(json.dumps(value))
+        exchanges.append(value)
+        barrier.wait()
+        found = [slots[0], slots[1]]
+        barrier.wait()
+        return found
+
+    prompts, says = [prompt("Guess.")] * 6, [[str(i), "0"] for i in range(6)]
+    with opened(group=2) as made:
+        alone = play(made(), prompts, says)
+    monkeypatch.setattr(conversations, "gather_objects", gather)
+
+    def process(index):
+        with opened(rows=RowShare(index, 2), group=2) as made:
+            results[index] = play(made(), prompts, says)
+
+    threads = [Thread(target=process, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results[0] == results[1] == alone
+    assert len(exchanges) == 2 * (1 + 3)  # to start, and to receive each turn
+    assert {number for _, found in exchanges[:2] for number, _ in json.loads(found)} == {*range(6)}
+
+
+def speaker(*says, **limits):
+    """An engine whose assistants say this, as in `play`."""
+
+    class Speaker(Sampler):
+        def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None, conversations=None):
+            completions, live, round = [Completion() for _ in prompts], [*range(len(prompts))], 0
+            while live:
+                turns = {i: turn(says[i][min(round, len(says[i]) - 1)]) for i in live}
+                for i, one in turns.items():
+                    completions[i].tokens += array("i", one.tokens)
+                    completions[i].logprobs += array("f", [-i - round] * len(one.tokens))
+                conversations.send(turns)
+                found = conversations.receive(live)
+                ended({i: completions[i] for i in live if found[i] is None})
+                live, round = [i for i in live if found[i] is not None], round + 1
+            return completions
+
+    return Speaker(None, RENDERER, (END,), options(**limits), 0)
+
+
+HOW = {"step": 0, "first_sequence": 0, "rows": ALL_ROWS, "watch": Stopwatch(), "group": 2}
+
+
+def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_turns():
+    sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
+    config = task("Guess", rewards=[{"name": "own_environments:errors", "weight": 2}])
+    with RewardRunner(config, Task("", [prompt().example], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt("Guess.")] * 4, None, **HOW)
+    one, rewards, line = found[2], group_rewards(found, runner, 2), sample_line(found[2], runner, 0.5)
+    assert one.tokens[one.sampled].tolist() == [*b"0", END, *b"x" * 10, END]
+    assert one.logprobs.tolist() == [-2] * 2 + [-3] * 11
+    assert one.prompt == "Guess. Up to 9."
+    assert one.text == line["completion"] == "x" * 10
+    assert [message.get("reward") for message in line["turns"]] == [0, None, -0.5, None]
+    assert line["rewards"] == {"own_environments:errors": pytest.approx(0.4 + 13 / 1000), "environment": -0.5}
+    assert rewards[1, 0] == line["reward"] == pytest.approx(2 * (0.4 + 0.013) - 0.5)
+    metrics = completion_metrics(found, runner.names)
+    assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
+    assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others_go_on(tmp_path, monkeypatch):
+    """The first is over, the second waits for its score, the third has to take leave for want of room, one fails."""
+    monkeypatch.chdir(tmp_path)
+    over = "result = None, 1.0, True"
+    until_scored = "while not os.path.exists('scored'): time.sleep(0.01)"
+    says = [over], ["pass", f"{until_scored}\n{over}"], ["pass" + 40 * " "], ["raise ValueError"]
+    sampler = speaker(*says, max_total_length=100)
+    config = task("Hostile", rewards=[{"name": "own_environments:marks"}], reward_timeout=60)
+    with RewardRunner(config, Task("", [], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
+        evaluate = make_evaluation(EvalConfig(samples=1), config, [prompt().example] * 4, sampler, runner, ALL_ROWS)
+        evaluated = evaluate(None, 0)
+    assert [kind for one in found for kind, *_ in one.rewards] == ["value"] * 6 + ["not_applicable", "raised"]
+    assert [one.rewards[1][1] for one in found[:3]] == [1, 2, 1]
+    metrics = completion_metrics(found, runner.names)
+    for start in ("", "eval/", "eval/sampled_"):
+        assert (metrics | evaluated)[f"{start}environment/mean_turns"] == 5 / 4
+
+
+def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
+    call = '<tool_call>{"name": "double", "arguments": %s}</tool_call>'
+    sampler = speaker(["pass"], ["raise ValueError"], [call % '{"number": 1}'], [call % "{}"])
+    config = task("Hostile", tools=["own_environments:double"], rewards=[{"name": "own_environments:by_environment"}])
+    with RewardRunner(config, Task("", [], []), 60) as runner:
+        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
+    np.testing.assert_array_equal(group_rewards(found, runner, 2), [[np.nan, np.nan], [0, 0]])
+    metrics = completion_metrics(found, runner.names)
+    assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
+    assert metrics["rewards/environment/raised"] == 1
+    assert "reward environment raised: ValueError" in caplog.text

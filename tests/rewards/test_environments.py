@@ -1,0 +1,198 @@
+"""Environments and tools as users write them answer the assistant's turns; in this process, without the trainer."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import own_environments
+import pytest
+
+from mllm.data.tasks.task import Example
+from mllm.errors import UserError
+from mllm.rewards.calls import answers
+from mllm.rewards.environments import Move, players
+
+DOCS = Path(__file__).parents[2] / "docs"
+BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL))
+"""The files that docs/environments.md shows."""
+
+
+def example(prompt="Go.", answer=None, **fields) -> Example:
+    return Example([{"role": "user", "content": prompt}], answer, fields=fields)
+
+
+def held(environment=None, *tools, seconds=5.0):
+    """A function that makes moves, all of them together, and returns the answers."""
+    name = environment and (environment if ":" in environment else f"own_environments:{environment}")
+    (player,) = players(name, [f"own_environments:{tool}" for tool in tools], seconds)
+    return lambda *moves: list(answers([player], moves, seconds))
+
+
+def begun(number=0, seed=5, **fields) -> Move:
+    return Move(number, example(**fields), seed)
+
+
+def said(answer):
+    """The texts of an answer's messages, and what else it has."""
+    kind, given, (_, messages, done, calls, errors, values) = answer
+    return [message["content"] for message in messages], kind, given, done, [*calls], errors, values
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def test_a_class_with_step_is_given_what_it_names_and_ends_with_its_rewards_and_values():
+    move = held("Guess")
+    (first,) = move(begun(prompt="Guess.", largest=30, other=1))
+    number = own_environments.random.Random(5).randint(1, 30)
+    assert said(first) == (["Guess. Up to 30."], "not_applicable", "", False, [], 0, {})
+    (wrong,) = move(Move(0, completion="0"))
+    assert said(wrong) == (["higher"], "value", 0, False, [], 0, {})
+    (right,) = move(Move(0, completion=str(number)))
+    assert said(right) == (["lower"], "value", 0.5, True, [], 0, {"tried": ["0", str(number)], "number": number})
+    assert [number] == own_environments.CLOSED
+    assert move(Move(0, completion="0"))[0][:2] == ("raised", "LookupError: its environment was lost with its process")
+    (_, cut) = move(begun(), Move(0, completion="0", last=True))
+    assert said(cut)[2:4] == (-0.25, True)
+    (_, ended) = move(begun(), Move(0))
+    assert said(ended)[:4] == ([], "value", 0, True)
+    assert len(own_environments.CLOSED) == 3
+
+
+def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_reward_is_no_number(capsys):
+    move = held("Hostile")
+    move(begun(), begun())  # as after a rollout that was interrupted
+    assert capsys.readouterr().err == "closed\n"
+    move(Move(0, completion="result = 'on', float('nan'), False"))
+    assert capsys.readouterr().err == "closed\n"
+
+
+def test_a_class_in_skyrl_s_form_takes_the_record_and_gives_messages():
+    first, wrong, right = held("Multiply")(begun(answer="6"), Move(0, completion="5"), Move(0, completion="6"))
+    assert said(first)[0] == ["Multiply.", "Go."]
+    assert wrong[2][1] == [{"role": "user", "content": "no"}]
+    assert said(right)[:4] == ([], "value", 1, True)
+    assert said(right)[-1] == {"answer": "6", "config": {}}
+
+
+def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
+    move = held("Echo", "double")
+    ((_, _, (_, _, schemas)),) = move(Move())
+    assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
+    move(begun(answer="7", level=1))
+    text = f"Well. {call('step', number=2)}{call('step', number=0)}{call('double', number=4)}{call('triple')}"
+    (turn,) = move(Move(0, completion=text))
+    texts, kind, _, done, calls, errors, _ = said(turn)
+    assert (texts[0], texts[2], kind, done, errors) == ("2", "8", "not_applicable", False, 2)
+    assert "number must be positive" in texts[1]
+    assert "there is no tool triple; there are double, step" in texts[3]
+    assert calls[1] == {"name": "step", "arguments": {"number": 0}}
+    (unread,) = move(Move(0, completion="<tool_call>{"))
+    assert said(unread)[3:6] == (False, [], 1)
+    (over,) = move(Move(0, completion="Done."))
+    assert said(over) == ([], "not_applicable", "", True, [], 0, {"row": ["answer", "level", "prompt"]})
+
+
+def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last():
+    turns = held(None, "double")(begun(), Move(0, completion=call("double", number=3)), Move(0, completion="6"))
+    assert [said(turn)[::3] for turn in turns] == [(["Go."], False, {}), (["6"], False, {}), ([], True, {})]
+
+
+def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs_is_timed_out():
+    own_environments.MET.clear()
+    move = held("Meeting", seconds=0.5)
+    move(*(begun(number) for number in range(4)))
+    found = move(*(Move(number, completion=text) for number, text in enumerate(["a", "never", "bc", "d"])))
+    assert [answer[:2] for answer in found] == [
+        ("value", 1),
+        ("timed_out", "took longer than 0.5 s"),
+        ("value", 2),
+        ("value", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "tools", "message"),
+    [
+        ("Nothing", [], "task.environment: own_environments:Nothing can't be imported: AttributeError"),
+        ("double", [], "task.environment: own_environments:double is not a class"),
+        ("Undescribed", [], "task.environment: the tool tool can't be described"),
+        (None, ["USED"], "task.tools: own_environments:USED is not a function"),
+    ],
+)
+def test_what_is_no_environment_or_tool_is_an_error_of_one_line(environment, tools, message):
+    with pytest.raises(UserError, match=message) as error:
+        held(environment, *tools)
+    assert "\n" not in str(error.value)
+
+
+# The files in the docs
+
+
+@pytest.fixture
+def documented(tmp_path, monkeypatch):
+    """Writes the files that the docs show, so that they can be imported."""
+    for name, content in BLOCKS.items():
+        (tmp_path / f"{name}.py").write_text(content)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in BLOCKS:
+        sys.modules.pop(name, None)
+
+
+def test_the_examples_of_the_docs_work_as_they_stand(documented):
+    number = own_environments.random.Random(5).randint(1, 20)
+    assert len(BLOCKS["my_env"].splitlines()) <= 20
+    first, second, third = held("my_env:Guess")(
+        begun(prompt="Guess."), Move(0, completion="x"), Move(0, completion=f" {number}")
+    )
+    assert [said(turn)[:4] for turn in (first, second, third)] == [
+        (["Guess. It is between 1 and 20."], "not_applicable", "", False),
+        (["higher"], "value", 0, False),
+        (["right"], "value", 1, True),
+    ]
+    _, turn, over = held("my_counter:Counter")(
+        begun(), Move(0, completion=call("add", amount=3)), Move(0, completion="3")
+    )
+    assert (said(turn)[0], said(over)[-1]) == (["3.0"], {"reward": 3.0})
+
+
+class TextArena:
+    """Stands in for an OpenEnv client."""
+
+    def __init__(self, base_url):
+        self.moves = 0
+
+    def sync(self):
+        return self
+
+    def found(self, text, reward, done):
+        return SimpleNamespace(
+            observation=SimpleNamespace(messages=[SimpleNamespace(content=text)]), reward=reward, done=done
+        )
+
+    def reset(self):
+        return self.found(" Begin.", None, False)
+
+    def step(self, action):
+        self.moves += 1
+        return self.found(f"you said {action.message}", self.moves, self.moves == 2)
+
+    def close(self):
+        own_environments.CLOSED.append("TextArena")
+
+
+def test_a_server_answers_by_the_class_of_the_docs(documented, monkeypatch):
+    textarena = SimpleNamespace(TextArenaEnv=TextArena, TextArenaAction=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "textarena_env", textarena)
+    turns = held("openenv_adapter:Game")(begun(), Move(0, completion="0"), Move(0, completion="6"))
+    found = [said(turn)[:4] for turn in turns]
+    assert [(texts, given, done) for texts, _, given, done in found] == [
+        (["Go. Begin."], "", False),
+        (["you said 0"], 1.0, False),
+        (["you said 6"], 2.0, True),
+    ]
+    assert own_environments.CLOSED[-1] == "TextArena"

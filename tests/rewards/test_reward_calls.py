@@ -1,0 +1,268 @@
+"""A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
+
+import json
+import re
+from array import array
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from mllm.config import load as configs
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+from mllm.rewards.calls import LOGS, Reward, Sample, answers, bind, fields_of
+
+# As a user writes them
+
+OWN_REWARDS = """
+import asyncio, json, re
+
+def named(prompt, completion, example, answer, completion_ids, length, truncated, level):
+    return [prompt, completion, example.answer, answer, completion_ids, length, truncated, level]
+
+def everything(completion, **rest):
+    return sorted(rest)
+
+def with_default(completion, unit="kg"):
+    return unit
+
+def batch_of_everything(completions, **rest):
+    return [rest] * len(completions)
+
+def positional(completion, /):
+    return 1.0
+
+def needs_state(completions, trainer_state):
+    return [0.0]
+
+def divides(completion):
+    count = len(completion) - 1
+    return helper(count)
+
+def helper(count):
+    return json.loads("{") if count > 2 else 1 / count
+
+number = 1
+
+# In the shape of TRL's documentation: conversational format, a column of the data, one task among several
+
+def format_reward(completions, **kwargs):
+    pattern = r"^<think>.*?</think><answer>.*?</answer>$"
+    contents = [completion[0]["content"] for completion in completions]
+    return [1.0 if re.match(pattern, content) else 0.0 for content in contents]
+
+async def only_math(prompts, completions, task, **kwargs):
+    return [float(len(text)) if kind == "math" else None for text, kind in zip(completions, task)]
+
+def logs(completions, answer, **kwargs):
+    kwargs["log_extra"]("golden", answer)
+    kwargs["log_extra"](column="length", values=[len(text) for text in completions])
+    kwargs["log_metric"]("accuracy", 0.5)
+    kwargs["log_metric"](name="accuracy", value=1)
+    return [1.0] * len(completions)
+
+def logs_one(completion, log_extra, log_metric):
+    log_extra("said", completion * 2000)
+    log_metric("accuracy", len(completion) if completion else "no number")
+    return 1.0
+
+# Each of them waits for the others, so one after the other they wait for ever
+
+def meet(completion, there=[]):
+    there.append(completion)
+    return asyncio.sleep(0.01) if len(there) == 4 else until(lambda: len(there) > 3)
+
+async def until(reached):
+    while not reached():
+        await asyncio.sleep(0.001)
+
+async def meets(completion):
+    await meet(completion)
+    return float(completion)
+
+async def meets_all(completions):
+    await asyncio.gather(*map(meet, completions))
+    return [10 * float(one) for one in completions]
+
+async def hangs_at_times(completion):
+    if completion == "hang":
+        await asyncio.sleep(60)
+    if completion == "exit":
+        raise SystemExit(3)
+    await asyncio.sleep(0.2 * len(completion))
+    return 1.0
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_rewards(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "mine.py").write_text(OWN_REWARDS)
+    (folder / "broken_rewards.py").write_text("import nothing_of_that_name")
+    (folder / "exiting_rewards.py").write_text("raise SystemExit(0)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield
+
+
+def sample(completion, *, conversational=False, answer="7", **fields) -> Sample:
+    prompt = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+4="}]
+    example = Example(prompt, answer, fields=fields, conversational=conversational)
+    return Sample(example, completion, array("i", [*completion.encode()]), len(completion) > 3)
+
+
+def bound(name, *samples, **args) -> Reward:
+    task = Task("sums", [sample.example for sample in samples], [])
+    return bind(name, args, None, fields_of(task), 16)
+
+
+def place_of(code):
+    return f"mine.py:{OWN_REWARDS[: OWN_REWARDS.index(code)].count(chr(10)) + 1}"
+
+
+def values(name, *samples, **args):
+    return [result for _, result in answers([bound(name, *samples, **args)], samples)]
+
+
+def test_a_function_gets_what_it_names():
+    given = sample("long", level=2)
+    assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
+    assert bound("mine:with_default", given)([given]) == "kg"
+    assert bound("mine:with_default", given, unit="g")([given]) == "g"
+    fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt", "truncated"]
+    assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, *LOGS, "level", "more"])
+
+
+def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none():
+    given = [sample("a", level=2), sample("b", source="x")]
+    rest = bound("mine:batch_of_everything", *given)(given)[0]
+    assert rest.pop("examples") == [one.example for one in given]
+    assert rest == {
+        "prompts": ["3+4=", "3+4="],
+        "answer": ["7", "7"],
+        "answers": ["7", "7"],
+        "completion_ids": [[97], [98]],
+        "length": [1, 1],
+        "truncated": [False, False],
+        "level": [2, None],
+        "source": [None, "x"],
+        "max_completion_length": 16,
+        "log_extra": None,
+        "log_metric": None,
+    }
+
+
+def test_functions_for_trl_work_as_they_are():
+    """Conversational data give messages and standard data texts; None says that a function does not apply."""
+    chat = sample("a", conversational=True)
+    assert bound("mine:batch_of_everything", chat)([chat])[0]["prompts"] == [chat.example.prompt]
+    thought = "<think>3 and 4</think><answer>7</answer>"
+    assert values("mine:format_reward", *[sample(text, conversational=True) for text in (thought, "7")]) == [1, 0]
+    tasks = [sample("abc", task="math"), sample("abc", task="code")]
+    assert list(answers([bound("mine:only_math", *tasks)], tasks)) == [("value", 3.0), ("not_applicable", "")]
+
+
+def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
+    """A library's own line would not help."""
+    divided, parsed = values("mine:divides", sample("a"), sample("long"))
+    assert divided == f"ZeroDivisionError: division by zero ({place_of('1 / count')})"
+    assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)
+    (said,) = values("exact_match", sample("a", answer=None), sample("a"))[:1]
+    assert said == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
+
+
+def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
+    given = [sample("abc"), sample("")]
+    golden, metrics = ("extra", "golden", "7"), [("metric", "accuracy", value) for value in (0.5, 1)]
+    logged = [golden, ("extra", "length", 3), *metrics], [golden, ("extra", "length", 0)]
+    assert list(answers([bound("mine:logs", *given)], given)) == [("value", 1, *each) for each in logged]
+    one, other = answers([bound("mine:logs_one", *given)], given)
+    assert one == ("value", 1, ("extra", "said", ("abc" * 334)[:1000]), ("metric", "accuracy", 3))
+    message = f"ValueError: log_metric: accuracy is no number: returned 'no number' ({place_of('if completion else')})"
+    assert other == ("raised", message, ("extra", "said", ""))
+
+
+def test_coroutine_functions_run_together_over_all_functions_and_completions():
+    given = [sample("1"), sample("2")]
+    together = [bound("mine:meets", *given), bound("mine:meets_all", *given)]
+    assert [value for _, value in answers(together, given, 60.0)] == [1, 2, 10, 20]
+
+
+def test_of_coroutines_that_run_together_those_that_hang_are_timed_out_and_slow_ones_are_waited_for():
+    given = [sample(text) for text in ("hang", "a", "exit", "abc", "ab")]
+    timed_out, exited = "took longer than 0.5 s", f"SystemExit: 3 ({place_of('raise SystemExit')})"
+    found = list(answers([bound("mine:hangs_at_times", *given)], given, 0.5))
+    assert found == [("timed_out", timed_out), ("value", 1), ("raised", exited), ("value", 1), ("value", 1)]
+
+
+def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):
+    folder = Path(__file__).parents[2] / "docs" / "examples"
+    monkeypatch.syspath_prepend(str(folder))
+    task = configs.load(str(folder / "rewards.yaml")).task
+    assert task is not None
+    given = [sample(text) for text in ("7", "6", "6", "x")]
+    found = {reward.name: values(reward.name, *given, **reward.args) for reward in task.rewards}
+    assert found == {
+        "rewards:digits": [1, 1, 1, 0],
+        "rewards:close": [1, 0.9, 0.9, 0],
+        "rewards:varied": [1, 0, 0, 1],
+        "overlong": [0, 0, 0, 0],
+        "exact_match": [1, 0, 0, 0],
+    }
+
+
+def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatch):
+    docs = Path(__file__).parents[2] / "docs" / "rewards.md"
+    (code,) = re.findall(r"```python\n# my_server\.py\n(.*?)```", docs.read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 6
+    (tmp_path / "my_server.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[0.5, null]")
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        given, url = [sample("a"), sample("b")], f"http://127.0.0.1:{server.server_address[1]}/score"
+        found = list(answers([bound("my_server:score", *given, url=url)], given))
+        thread.join()
+    assert found == [("value", 0.5), ("not_applicable", "")]
+    assert asked == [{"prompts": ["3+4="] * 2, "completions": ["a", "b"], "answers": ["7"] * 2}]
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("exact", {}, "there is no reward exact: exact_match, .*or package.module:function"),
+        ("task", {}, "no scorer of its own"),
+        ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("exiting_rewards:f", {}, "SystemExit"),
+        ("mine:number", {}, "is not a function"),
+        ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
+        ("mine:needs_state", {}, "requires trainer_state, which .*; there are prompts, .*fields .level.; args gives"),
+        ("mine:with_default", {"units": 1}, "args.units: it has no such argument; args may set: unit$"),
+        ("mine:with_default", {"completion": 1}, "args.completion: the trainer gives this argument itself"),
+        ("overlong", {}, "overlong requires cache"),
+        ("overlong", {"cache": 17}, r"overlong: cache is 17, expected 1 to rollout.max_completion_length \(16\)"),
+        ("overlong", {"cache": "four"}, "overlong: "),
+    ],
+)
+def test_a_function_that_can_not_be_called_is_an_error_of_one_line(name, args, message):
+    with pytest.raises(UserError, match=f"task.rewards: .*{message}") as error:
+        bound(name, sample("a", level=1), **args)
+    assert "\n" not in str(error.value)
+
+
+def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none():
+    given = sample("a", answer=None)
+    with pytest.raises(UserError, match=r"exact_match requires answer, and the problems have none: name it"):
+        bound("exact_match", given)
+    assert values("format", given) == [0]

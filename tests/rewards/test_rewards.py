@@ -1,0 +1,376 @@
+"""Every completion is scored by every function, in processes without JAX; whatever a function does gives a number or is
+counted, and harms neither the trainer nor other functions.
+"""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zlib
+from array import array
+from contextlib import suppress
+from pathlib import Path
+
+import hostile_rewards
+import numpy as np
+import pytest
+from hostile_rewards import ALARM, CATCHES, DAEMON, ENDING, FOREVER, HANGING, LASTING, PRINTS, STARTS
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm.config.task import RewardConfig, TaskConfig
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
+from mllm.rewards.calls import LARGEST, Sample, judge
+from mllm.rewards.functions import BUILT_IN
+from mllm.rewards.process import decode, encode
+from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
+
+OWN_REWARDS = """
+import time
+
+def late(completion):
+    if completion == "hang": time.sleep(60)
+    if completion == "raise": raise ValueError("no")
+    return len(completion)
+
+def batch(completions):
+    return [len(text) if text else None for text in completions]
+
+def no_list(completions):
+    return 1.0
+
+def half_hanging_batch(completions):
+    class Slow:
+        def __float__(self): time.sleep(60)
+    return [1.0, Slow(), 1.0]
+"""
+NOTHING = ("not_applicable", "")
+EXITED = ("raised", "ended its process with exit code 3")
+HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
+SEVEN = Example([{"role": "user", "content": "p"}], "7")
+
+
+class Stop(Exception):
+    """The trainer is asked to stop."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def place(tmp_path_factory):
+    """The working directory, where the functions above are found as a user's, and others leave files."""
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "own_rewards.py").write_text(OWN_REWARDS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield Path.cwd()
+
+
+def opened(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner:
+    found = (name if name in BUILT_IN or ":" in name else f"own_rewards:{name}" for name in names)
+    rewards = tuple(RewardConfig(name=name) for name in found)
+    task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=seconds, reward_workers=workers)
+    return RewardRunner(task, Task("", [SEVEN], []), 4)
+
+
+def score(runner, *completions, poll=lambda: None):
+    """The scores for SEVEN's completions, each of one token."""
+    runner.poll = poll
+    return runner.score([Sample(SEVEN, completion, array("i", [1]), False) for completion in completions])
+
+
+def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file():
+    """Only a main thread may set an alarm, as math-verify does."""
+    alarm = "signal.signal(signal.SIGALRM, print)"
+    with opened(HOSTILE, "exact_match", "late") as runner:
+        pid, found = runner.workers[0].process.pid, score(runner, "result = os.getpid()", "7", alarm)
+        assert score(runner, "result = 'jax' in sys.modules")[0][0] == ("value", 0)
+        assert runner.workers[0].process.pid == pid
+    assert [own for own, *_ in found] == [("value", pid), ("value", 1), ("value", 1)]
+    files = {HOSTILE: Path(hostile_rewards.__file__), "own_rewards:late": Path("own_rewards.py")}
+    assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
+
+
+def test_several_processes_give_what_one_gives():
+    mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
+    with opened("late", "batch", "exact_match", seconds=2) as one:
+        alone = score(one, *mixed)
+    with opened("late", "batch", "exact_match", seconds=2, workers=3) as three:
+        assert score(three, *mixed) == alone
+    assert [late for late, *_ in alone if late[0] != "value"] == [
+        ("raised", "ValueError: no (own_rewards.py:6)"),
+        ("timed_out", "took longer than 2 s"),
+        ("raised", "ValueError: no (own_rewards.py:6)"),
+    ]
+
+
+def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_kind_is_logged(caplog):
+    with opened("no_list", "half_hanging_batch", "batch", "late", seconds=1.5) as runner:
+        scores = score(runner, "four", "", "raise")
+        score(runner, "raise")
+    no_list, half, batch, late = zip(*scores, strict=True)
+    assert no_list == (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3
+    assert half == (("value", 1.0), *[("timed_out", "took longer than 4.5 s")] * 2)
+    assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
+    assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
+    (failed,) = [record.getMessage() for record in caplog.records if "own_rewards:late" in record.getMessage()]
+    assert failed == "reward own_rewards:late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
+    with opened("batch") as runner:
+        score(runner, "", "")
+    assert "reward own_rewards:batch returned None: for all of 2 completions; is a return missing?" in caplog.text
+    # A batched function's None is neither a failure nor part of the mean.
+    last = [row[-2:] for row in scores]
+    np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
+    found = {
+        name.removeprefix("rewards/"): value for name, value in reward_metrics(["batch", "late"], last).items() if value
+    }
+    assert found == {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
+
+
+def test_more_processes_than_calls_are_refused():
+    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 calls with all .* than can work"):
+        opened("batch", workers=2)
+
+
+# One hostile function
+
+
+def answers(*completions, **options):
+    """Each answer's kind and message, by one runner that is closed again."""
+    with opened(HOSTILE, **options) as runner:
+        return [answer for (answer,) in score(runner, *completions)]
+
+
+@pytest.fixture(scope="module")
+def found(place):
+    """What is answered to all cases: one process gets those that must leave it alive, each before a good completion."""
+    with opened(HOSTILE) as one:
+        pid = one.workers[0].process.pid
+        scores = [answer for (answer,) in score(one, *[does for name in LASTING for does in (name, "7")])]
+        assert one.workers[0].process.pid == pid
+    assert {*scores[1::2]} == {("value", 1.0)}
+    rest = [*answers(*ENDING, workers=4), *answers(*HANGING, workers=6, seconds=0.4)]
+    return dict(zip(LASTING | ENDING | HANGING, scores[::2] + rest, strict=True))
+
+
+@pytest.mark.parametrize("does", LASTING | ENDING | HANGING)
+def test_whatever_a_function_does_is_answered_by_a_number_or_a_failure(found, place, does):
+    kind, given = found[does]
+    assert re.fullmatch((LASTING | ENDING | HANGING)[does], kind if kind == "value" else f"{kind} {given}")
+    assert str(given).isprintable()
+    assert len(str(given)) < 400
+    assert not (place / "executed").exists()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+
+
+def wait_until_gone(*pids):
+    """Until pytest's time is up, if one of the processes stays."""
+    while not all(map(is_gone, pids)):
+        time.sleep(0.02)
+
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def trainer_script(does):
+    """Scores one completion as the trainer does, and first prints its worker's process id."""
+    return textwrap.dedent(f"""
+        from array import array
+        from functools import partial
+        from mllm.data.tasks.task import Example
+        from mllm.rewards.calls import Sample, bind_all
+        from mllm.rewards.worker import Worker
+        worker = Worker(partial(bind_all, [({HOSTILE!r}, {{}})], None, ["answer"], 4), lambda: None)
+        worker.start()
+        print(worker.process.pid, flush=True)
+        print(worker.ask([0], [Sample(Example([], "7"), {does!r}, array("i", [1]), False)], 60))
+        worker.kill()
+    """)
+
+
+def trainer(does):
+    command = [sys.executable, "-c", trainer_script(does)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def test_what_a_function_prints_never_reaches_the_trainers_stdout():
+    output, errors = trainer(PRINTS).communicate()
+    assert output.splitlines()[1:] == ["[('value', 1.0)]"]
+    for letter in "oew":
+        assert errors.count(letter) >= 200 * 10_000
+
+
+def test_the_trainers_main_module_is_not_imported_in_its_processes(tmp_path):
+    """This one would start processes without end."""
+    (tmp_path / "main.py").write_text(trainer_script("7"))
+    done = subprocess.run([sys.executable, "main.py"], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["[('value', 1.0)]"])
+
+
+# Processes that it starts
+
+
+@pytest.fixture
+def noted(place):
+    """Reads the process ids that functions have noted."""
+    path = place / "left"
+    path.unlink(missing_ok=True)
+    return lambda: [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(noted):
+    def poll():
+        if len(noted()) == 2:
+            raise Stop
+
+    with opened(HOSTILE) as hostile:
+        with pytest.raises(Stop):
+            score(hostile, f"{STARTS}\nsleep()", poll=poll)
+        wait_until_gone(*noted())
+        four_are_noted = "while LEFT.read_text().count('\\n') < 4: time.sleep(0.01)"
+        assert score(hostile, f"{STARTS}\n{four_are_noted}\nos._exit(3)") == [[EXITED]]
+        wait_until_gone(*noted())
+    assert len(noted()) == 4
+
+
+def test_a_process_that_has_left_the_worker_s_session_with_its_connection_delays_nothing(noted):
+    one_is_noted = "while not LEFT.exists(): time.sleep(0.01)"
+    with opened(HOSTILE, seconds=3600) as hostile:
+        assert score(hostile, f"{DAEMON}\n{one_is_noted}\nos._exit(3)", "7") == [[EXITED], [("value", 1)]]
+    (daemon,) = noted()
+    assert not is_gone(daemon)  # it is not promised that it ends
+    os.kill(daemon, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("does", [FOREVER, CATCHES])
+def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_what_that_has_started(does, noted):
+    """A pattern hangs in C and holds Python's lock, so that no thread of its process could end it."""
+    killed = trainer(f"{STARTS}\n{does}")
+    process = int(killed.stdout.readline())
+    while len(noted()) < 2:
+        time.sleep(0.01)
+    left = [process, *noted()]
+    try:
+        assert not any(map(is_gone, left))
+        killed.kill()
+        wait_until_gone(*left)
+    finally:
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed.communicate()
+
+
+def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_function():
+    with opened(HOSTILE, BUSY) as both:
+        sent = []
+
+        def poll():
+            if len(sent) < 4:
+                sent.append((signal.SIGTERM, signal.SIGINT)[len(sent) % 2])
+                os.killpg(both.workers[0].process.pid, sent[-1])
+            else:
+                Path("disturbed").touch()
+
+        assert score(both, ALARM, poll=poll) == [[("value", 1), ("value", 1)]]
+
+
+# The trainer waits
+
+
+def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_and_the_next_step_is_scored(noted):
+    def poll():
+        if len(noted()) == 2:
+            raise Stop
+
+    with opened(HOSTILE, workers=2, seconds=3600) as two:
+        with pytest.raises(Stop):
+            score(two, f"note(os.getpid())\n{CATCHES}", f"note(os.getpid())\n{FOREVER}", poll=poll)
+        assert all(map(is_gone, noted()))
+        assert score(two, "7", "7") == [[("value", 1)]] * 2
+
+
+def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait_for_all():
+    samples = [Sample(SEVEN, completion, array("i", [1]), False) for completion in ("four", "7", "")]
+    with opened("late", "batch") as runner:
+        expected = runner.score(samples)
+        with runner.scoring(3) as scoring:
+            scoring.add({1: samples[1]})
+            while scoring.found[1][0] == NOTHING:
+                time.sleep(0.01)
+            assert scoring.found == [[NOTHING] * 2, [expected[1][0], NOTHING], [NOTHING] * 2]
+            assert scoring.finish(samples) == expected
+
+
+def test_a_rollout_that_ends_early_stops_its_functions():
+    with opened(HOSTILE) as runner:
+        sample = Sample(SEVEN, FOREVER, array("i", [1]), False)
+
+        def interrupted():
+            with runner.scoring(2) as scoring:
+                scoring.add({0: sample})
+                raise Stop
+
+        with pytest.raises(Stop):
+            interrupted()
+        assert score(runner, "7") == [[("value", 1)]]
+
+
+# What comes back
+
+
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ('[0, "value", 0.5]', ("value", 0.5)),
+        ('[0, "raised", "no"]', ("raised", "no")),
+        ('[0, "not_applicable", ""]', ("not_applicable", "")),
+        (
+            '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
+            ("value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]),
+        ),
+        (
+            '[0, "value", 0.5, ["turn", [{"role": "a", "content": "b"}], true, [], 0, {}]]',
+            ("value", 0.5, ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]),
+        ),
+        *(
+            (f'[0, "value", 0.5, ["turn", {turn}]]', None)
+            for turn in (
+                "[], true, [], 0",
+                '[{"role": "a"}], true, [], 0, {}',
+                r'[{"role": "a", "content": "\ud800"}], true, [], 0, {}',
+                '[{"role": "a", "content": "b", "reward": 1}], true, [], 0, {}',
+                '[], true, [{"name": "a"}], 0, {}',
+                r'[], true, [{"name": "a", "arguments": {"b": "\ud800"}}], 0, {}',
+                '[], true, [{"name": "a", "arguments": {"b": NaN}}], 0, {}',
+                "[], true, [], -1, {}",
+                "[], true, [], 2, {}",
+            )
+        ),
+        *(
+            (f'[0, "value", 0.5, {logged}]', None)
+            for logged in ("1", '["extra", "a"]', '["metric", "a", NaN]', '["metric", "a", "1"]', '["extra", "a", []]')
+        ),
+        *((line, None) for line in ("", "[", "5", "[]", "null", '{"0": 1}', "[" * 5000, "\ud800", '[1, "value", 0.5]')),
+        *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "[1.0]", "NaN", "1e19", "-Infinity")),
+        *((f"[0, {answer}]", None) for answer in ('"ready", "x"', '"other", "x"', '"raised", 1', '"value", 1.0, 2')),
+    ],
+)
+def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line, answer):
+    assert decode(line.encode(errors="surrogatepass"), 0) == answer
+
+
+@given(st.floats(-LARGEST, LARGEST))
+def test_a_number_is_transferred_to_the_bit(number):
+    answer = judge(number)
+    assert answer == ("value", number)
+    assert decode(encode(3, *answer), 3) == answer

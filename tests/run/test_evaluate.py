@@ -1,0 +1,139 @@
+"""Evaluation gives mean rewards, and where there are answers a count of right completions with Wilson's interval."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from rollouts import InstantRewards
+
+from mllm.config.rollout import RolloutConfig
+from mllm.config.task import EvalConfig, TaskConfig
+from mllm.data.tasks.task import Example
+from mllm.model import tokenizer as tokenizers
+from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.rewards.calls import NOT_APPLICABLE
+from mllm.run.evaluation import interval, make_evaluation, pass_at, wilson
+from mllm.sampler.completion import Completion
+from mllm.sampler.sampler import Sampler
+
+EXAMPLES = [Example([{"role": "user", "content": f"{n}+0="}], str(n), answer_form="hashes") for n in (1, 2, 3, 4)]
+GREEDY = ["#### 1", "2", "#### 4", "five"]
+SAMPLED = [["1"] * 4, ["#### 2"] + ["5"] * 3, ["#### 3", "5"] * 2, ["#### 4"] * 4]
+BYTES = tokenizers.Renderer(tokenizers.bytes_tokenizer())
+TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
+TASK = TaskConfig(name="arithmetic")
+CALLS = []
+
+
+class FixedTexts(Sampler):
+    """Completes each prompt with its text above, its n-th sample with the n-th, the i-th prompt's in i tokens."""
+
+    def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
+        CALLS.append((prompts, step, first_sequence, greedy))
+        numbers = [TOKENS.index(prompt) for prompt in prompts]
+        texts = [GREEDY[i] if greedy else SAMPLED[i][numbers[:n].count(i)] for n, i in enumerate(numbers)]
+        made = zip(numbers, texts, strict=True)
+        return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text) for i, text in made]
+
+
+class Lengths(InstantRewards):
+    """Two rewards: the text's length, which fails for `five`, and half of it, which does not apply to `2`."""
+
+    names, weights = ("length", "half"), np.array([1.0, 2.0])
+
+    def __init__(self):
+        pass
+
+    def score(self, samples):
+        texts = [sample.completion for sample in samples]
+        lengths = [("raised", "no") if text == "five" else ("value", float(len(text))) for text in texts]
+        halves = [(NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2) for text in texts]
+        return [*map(list, zip(lengths, halves, strict=True))]
+
+
+def evaluate(problems=EXAMPLES, prefix="eval/", samples=1):
+    """The metrics of step 3."""
+    sampler = FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
+    return make_evaluation(EvalConfig(samples=samples), TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
+
+
+def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses():
+    metrics = evaluate()
+    assert (metrics["eval/greedy_accuracy"], metrics["eval/avg@1"]) == (1 / 4, 3 / 4)
+    assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
+    for name, right in (("greedy_accuracy", 1), ("avg@1", 3)):
+        assert (metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]) == pytest.approx(wilson(right, 4))
+    assert not [name for name in metrics if "pass@" in name]
+    assert metrics["eval/greedy_mean_length"] == 2.5
+    assert metrics["eval/reward"] == (2 * 6 + 1 + 2 * 6) / 3
+    assert metrics["eval/sampled_reward"] == (2 * 1 + 3 * 2 * 6) / 4
+    assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6) / 3
+    assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
+    assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
+    assert CALLS[-2:] == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
+
+
+def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(caplog):
+    long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
+    problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
+    metrics = evaluate(problems, "test/", samples=0)
+    assert metrics["test/reward"] == (2 * 6 + 1) / 2
+    assert metrics["test/greedy_mean_length"] == 1.5
+    assert [name for name in metrics if "accuracy" in name or "sampled" in name] == []
+    assert "1 of 3 test prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
+
+
+def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
+    metrics = evaluate(samples=4)
+    assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
+    found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
+    # The problems have 0, 1, 2 and 4 right samples of four.
+    expected = {"avg@4": 7 / 16, "pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "pass@4": 3 / 4}
+    assert found == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
+    ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
+    assert ends == [interval(np.array(each), 4) for each in ([0, 0.25, 0.5, 1], [0, 0.5, 5 / 6, 1], [0.0, 1, 1, 1])]
+    assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16
+
+
+def test_the_samples_of_a_problem_are_a_group_which_one_process_scores(monkeypatch):
+    asked, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    evaluate(samples=3)
+    assert asked == [(4, 1), (12, 3)]
+
+
+def test_pass_at_k_is_unbiased_by_any_number_of_samples():
+    """The estimate's mean over all outcomes of 6 samples is the probability that one of 3 is right."""
+    share, outcomes = 0.3, np.array(list(product((0.0, 1.0), repeat=6)))
+    weights = np.prod(np.where(outcomes, share, 1 - share), axis=1)
+    assert weights @ pass_at(3, outcomes) == pytest.approx(1 - 0.7**3)
+
+
+@pytest.mark.parametrize("k", [1, 8])
+def test_an_interval_over_problems_holds_the_true_mean_in_95_percent_and_more_samples_make_it_narrower(k):
+    rng = np.random.default_rng(0)
+    held, widths = [], []
+    for _ in range(1000):
+        difficulty = rng.beta(0.5, 1.0, 100)  # whose mean is a third
+        low, high = interval(rng.binomial(k, difficulty) / k, k)
+        held.append(low <= 1 / 3 <= high)
+        widths.append(high - low)
+    assert 0.93 <= np.mean(held) <= 0.97
+    assert np.mean(widths) == pytest.approx({1: 0.182, 8: 0.126}[k], abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("successes", "trials", "low", "high"),
+    [
+        # z^2 / (n + z^2) with z = 1.95996
+        (0, 250, 0.0, 0.015133),
+        (10, 10, 0.722467, 1.0),
+        # Newcombe 1998, Two-sided confidence intervals for the single proportion, table I, method 3
+        (81, 263, 0.2553, 0.3662),
+        (1, 29, 0.0061, 0.1718),
+    ],
+)
+def test_the_interval_is_wilsons(successes, trials, low, high):
+    digits = 1e-6 if trials in (10, 250) else 5e-5
+    assert wilson(successes, trials) == pytest.approx((low, high), abs=digits)

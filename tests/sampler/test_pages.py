@@ -1,0 +1,107 @@
+"""The cache in pages: whose tokens are where, and how much of the pools they fill."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mllm.config.rollout import RolloutConfig
+from mllm.model import weights
+from mllm.model.architecture import PRESETS
+from mllm.model.decoder import Decoder
+from mllm.sampler.completion import RolloutWork
+from mllm.sampler.decoding import DecodingWeights
+from mllm.sampler.paged_cache import PagedCache
+from mllm.sampler.pages import PageTable, page_size
+from mllm.sampler.schedule import pool_pages
+from mllm.sampler.slots import CHUNK, written
+
+
+def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
+    sizes = Decoder.abstract(weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3"))
+    options = RolloutConfig(max_prompt_length=100, max_completion_length=900)
+    assert page_size(options.total_length) == 64
+    assert pool_pages(sizes, options, slots=3) == [3 * 16, 3 * 2]
+
+
+@given(st.data())
+def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
+    """They grow, and others enter and leave, in pools that grow and shrink around what they have."""
+    window = data.draw(st.sampled_from([None, 5, 70]))
+    table, lengths = PageTable(2, 8, window, slack=4), dict[int, int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        grown = data.draw(st.dictionaries(st.integers(0, 5), st.integers(1, 30)))
+        lengths = {one: lengths.get(one, 0) + more for one, more in grown.items()}
+        wanted = {one: table.numbers(length, 3) for one, length in lengths.items()}
+        for one in range(6):
+            table.release(one % 2, one, wanted.get(one, range(0)))
+        needed = [sum(len(numbers) for one, numbers in wanted.items() if one % 2 == shard) for shard in (0, 1)]
+        before = table.owners, table.starts
+        sources, kept = table.resize(max(needed) + 1), table.owners >= 0
+        for old, new in zip(before, (table.owners, table.starts), strict=True):
+            assert not kept.any() or (np.take_along_axis(old, sources, 1)[kept] == new[kept]).all()
+        for one, numbers in wanted.items():
+            table.reserve(one % 2, {one: numbers})
+        rows = table.of_rows(np.array([[0, 2, 4], [5, 3, 1]]))
+        for one, length in lengths.items():
+            row = {0: 0, 2: 1, 4: 2, 5: 0, 3: 1, 1: 2}[one]
+            mine = np.flatnonzero(rows.rows[one % 2] == row)
+            tokens = {int(start) + i for start in rows.starts[one % 2, mine] for i in range(8)}
+            first = 0 if window is None else max(0, length - window + 1)
+            assert {*range(first, length + 3)} <= tokens
+            assert len(mine) == len(wanted[one])
+            place = table.places(np.array([[one]] * 2), np.array([[length]] * 2), 2)[one % 2, 0]
+            assert rows.starts[one % 2, place[0]] == length // 8 * 8
+
+
+def test_tokens_are_written_into_their_pages_from_an_offset_on_and_nothing_else_changes():
+    rng = np.random.default_rng(0)
+    pool, new = rng.normal(size=(6, 2, 4, 3)), rng.normal(size=(2, 2, 5, 3))
+    places, offsets = np.array([[4, 0, 6], [6, 1, 2]]), np.array([2, 3])  # 6 is no page
+    expected = pool.copy()
+    for row, pages in enumerate(places):
+        for token in range(5):
+            page, place = divmod(offsets[row] + token, 4)
+            if pages[page] < 6:
+                expected[pages[page], :, place] = new[row, :, token]
+    np.testing.assert_array_equal(written(*map(jnp.array, (pool, new, places, offsets))), np.float32(expected))
+
+
+class CountedCache(PagedCache):
+    """The pages of a cache without the arrays."""
+
+    def resize(self, pages):
+        for table, count in zip(self.tables, pages, strict=True):
+            if table.pages != count:
+                table.resize(count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "peak", "programs"), [(40, 1.1, 6), (320, 1.2, 6)])
+def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(rows, peak, programs):
+    """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average, on eight devices and on one."""
+    model, limit, token, nbytes = Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), 16384, 36864, 2 * 3_085_938_688
+    options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
+    one = nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)})
+    cache = CountedCache(model, options, DecodingWeights(one, ()), rows, None)
+    rng = np.random.default_rng(0)
+    lengths, prompts = np.minimum(rng.geometric(4 / limit, rows), limit), rng.integers(256, 512, rows)
+    work, largest, most = RolloutWork(), 0, 0
+    for made in range(0, limit, CHUNK):
+        live = np.flatnonzero(lengths > made).tolist()
+        for one in np.flatnonzero((lengths <= made) & (lengths > made - CHUNK)).tolist():
+            cache.release(0, one)
+        if live:
+            cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
+            now = int(prompts[live].sum()) + made * len(live)
+            work.steps, work.read, work.held = work.steps + 1, work.read + cache.places, work.held + now
+            largest, most = max(largest, cache.places), max(most, now)
+            work.programs.add((rows, *cache.pages))
+    assert work.bytes_over_least(nbytes, token) < 1.2
+    assert largest < peak * most
+    assert len(work.programs) <= programs

@@ -1,0 +1,385 @@
+"""Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
+
+import json
+from array import array
+from collections import Counter
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+from rollouts import sampling_logprobs
+from tiny import ARCHITECTURE, config, load_weights
+
+from mllm.config.rollout import RolloutConfig
+from mllm.model import weights
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
+from mllm.model.load import load_policy
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.mesh import make_mesh
+from mllm.sampler import engine, sampling, schedule
+from mllm.sampler.completion import Completion, RolloutWork
+from mllm.sampler.decoding import DecodingWeights
+from mllm.sampler.paged_cache import PagedCache
+from mllm.sampler.pages import page_size
+from mllm.sampler.sampler import Sampler
+from mllm.sampler.schedule import Room, assign_prompts
+from mllm.sampler.slots import CHUNK
+
+VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
+NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
+LIMIT = 6
+OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    sizes = {"vocab_size": VOCABULARY, "initializer_range": 0.3}  # far from uniform
+    return Decoder(Architecture.from_hf({**ARCHITECTURE, **sizes}, "test"), rngs=nnx.Rngs(0), dtype=jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in (3, 8, 1, 12, 5, 7, 2, 4, 11, 6, 3, 3)]
+
+
+def complete(
+    model,
+    prompts,
+    options=OPTIONS,
+    *,
+    seed=0,
+    step=0,
+    first_sequence=0,
+    slots=5,
+    room=None,
+    stops=STOPS,
+    ended=len,
+    conversations=None,
+    **given,
+):
+    """The completions of a sampler with this file's stop tokens."""
+    graphdef, params = nnx.split(model)
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, lambda: room or Room(slots), **given)
+    return sampler.complete(
+        params, prompts, step=step, first_sequence=first_sequence, ended=ended, conversations=conversations
+    )
+
+
+@pytest.fixture(scope="module")
+def completions(model, prompts):
+    return complete(model, prompts)
+
+
+@partial(jax.jit, static_argnums=0)
+def hidden_states(graphdef, params, tokens):
+    return nnx.merge(graphdef, params)(tokens, jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))[0]
+
+
+def completion_logits(model, prompt, tokens):
+    """The float64 logits that predict each of a completion's tokens; padded to one length, so that it compiles once."""
+    whole = [*prompt, *tokens]
+    padded = whole + [0] * (OPTIONS.max_prompt_length + LIMIT - len(whole))
+    hidden = hidden_states(*nnx.split(model), jnp.array([padded]))[len(prompt) - 1 : len(whole) - 1]
+    return np.float64(hidden) @ np.float64(model.head_weight).T
+
+
+@jax.jit
+def gumbel_noise(keys):
+    def at(key, position):
+        return jax.random.gumbel(jax.random.fold_in(key, position), (VOCABULARY,))
+
+    return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"min_p": 0.1}])
+def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts, options):
+    chosen = OPTIONS.model_copy(update=options)
+    completions = complete(model, prompts, chosen, seed=4, step=9, first_sequence=100)
+    min_p = options.get("min_p", 0.0)
+    noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
+    for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
+        expected = [
+            sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p, min_p)
+            for z in completion_logits(model, prompt, found.tokens)
+        ]
+        assert found.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
+        logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
+        np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
+
+
+def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_the_limit(model, prompts, completions):
+    assert {True, False} == {one.finished for one in completions}
+    for one in completions:
+        ends = np.flatnonzero(np.isin(one.tokens, STOPS)).tolist()
+        assert ends == ([len(one.tokens) - 1] if one.finished else [])
+        assert one.finished or len(one.tokens) == LIMIT
+        assert one.text == bytes_tokenizer().decode(one.tokens[: len(one.tokens) - one.finished])
+    assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
+
+
+def test_a_completion_s_text_has_no_control_tokens():
+    """Rewards are given it, as TRL gives it to its functions."""
+    ended = Completion(array("i", [*b"<7", 257, *b">", 258]), finished=True)
+    assert Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0).text_of(ended) == "<7>"
+
+
+def test_each_completion_is_told_of_once_when_it_has_ended_while_others_are_decoded(model, prompts, completions):
+    told = []
+    assert complete(model, prompts, ended=told.append) == completions
+    assert len(told) > 2
+    assert {number: one for found in told for number, one in found.items()} == dict(enumerate(completions))
+    assert sum(map(len, told)) == len(completions)
+
+
+def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
+    traces = []
+    complete(model, prompts, stops=NO_STOPS)
+    sequence_keys = sampling.sequence_keys
+    monkeypatch.setattr(sampling, "sequence_keys", lambda *given: traces.append(1) or sequence_keys(*given))
+    assert complete(model, prompts) == completions
+    first = complete(model, prompts, stops=NO_STOPS)
+    for other in ({"seed": 1}, {"step": 1}, {"first_sequence": 20}):
+        others = zip(first, complete(model, prompts, stops=NO_STOPS, **other), strict=True)
+        assert np.mean([one.tokens != another.tokens for one, another in others]) > 0.5
+    assert not traces
+
+
+def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_but_no_bit(model, prompts, completions, monkeypatch):
+    polls = []
+    monkeypatch.setattr(engine, "CALL_SECONDS", 0.0)  # a step in each call
+    work = RolloutWork()
+    assert complete(model, prompts, poll=lambda: polls.append(1), work=work) == completions
+    assert len(polls) == work.steps
+
+    def interrupt():
+        raise StopIteration("stop")
+
+    with pytest.raises(StopIteration, match="stop"):
+        complete(model, prompts, poll=interrupt)
+
+
+GROUPS = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4, 5, 6], [9] * 9) for _ in range(4)]
+
+
+def sample_groups(mesh, slots):
+    """24 sequences of 6 prompts; most end while others are in the middle, and the next ones take their slots."""
+    settings = config(mesh=mesh, model={"architecture": {**ARCHITECTURE, "initializer_range": 0.1}})
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
+    renderer, stops = Renderer(bytes_tokenizer()), range(0, 260, 20)
+    sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: Room(slots if mesh else 99))
+    result = sampler.complete(policy.initial_params(), GROUPS, step=2)
+    assert sampler.work.slot_steps <= slots * sampler.work.steps  # over all devices
+    assert len({rows for rows, *_ in sampler.work.programs}) == 1
+    return result
+
+
+@pytest.mark.slow
+def test_neither_slots_nor_devices_change_a_token(monkeypatch):
+    """There are 2 heads of keys and values, which tp = 4 does not divide. Slots stay as many, as on accelerators."""
+    monkeypatch.setattr(schedule, "jax", SimpleNamespace(default_backend=lambda: "tpu"))
+    large, small = (schedule.slot_buckets(320, 151_936, 2 * count) for count in (3_085_938_688, 494_032_768))
+    assert (large, small) == ([320], [80, 160, 320])
+    one_at_a_time, result = sample_groups({}, 1), sample_groups({"fsdp": 2, "tp": 4}, 8)
+    assert len({len(one.tokens) for one in result}) > 10
+    for one, other in zip(result, one_at_a_time, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before_it_and_the_clock_changes_no_bit(
+    model, prompts, monkeypatch
+):
+    """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
+    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=160), (3,)
+    decode = bytes_tokenizer().decode
+    whole = complete(model, prompts[:8] * 8, options, stops=stops, slots=16)
+    pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
+    texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
+    work, found = RolloutWork(), []
+    for seconds in (engine.CALL_SECONDS, 0.0):  # 0: a step in each call
+        monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
+        found.append(complete(model, prompts[:8] * 8, options, stops=stops, slots=16, stop_texts=texts, work=work))
+    assert found[0] == found[1]
+    ends = []
+    for one, full in zip(found[0], whole, strict=True):
+        complete_at = (n for n in range(len(full.tokens) + 1) if any(text in decode(full.tokens[:n]) for text in texts))
+        ends.append(next(complete_at, None))
+        assert one.tokens == full.tokens[: ends[-1]]
+        np.testing.assert_allclose(one.logprobs, full.logprobs[: ends[-1]], atol=1e-5)
+        assert one.finished == (full.finished or ends[-1] is not None)
+        assert one.text == min((full.text.partition(text)[0] for text in texts), key=len)
+    assert {None} < {*ends}
+    assert max(end for end in ends if end) > 2 * CHUNK
+    assert work.tokens == 2 * sum(len(one.tokens) for one in found[0])
+    assert work.completions == 2 * len(whole)
+
+
+def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_found_once_it_is_complete():
+    sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "END"))
+    for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("E" * 90 + "NDE", 92), ("", None)):
+        assert sampler.stopped_length(array("i", [*text.encode()])) == length
+
+
+def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
+    """Lengths are about geometric, with a mean of a quarter of the limit."""
+    work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
+    complete(model, prompts[:8] * 8, options, stops=(3,), slots=16, work=work)
+    assert work.prefilled == 8 * 12
+    assert 20 < work.tokens / 64 < 60
+    assert work.tokens / work.slot_steps >= 0.85
+
+
+def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_limit(model, prompts):
+    work, limits = RolloutWork(), {"max_prompt_length": 12, "max_completion_length": 20}  # a page has 32 tokens
+    complete(model, prompts, OPTIONS.model_copy(update=limits), slots=12, stops=NO_STOPS, work=work)
+    assert (work.programs, work.steps) == ({(12, 12)}, 20)
+
+
+def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
+    """On one device, too, a tail that is new has the sharding of one that the program returned."""
+    settings = config()
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=3)
+    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for greedy in (True, False, True):
+            found = sampler.complete(policy.initial_params(), [[1, 2], [3], [4]], step=0, greedy=greedy)
+            assert any(any(one.logprobs) for one in found) != greedy
+    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation of jit(decode)")]
+    assert len(compiled) == len(sampler.work.programs) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
+def test_greedy_completions_are_those_of_transformers(name):
+    """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
+    folder = Path(__file__).parent.parent / "fixtures" / name
+    architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")
+    graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))
+    prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
+    options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), (5, 71), options, 0, lambda: Room(4))
+    result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
+    assert [one.tokens.tolist() for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
+    assert not any(any(one.logprobs) for one in result)  # each token was certain
+
+
+def gemma(**changes):
+    """A model with random parameters whose layers have a window of 5 tokens, or none."""
+    sizes = json.loads((Path(__file__).parent.parent / "fixtures" / "gemma3" / "config.json").read_text())
+    sizes |= {"vocab_size": VOCABULARY, "initializer_range": 0.3, **changes}
+    return Decoder(Architecture.from_hf(sizes, "test"), rngs=nnx.Rngs(1), dtype=jnp.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [False, True])
+def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, prompts, windows):
+    """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
+    chosen, work = gemma() if windows else model, [RolloutWork(), RolloutWork()]
+    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=100), (-1,)
+    rooms = [Room(12), Room(12, 10 * 32)]
+    few, many = (
+        complete(chosen, prompts, options, stops=stops, room=r, work=w) for r, w in zip(rooms, work, strict=True)
+    )
+    for one, other in zip(few, many, strict=True):
+        assert (one.tokens, one.finished) == (other.tokens, other.finished)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+    assert work[1].prefilled > work[0].prefilled  # some were prefilled once more
+    assert max(pages for _, *each in work[1].programs for pages in each) == 10
+    for prompt, one in list(zip(prompts, few, strict=True))[:4]:
+        whole = jnp.array([[*prompt, *one.tokens, *[0] * 112][:112]])
+        logits = np.float64(hidden_states(*nnx.split(chosen), whole)) @ np.float64(chosen.head_weight).T
+        expected = jax.nn.log_softmax(logits[len(prompt) - 1 :][: len(one.tokens)], axis=-1)
+        np.testing.assert_allclose(
+            one.logprobs, np.take_along_axis(expected, np.array(one.tokens)[:, None], 1)[:, 0], atol=2e-4
+        )
+
+
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, kind):
+    chosen = gemma(num_hidden_layers=2, layer_types=[kind] * 2)
+    options = RolloutConfig(max_prompt_length=12, max_completion_length=8)
+    (one, *_) = complete(chosen, prompts[:2], options, stops=(-1,), room=Room(2))
+    logits = hidden_states(*nnx.split(chosen), jnp.array([[*prompts[0], *one.tokens]])) @ chosen.head_weight.T
+    expected = jax.nn.log_softmax(logits[len(prompts[0]) - 1 : -1], axis=-1)
+    np.testing.assert_allclose(one.logprobs, expected[jnp.arange(8), jnp.array(one.tokens)], atol=2e-4)
+    gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), ())
+    longer = RolloutConfig(max_prompt_length=1000, max_completion_length=3000)
+    assert max(PagedCache(chosen, longer, gigabyte, 2, None).pages_for([1, 1], 2)) <= 2 * 4000 / page_size(4000) + 1
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
+def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
+    prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
+    queues = assign_prompts(prompts, shards)
+    dealt = [sequence for queue in queues for group in queue for sequence in group]
+    assert sorted(dealt) == list(range(len(prompts)))
+    loads = [sum(map(len, queue)) for queue in queues]
+    assert max(loads) == -(-len(prompts) // shards)
+    for queue in queues:
+        assert [prompts[first] for first, *_ in queue] == sorted((prompts[first] for first, *_ in queue), key=len)
+        assert all(prompts[sequence] == prompts[group[0]] for group in queue for sequence in group)
+
+
+@pytest.mark.parametrize("lengths", [[], [1, 0], [13, 1]])
+def test_prompts_that_are_missing_empty_or_too_long_are_refused(model, lengths):
+    with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
+        complete(model, [[1] * length for length in lengths])
+
+
+class Answers:
+    """Answers each turn but a sequence's last with the next of its texts of tokens."""
+
+    def __init__(self, texts):
+        self.texts, self.turns, self.asked = texts, {}, []
+
+    def send(self, found):
+        for sequence, one in found.items():
+            self.turns.setdefault(sequence, []).append(one.tokens.tolist())
+
+    def receive(self, sequences):
+        self.asked.append(list(sequences))
+        return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "windows", "few pages", "one slot"])
+def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(model, prompts, kind):
+    chosen, work = gemma() if kind == "windows" else model, RolloutWork()
+    rng = np.random.default_rng(1)
+    texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
+    options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
+    rooms = {"few pages": Room(5, 4 * 32), "one slot": Room(1, 5 * 32)}  # the longest conversation has 4 pages
+    room, talk, told = rooms.get(kind, Room(5)), Answers(texts), []
+    given = {"options": options, "stops": (3, 5), "work": work, "room": room, "ended": told.append}
+    found = complete(chosen, prompts, conversations=talk, **given)
+    assert sorted(number for some in told for number in some) == list(range(len(prompts)))
+    for sequence, (prompt, one) in enumerate(zip(prompts, found, strict=True)):
+        assert [one.tokens[a:b].tolist() for a, b in one.given] == texts[sequence]
+        ends = zip(
+            [0, *(end for _, end in one.given)], [*(begin for begin, _ in one.given), len(one.tokens)], strict=True
+        )
+        assert [one.tokens[a:b].tolist() for a, b in ends] == talk.turns[sequence]
+        sampled = np.ones(len(one.tokens), bool)
+        for begin, end in one.given:
+            sampled[begin:end] = False
+        whole = jnp.array([[*prompt, *one.tokens, *[0] * 132][:132]])
+        logits = np.float64(hidden_states(*nnx.split(chosen), whole)) @ np.float64(chosen.head_weight).T
+        expected = np.asarray(jax.nn.log_softmax(logits[len(prompt) - 1 :][: len(sampled)], axis=-1))
+        expected = np.take_along_axis(expected, np.array(one.tokens)[:, None], 1)[sampled, 0]
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+    again = complete(chosen, prompts, conversations=Answers(texts), **{**given, "room": Room(3)})
+    assert [one.tokens for one in again] == [one.tokens for one in found]

@@ -1,0 +1,119 @@
+"""Sampled tokens and their log-probabilities against the distribution, computed in float64 numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rollouts import sampling_logprobs
+
+from mllm.config.rollout import RolloutConfig
+from mllm.sampler.sampling import exclude, sample, sequence_keys
+
+DRAWS = 20_000
+LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
+SETTINGS = [
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    {"temperature": 2.0, "top_k": 4, "top_p": 1.0},
+    {"temperature": 0.5, "top_k": 0, "top_p": 0.7},
+    {"temperature": 1.5, "top_k": 5, "top_p": 0.8},
+    {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.5},
+    {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.35},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_told_apart(settings):
+    logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
+    rows, keys = jnp.broadcast_to(logits, (DRAWS, 8)), sequence_keys(0, 0, jnp.arange(DRAWS))
+    options = RolloutConfig(**LIMITS, **settings)
+    drawn = jax.tree.map(np.asarray, sample(rows, keys, jnp.zeros(DRAWS, jnp.int32), options))
+    drawn_from, whole = sampling_logprobs(logits, **settings), sampling_logprobs(logits, settings["temperature"])
+    counts, expected = np.bincount(drawn.tokens, minlength=8), DRAWS * np.exp(drawn_from)
+    possible = expected > 0
+    assert not counts[~possible].any()
+    chi_square = np.sum((counts - expected)[possible] ** 2 / expected[possible])
+    assert chi_square < 24.3  # exceeded once in a thousand with 7 degrees of freedom
+    np.testing.assert_allclose(drawn.logprobs, whole[drawn.tokens], rtol=1e-5, atol=1e-5)
+    if settings == SETTINGS[0]:
+        assert drawn.kept is None
+    else:
+        np.testing.assert_allclose(drawn.kept, np.exp(whole - drawn_from)[drawn.tokens], rtol=1e-5)
+        assert drawn.kept.max() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "top_k", "top_p", "kept"),
+    [
+        # The token that reaches top-p is kept.
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.49, [1]),
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.74, [0, 1]),
+        ([0.25, 0.5, 0.125, 0.125], 0, 0.76, [0, 1, 2, 3]),  # the last two are as likely as each other
+        ([0.3, 0.7], 0, 1e-9, [1]),
+        # top-p applies to the tokens that top-k keeps: 0.4 of 0.7 is more than half.
+        ([0.4, 0.3, 0.2, 0.1], 0, 0.5, [0, 1]),
+        ([0.4, 0.3, 0.2, 0.1], 2, 0.5, [0]),
+        # A top-k of the whole vocabulary or more keeps every token.
+        ([0.7, 0.3], 100, 1.0, [0, 1]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilities, top_k, top_p, kept):
+    logits = exclude(jnp.log(jnp.array([probabilities])), top_k, top_p)
+    assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1e11])
+def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
+    logits = scale * np.random.default_rng(0).normal(size=(16, 30_000)).astype(np.float32)
+    logits[:8, ::2] = logits[:8, 1::2]  # pairs
+    logits[3:5] = np.round(logits[3:5])
+    descending = -np.sort(-logits.astype(np.float64), axis=1)
+    probability = np.exp(descending - descending[:, :1])
+    probability /= probability.sum(1, keepdims=True)
+    before = np.cumsum(probability, axis=1) - probability
+    # float32 sums of 30,000 probabilities are off by some 1e-7, as those of sorted ones are
+    fewest, most = (
+        np.where(before < x, descending, np.inf).min(1, keepdims=True) for x in (top_p - 1e-6, top_p + 1e-6)
+    )
+    kept = np.asarray(exclude(jnp.asarray(logits), 0, top_p))
+    least = np.where(np.isfinite(kept), kept, np.inf).min(1, keepdims=True)
+    np.testing.assert_array_equal(kept, np.where(logits >= least, logits, -np.inf))
+    assert np.all((least <= fewest) & (least >= most))
+
+
+LOGITS = [2.0, -1.0, 0.5, -0.25, 0.0, 1.5, -3.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"min_p": 0.1}, [0, 2, 3, 4, 5, 7]),
+        ({"min_p": 0.3}, [0, 5, 7]),
+        ({"min_p": 1.0}, [0]),
+        ({"temperature": 0.7, "top_k": 6, "top_p": 0.9, "min_p": 0.25}, [0, 5]),
+    ],
+)
+def test_min_p_keeps_what_transformers_keeps(options, kept):
+    """MinPLogitsWarper (transformers 5.23), in the last row behind those of temperature, top-k and top-p."""
+    keys, positions = sequence_keys(0, 0, jnp.arange(2000)), jnp.zeros(2000, jnp.int32)
+    logits = jnp.broadcast_to(jnp.array(LOGITS), (2000, 8))
+    drawn = sample(logits, keys, positions, RolloutConfig(**LIMITS, **options))
+    assert np.unique(drawn.tokens).tolist() == kept
+    whole = sampling_logprobs(LOGITS, options.get("temperature", 1.0))
+    np.testing.assert_allclose(drawn.kept, np.exp(whole[kept]).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9)])
+def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k, top_p):
+    logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
+    keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
+    options = RolloutConfig(**LIMITS, temperature=0.5, top_k=top_k, top_p=top_p)
+    tokens, logprobs, _ = sample(logits, keys, first, options)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, 0)
+
+
+def test_keys_do_not_depend_on_the_process_s_default_generator():
+    keys = sequence_keys(0, 0, jnp.arange(3))
+    with jax.default_prng_impl("rbg"):
+        assert (sequence_keys(0, 0, jnp.arange(3)) == keys).all()
