@@ -40,8 +40,9 @@ demo: setup
 	$(BIN)/python train.py --config tiny_grpo.yaml seed=$(SEED) run_dir=$(RUNS)/grpo model.source=$(RUNS)/sft
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
+# Shapes and types are checked nightly, and wherever pytest is started by hand.
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	SHAPES=$(if $(ALL),1,0) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  -m "not aot and not aot_gpu and not faults$(if $(ALL),, and not nightly)$(if $(FAST), and not slow)"
 
 faults: setup

@@ -1,4 +1,4 @@
-"""Every test sees eight virtual CPU devices, and shapes are checked at every call of the project's functions.
+"""Every test sees eight virtual CPU devices. Shapes are checked at every call of a function, unless SHAPES=0.
 
 Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
 """
@@ -38,14 +38,14 @@ UNCHECKED = {"mllm.run.signals", *(f"kernels.lm_head.{name}" for name in ENTRY_P
 ROOT = Path(__file__).parent.parent
 FILES = [path.relative_to(ROOT) for package in ("mllm", "kernels") for path in (ROOT / package).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
-checker = "beartype.beartype" if find_spec("beartype") else None  # a GPU's machine may lack it
 if find_spec("hypothesis"):
     from hypothesis import settings
 
     settings.register_profile("patient", deadline=None)  # other processes may take the processor
     settings.load_profile("patient")
 SECTIONS = {name for name in MODULES if name.startswith("mllm.config.") or name.endswith("settings")}
-install_import_hook(sorted(MODULES - UNCHECKED - SECTIONS), checker)
+if find_spec("beartype") and os.environ.get("SHAPES") != "0":  # checking takes a seventh of all seconds
+    install_import_hook(sorted(MODULES - UNCHECKED - SECTIONS), "beartype.beartype")
 
 
 def pytest_configure(config: pytest.Config) -> None:
