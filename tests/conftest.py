@@ -3,6 +3,7 @@
 Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
 """
 
+import fcntl
 import gc
 import os
 import signal
@@ -59,3 +60,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with a slow test come first, so that the workers, who take a file at a time, end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Makes the configuration of a finished run by its name in `tiny.METHODS`.
+
+    A session trains each once: a worker that wants the same at the same time waits. Tests go on from copies.
+    """
+    from runs import changed, run
+    from tiny import METHODS
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "finished"
+    folder.mkdir(exist_ok=True)
+
+    def make(name):
+        settings, done = changed(METHODS[name], run_dir=str(folder / name)), folder / f"{name}.done"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                assert run(settings) == 0
+                done.touch()
+        return settings
+
+    return make

@@ -68,7 +68,7 @@ def in_a_bucket(_):
 
 
 @pytest.mark.slow  # each trains
-@pytest.mark.parametrize("where", [on_disk, in_a_bucket])
+@pytest.mark.parametrize("where", [on_disk, pytest.param(in_a_bucket, marks=pytest.mark.nightly)])
 def test_a_kill_before_the_first_checkpoint_is_whole_leaves_nothing_that_is_refused(tmp_path, monkeypatch, where):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with where(tmp_path / "run") as (place, states, put):

@@ -120,7 +120,7 @@ def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_ch
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_example_of_the_documentation_is_trained_and_then_answers_what_it_was_taught(path, tmp_path):
     """Where the run evaluates, generate is right exactly as often as its last evaluation; all answers are numbers."""
