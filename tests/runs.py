@@ -164,11 +164,11 @@ def assert_same_end(one: Config, other: Config) -> None:
         assert tool_run(one.run_dir).read_log(name) == tool_run(other.run_dir).read_log(name), name
 
 
-def assert_same_metrics(mine: Config, yours: Config) -> None:
+def assert_same_metrics(mine: Config, yours: Config, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """The same lines of metrics, to rounding."""
     assert len(records(mine)) == len(records(yours)) > 1
     for line, expected in zip(records(mine), records(yours), strict=True):
         assert line.keys() == expected.keys()
         for name, value in line.items():
             numbers = np.float64(value), np.float64(expected[name])  # null is NaN
-            np.testing.assert_allclose(*numbers, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {line['step']}")
+            np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=f"{name}, {line['step']}")

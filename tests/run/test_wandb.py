@@ -49,12 +49,11 @@ def service(monkeypatch):
 
 @pytest.mark.slow
 def test_a_run_is_followed_from_its_first_event_to_its_last_goes_on_there_and_does_not_depend_on_it(
-    tmp_path, service, caplog
+    tmp_path, service, caplog, finished
 ):
-    whole = changed(SETTINGS, run_dir=str(tmp_path / "whole"), log={"wandb": None})
-    assert run(whole) == 0
-    settings = changed(SETTINGS, run_dir=str(tmp_path / "mine"))
-    assert run(changed(settings, steps=2)) == 0
+    whole = finished("sft")
+    settings = changed(whole, run_dir=str(tmp_path / "mine"), log={"wandb": "project"})
+    assert run(changed(settings, steps=4)) == 0
     service.fault = "the network is down\nmore"
     assert run(settings) == 0
     assert_same_end(settings, whole)  # as any run that is given more steps
@@ -63,8 +62,8 @@ def test_a_run_is_followed_from_its_first_event_to_its_last_goes_on_there_and_do
     assert (first["resume"], first["sync_tensorboard"]) == ("allow", True)
     assert second["config"] == settings.model_dump(mode="json")
     assert (first["events"], second["events"]) == (0, 1)  # those of a file that is open by then are not followed
-    losses = [(line["step"], pytest.approx(line["loss"])) for line in records(settings)]
-    assert service.found == [losses[:2], losses]
+    losses = [(line["step"], pytest.approx(line["loss"])) for line in records(settings)[1:]]
+    assert service.found == [losses[:4], losses]
     (warning,) = [record.getMessage() for record in caplog.records if "wandb" in record.getMessage()]
     assert warning == "log.wandb: the network is down; the run goes on without it"
 
