@@ -1,6 +1,6 @@
 """The losses and metrics of preferences: against the papers' formulas in float64, and against TRL's trainers.
 
-tests/make_preferences.py has measured TRL's; the formulas are written as loops over sequences.
+TRL's are stored in tests/fixtures/preferences.json; the formulas are written as loops over sequences.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
 
-tests/fixtures/peft and peft_gemma3 were written by peft (tests/make_fixtures.py).
+tests/fixtures/peft and peft_gemma3 were written by peft (tests/fixtures/README.md).
 """
 
 import json

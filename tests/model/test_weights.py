@@ -94,7 +94,7 @@ def test_gemma_3_4b_by_its_sparse_config_json_is_the_preset_and_has_five_sliding
     assert Architecture.from_hf(sizes.to_hf(), "test") == sizes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_loading_holds_less_than_a_file_beside_the_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A file holds several times the largest tensor, as in Qwen2.5: JAX, in a thread of its own, may release a tensor's
     # memory only when the next one has been read.
@@ -133,13 +133,6 @@ def test_shards_are_small_and_listed_by_an_index(tmp_path: Path, monkeypatch: py
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation == {"eos_token_id": [7, 9], "pad_token_id": 3}
     assert_same_bits(load_weights(tmp_path), params)
-
-
-def test_links_are_followed_because_the_hub_s_cache_is_made_of_them(sharded: Path, tmp_path: Path) -> None:
-    (tmp_path / "snapshot").mkdir()
-    for path in sharded.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    assert_same_bits(load_weights(tmp_path / "snapshot"), load_weights(sharded))
 
 
 def test_a_tied_head_that_copies_the_embedding_is_left_out(tmp_path: Path) -> None:

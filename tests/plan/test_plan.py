@@ -11,7 +11,6 @@ from runs import arguments, changed
 import train
 from mllm.config import load as configs
 from mllm.config.model import MeshConfig
-from mllm.config.schema import Rows
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
@@ -120,13 +119,6 @@ def test_the_error_names_the_nearest_setting_that_fits(shapes, phase, mib, missi
     assert message.replace("MISSING", f"{missing}.0 MiB too much in {phase}") in said
 
 
-@pytest.mark.parametrize(("mib", "rows"), [(99, []), (119, [2]), (120, [2, 4]), (200, [2, 4, 8]), (10**6, [2, 4, 8])])
-def test_the_micro_batches_that_fit_divide_the_batch_and_grow_with_the_memory(mib, rows):
-    parts = dict.fromkeys(memory.COLUMNS, 0) | {"parameters": 40 * MIB, "head": 40 * MIB, "activations": 40 * MIB}
-    shape = Rows(length=32, micro=4, total=8, shards=2)
-    assert memory.fitting_micro_batches(memory.Phase("update", parts), shape, mib * MIB) == rows
-
-
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
@@ -223,18 +215,6 @@ def test_a_checkpoint_has_parameters_and_moments_and_an_older_one_stays_until_th
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
 
 
-def test_other_heads_need_their_logits_and_what_fsdp_gathers(config, shapes, monkeypatch):
-    monkeypatch.setattr("mllm.plan.estimate.size", str)
-    # Two rows of 20 tokens a device; the gathered matrix and its gradient, both in float32.
-    logits = f"about {4 * 260 * 40 + 2 * 4 * 260 * 32}"
-    said = "head for 40 tokens a device: fused 7 by the compiler; "
-    assert other_heads(shapes, 7) == said + f"chunks of 256 {logits}, full logits {logits}"
-    one = changed(config, mesh={"fsdp": 1}, rollout={"max_completion_length": 496})
-    chunked, full = (f"about {4 * 260 * count}" for count in (256, 4 * 512))
-    said = other_heads(Programs(one, make_mesh(one.mesh)), 7)
-    assert said.endswith(f"; chunks of 256 {chunked}, full logits {full}")
-
-
 @pytest.mark.parametrize(
     ("mesh", "available", "peak", "said"),
     [
@@ -250,12 +230,6 @@ def test_a_mesh_is_better_that_uses_more_devices_or_gathers_nothing(mesh, availa
     config = tiny.config(mesh=mesh)
     shapes = Programs(config, make_mesh(config.mesh))
     assert [*better_meshes(shapes, available, peak * MIB, 20 * MIB, 100 * MIB)] == said
-
-
-def test_a_mesh_is_no_better_that_does_not_divide_the_model():
-    config = tiny.config(batch_size=12)
-    said = better_meshes(Programs(config, make_mesh(config.mesh)), 3, 0, 0, MIB)
-    assert [line.split()[0] for line in said] == ["mesh.fsdp=2"]  # 3 divide 12 rows, but not a hidden size of 32
 
 
 # What LoRA saves, by Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device
@@ -303,17 +277,6 @@ def test_an_update_takes_four_forward_passes_of_rows_with_full_remat_and_memory_
     step = estimate(four, 1e9, 1e30)
     assert step.update == 8 * step.logprob > 0
     assert step.steps == 16 * 16 / 2
-
-
-@pytest.mark.parametrize(("algorithm", "updates"), [("sft", 1), ("grpo", 4)])
-def test_hours_are_those_of_all_steps_of_which_a_rollout_has_several(algorithm, updates):
-    grpo = {"grpo": {"updates_per_generation": 2, "num_iterations": 2}} if algorithm == "grpo" else {}
-    config = tiny.config(algorithm, steps=3600, **grpo)
-    shapes = Programs(config, make_mesh(config.mesh))
-    rollout, logprob, update, _ = estimate(shapes, 1e7, 1e30)
-    hours = (rollout + logprob + update) / updates
-    assert hours > 0.1
-    assert [*estimates(shapes, (1e7, 1e30), [8])][1].startswith(f"estimate of 3600 steps: {hours:.2f} h, ")
 
 
 def test_a_micro_batch_is_better_that_has_less_padding_or_reads_the_weights_less_often():

@@ -265,7 +265,7 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
 def test_greedy_completions_are_those_of_transformers(name):
-    """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
+    """The completions of tests/fixtures: seven prompts of several lengths, two stop tokens."""
     folder = Path(__file__).parent.parent / "fixtures" / name
     architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")
     graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))

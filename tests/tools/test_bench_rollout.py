@@ -12,7 +12,7 @@ def rows(capsys):
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (columns, *methods)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_conversations_have_speed_useful_share_bytes_and_programs_with_answers_prefilled_or_all_anew(
     monkeypatch, capsys
 ):
