@@ -1,5 +1,6 @@
 """Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
 
+import functools
 import gc
 import hashlib
 import os
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +22,7 @@ from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
+from mllm.run import build
 from mllm.run.checkpoint import by_name, read_arrays, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
@@ -27,7 +31,7 @@ from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
 from mllm.store.run_store import tool_run
 from mllm.train.optimizer import make_optimizer
-from mllm.train.step import abstract_state
+from mllm.train.step import Forward, abstract_state
 
 ROOT = Path(__file__).parent.parent
 TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "store", "parallel"))]
@@ -172,3 +176,25 @@ def assert_same_metrics(mine: Config, yours: Config, rtol: float = 1e-5, atol: f
         for name, value in line.items():
             numbers = np.float64(value), np.float64(expected[name])  # null is NaN
             np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=f"{name}, {line['step']}")
+
+
+def share_programs() -> None:
+    """Let runs of the same settings share what this process has traced, as other processes share what was compiled.
+
+    Tracing and lowering are half of a small run's seconds.
+    """
+    others = dict.fromkeys(("run_dir", "steps", "checkpoint", "log", "eval", "changes"))
+    made: dict[Any, Forward] = {}
+
+    def forward_of(config: Config, graphdef: Any, mesh: Any, teacher: Any = None) -> Forward:
+        key = str({**config.model_dump(), **others}), graphdef, mesh, teacher
+        if key not in made:
+            made[key] = Forward.of(config, graphdef, mesh, teacher)
+        return made[key]
+
+    build.Forward = SimpleNamespace(of=forward_of)
+    for name in ("make_optimizer", "make_schedule", "make_train_step", "make_logprob_pass"):
+        setattr(build, name, functools.cache(getattr(build, name)))
+
+
+share_programs()

@@ -111,6 +111,7 @@ def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkey
     assert len(contents(open_cache(source))) == 20
 
 
+@pytest.mark.slow
 def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, opened, capfd):
     """Locks belong to open files, so threads wait for one another as processes do."""
     open_cache, made = opened
@@ -137,6 +138,7 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_in_order_do_not_import_jax_and_their_death_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizing, "FEW", 1)
     monkeypatch.setattr(tokenizing, "MOST_WORKERS", 2)

@@ -71,7 +71,7 @@ def one_document_of(rows, time):
         ("cudnn", ONE, False, (3, 100, 4, 2, 64, jnp.float32), 1e-5),  # no mask: one document, and padding behind it
     ],
 )
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
     kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):

@@ -47,7 +47,7 @@ def service(monkeypatch):
     return service
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_followed_from_its_first_event_to_its_last_goes_on_there_and_does_not_depend_on_it(
     tmp_path, service, caplog, finished
 ):

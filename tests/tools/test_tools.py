@@ -91,6 +91,7 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
     assert left == checksums(Path(trained.run_dir))
 
 
+@pytest.mark.slow
 def test_an_older_step_and_another_dtype_are_exported_on_request(exported, copy, capsys):
     assert export.main([str(copy), "--step", "2", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"step 2 of {copy} is exported to {copy / 'export'}\n")
@@ -191,6 +192,7 @@ def test_a_run_s_step_is_chosen(exported, calls, capsys):
     assert not all(np.array_equal(newest[name], other[name]) for name in newest)
 
 
+@pytest.mark.slow
 def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(exported, calls, tmp_path, capsys):
     settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
     policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig()), packed=False)
@@ -231,6 +233,7 @@ def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
     assert not given["greedy"]
 
 
+@pytest.mark.slow
 def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_path, monkeypatch, capsys):
     def complete(self, params, prompts, conversations, **given):
         assert self.options.turns == 3
