@@ -57,7 +57,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(__doc__)
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
-    parser.add_argument("--plan", action="store_true", help="say what the run takes: memory, hours, disk; and exit")
+    parser.add_argument("--plan", action="store_true", help="say what the run takes: memory, disk; and exit")
     parser.add_argument("--target", metavar="SLICE", help="with --plan: for TPUs that aren't there, such as v6e:2x4")
     parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
     parser.add_argument(
@@ -114,7 +114,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs those that teach something.
                 try:
-                    data = source.next(whole(state.train.params), state.step, watch, run.reference)
+                    data = source.next(whole(state.train.params), state.step, watch, run.fixed)
                 except StepError as error:
                     fatal_error = str(error)
                     break

@@ -35,9 +35,10 @@ if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
 # of the configuration, nor signals. The head's entry points check their arguments themselves, and which errors they
 # raise is a part of their contract.
 ENTRY_POINTS = ("api", "divergence", "top_k", "sampling")
-UNCHECKED = {"mllm.run.signals", *(f"kernels.lm_head.{name}" for name in ENTRY_POINTS)}
+UNCHECKED = {"mllm.run.signals", *(f"lm_head.{name}" for name in ENTRY_POINTS)}
 ROOT = Path(__file__).parent.parent
-FILES = [path.relative_to(ROOT) for package in ("mllm", "kernels") for path in (ROOT / package).rglob("*.py")]
+SOURCES = {"mllm": ROOT, "lm_head": ROOT / "kernels"}
+FILES = [path.relative_to(root) for name, root in SOURCES.items() for path in (root / name).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
 if find_spec("hypothesis"):
     from hypothesis import settings

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from kernels.lm_head import HeadSharding, divergence_loss, token_logprobs, token_loss
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from lm_head import HeadSharding, divergence_loss, token_logprobs, token_loss
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.tiles import Sizes, Tiles
 
 Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 

@@ -52,24 +52,6 @@ class Meeting:
         return None, len(completion), True
 
 
-class Multiply:
-    """In the form of skyrl-gym's: the record in `extras`, `init`, and a dict of messages, reward and done."""
-
-    def __init__(self, env_config, extras=None):
-        self.answer, self.config = extras["answer"], env_config
-
-    def init(self, prompt):
-        return [{"role": "system", "content": "Multiply."}, *prompt], {}
-
-    def step(self, action):
-        right = action == self.answer
-        message = {"role": "user", "content": "no", "extra": 1}
-        return {"observations": [] if right else [message], "reward": float(right), "done": right, "metadata": {}}
-
-    def public(self):
-        """No tool, since `step` gets whole turns."""
-
-
 class Echo:
     """In the form of TRL's examples; what a tool returns may be no text."""
 

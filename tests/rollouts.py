@@ -65,7 +65,8 @@ def linear_logprobs(params, batch):
 def sequences(batch):
     """Each sequence of a packed batch by its tokens: its fields as rows of an array, [fields, tokens]."""
     found = {}
-    for row in zip(*(field for field in batch if field is not None), strict=True):
+    fields = [*batch[:5], *(batch.inputs or ())]
+    for row in zip(*(field for field in fields if field is not None), strict=True):
         for segment in range(1, row[2].max() + 1):
             fields = np.array([field[row[2] == segment] for field in row], np.float64)
             found[*fields[0].astype(int), int(fields[3, -1])] = fields
@@ -86,11 +87,11 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return result
 
 
-def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, distill=None, **grpo):
+def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, kind=GrpoSource, **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
     settings = config(grpo={"num_generations": GROUP, **grpo}, rollout={"max_completion_length": 2 * LIMIT})
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
-    source = GrpoSource(
+    source = kind(
         settings.grpo,
         load_task(settings.task, seed=0),
         sampler(None, tokenizers.Renderer(BYTES), (258,), settings.rollout, 0),
@@ -100,7 +101,6 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, distill=N
         steps=settings.steps,
         seed=0,
         logged_samples=samples,
-        distill=distill,
     )
     source.logprob_pass = linear_logprobs
     return source

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import train
+from mllm.algorithms.table import schema
 from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.group import join
@@ -43,7 +44,7 @@ def changed(config: Config, **sections) -> Config:
     settings = config.model_dump()
     for name, value in sections.items():
         settings[name] = {**(settings[name] or {}), **value} if isinstance(value, dict) else value
-    return Config.model_validate(settings)
+    return schema().model_validate(settings)
 
 
 def arguments(config: Config) -> list[str]:

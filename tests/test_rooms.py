@@ -7,20 +7,32 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(path for folder in ("kernels", "mllm", "tools") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = {"lm_head": ROOT / "kernels", "mllm": ROOT, "tools": ROOT}  # the folder that each package is in
+FILES = sorted(path for name, folder in SOURCES.items() for path in (folder / name).rglob("*.py"))
 ROOMS = ("config", "parallel", "store", "model", "data", "rewards", "sampler", "train", "algorithms", "run", "plan")
-SETTINGS = re.compile(r"mllm\.algorithms\..*settings")
+SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
 """Those of an algorithm belong to the configuration, and import without JAX."""
-MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
-PACKAGES = sorted(
-    name for name, path in MODULES.items() if path.name == "__init__.py" and path.stat().st_size and "." in name
-)
 HEADLESS = re.compile(r"(Of|Those|That of) ")
+
+
+def module_of(path: Path) -> str:
+    """The name that a file is imported by."""
+    folder = ROOT / "kernels" if path.is_relative_to(ROOT / "kernels") else ROOT
+    return ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
+PACKAGES = sorted(
+    name
+    for name, path in MODULES.items()
+    if path.name == "__init__.py" and path.stat().st_size and ("." in name or name == "lm_head")
+)
 
 
 @cache
@@ -29,27 +41,34 @@ def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(ast.parse(path.read_text())))
 
 
+def package_of(path: Path) -> str:
+    """The package that a file's relative imports begin in."""
+    return module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+
+
 def imported(path: Path) -> Iterator[str]:
     """The modules that a file imports, anywhere in it."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            package = resolve_name("." * node.level, package_of(path)) if node.level else ""
+            origin = ".".join(filter(None, (package, node.module)))
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
 
 
 def floor(module: str) -> int:
     """The place of a module in the order of imports; a module may import those of its own place and of lower ones."""
     top, _, rest = ("mllm.config" if SETTINGS.match(module) else module).partition(".")
     if top != "mllm":
-        return {"kernels": 0, "tools": 100, "train": 100}.get(top, -1)
+        return {"lm_head": 0, "tools": 100, "train": 100}.get(top, -1)
     room = rest.partition(".")[0]
     return 2 + ROOMS.index(room) if room in ROOMS else 1
 
 
 def test_imports_run_one_way() -> None:
     for path in FILES:
-        own = floor(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        own = floor(module_of(path))
         assert [name for name in imported(path) if floor(name) > own] == [], path
 
 

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mllm.algorithms.grpo.batch import PolicyInputs
+from mllm.algorithms.table import schema
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
@@ -16,6 +18,7 @@ from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
+from mllm.train.algorithm import make_algorithm
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.step import Forward, make_train_step
 
@@ -50,7 +53,7 @@ def config(algorithm: str = "grpo", **sections) -> Config:
         settings |= {"data": {"source": "task", "max_length": 32}, "eval": {}}
     for name, value in sections.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
-    return Config.model_validate(settings)
+    return schema().model_validate(settings)
 
 
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
@@ -82,8 +85,9 @@ METHODS = {
         **FOUR_STEPS,
         mesh={"dp": 2},
         model={"lora": {"rank": 2, "alpha": 2}},
+        data=None,
         grpo={"num_generations": 2},
-        distill={"data_share": 0.5},
+        distill={},
         teacher=TEACHER,
     ),
     "dpo": config("dpo", **FOUR_STEPS, mesh={"dp": 2}, rollout=None, dpo={}),
@@ -103,7 +107,7 @@ def make_trainer(settings: Config, mesh=None):
 
 def forward_of(graphdef, mesh, settings: Config) -> Forward:
     """The model and the head of a run."""
-    return Forward.of(settings, graphdef, mesh)
+    return Forward.of(make_algorithm(settings), graphdef, mesh)
 
 
 def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
@@ -120,11 +124,18 @@ def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
         segments=(place < lengths).astype(np.int32),
         labels=(np.roll(tokens, -1, 1) * mask).astype(np.int32),
         weights=(mask / mask.sum()).astype(np.float32),
-        advantages=numbers[0],
-        sampler_logprobs=-5.5 + 0.1 * numbers[1],
-        old_logprobs=-5.5 + 0.1 * numbers[2],
-        reference_logprobs=-5.5 + 0.1 * numbers[3],
+        inputs=PolicyInputs(
+            advantages=numbers[0],
+            sampler_logprobs=-5.5 + 0.1 * numbers[1],
+            old_logprobs=-5.5 + 0.1 * numbers[2],
+            reference_logprobs=-5.5 + 0.1 * numbers[3],
+        ),
     )
+
+
+def with_inputs(batch: Batch, **inputs) -> Batch:
+    """The batch with some of its algorithm's inputs replaced."""
+    return batch._replace(inputs=batch.inputs._replace(**inputs))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -17,7 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import DEFAULTS, ROOT, start
+from tools.bench.frame import DEFAULTS, ROOT, SOURCES, start
 
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true"
 """XLA's flag for the same bits in every run: sums have a fixed order, and no timing chooses products."""
@@ -83,7 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"JAX finds no device: {failure}")
     print(", ".join(f"{name} {value}" for name, value in found[0].items()))
     platform = found[0]["platform"]
-    environment = DEFAULTS | os.environ | {"JAX_PLATFORMS": {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu")}
+    platforms = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu")
+    environment = DEFAULTS | os.environ | SOURCES | {"JAX_PLATFORMS": platforms}
     well = []
     if platform != "cpu":
         tests = ["-m", "pytest", "-v", "-m", platform, "tests/kernels/test_on_device.py"]

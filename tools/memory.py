@@ -13,9 +13,6 @@ brackets where it does not fit), and what holds it:
     head          the peak above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
-With a teacher whose distributions are learned from, the logits are both models', for their divergence; the first two
-columns are then plain JAX (jax.checkpoint in a scan over tokens), and the parameters are both models'.
-
 The figures are those of the compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there:
 nothing runs. --out FILE writes the picture FILE.png.
 """
@@ -28,14 +25,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm import errors
-from mllm.algorithms.algorithms import Comparison, Distill
-from mllm.algorithms.grpo.losses import summed_divergence
+from mllm.algorithms.table import schema
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
@@ -46,7 +42,8 @@ from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
-from mllm.train.head import States, head_sharding
+from mllm.train.algorithm import make_algorithm
+from mllm.train.head import States
 from mllm.train.step import Forward
 from tools.bench.frame import positive, table
 
@@ -65,8 +62,8 @@ Bar = dict[str, int]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
-    if config.teacher_in_update and config.mesh.tp > 1:
-        raise UserError("--config: logits of two models are compared without mesh.tp")
+    if make_algorithm(config).teacher_in_update:
+        raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
     devices = plan.find_devices(config.mesh, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}
@@ -115,9 +112,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
     """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
-    teacher = shapes.teacher.params if shapes.teacher and config.teacher_in_update else ()
     known = {
-        "parameters": bytes_on_device((shapes.policy.params, teacher)),
+        "parameters": bytes_on_device(shapes.policy.params),
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
@@ -130,9 +126,9 @@ def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
 def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
-    group = 2 if config.grpo is None else config.grpo.num_generations
+    group = max(2, make_algorithm(config).group)
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
-    if head in HEADS[:2] and not config.teacher_in_update:
+    if head in HEADS[:2]:
         changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
     lora = config.model.lora or LoraConfig(rank=RANK, alpha=RANK)
     model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
@@ -151,64 +147,16 @@ class NoHead(Forward):
 
     def head_loss(
         self, states: States, batch: Batch, teacher: States | None = None
-    ) -> tuple[Float[Array, ""], TokenLogprobs | Comparison]:
-        sums = [jnp.sum(each.hidden, axis=-1, dtype=jnp.float32) for each in (states, teacher) if each]
-        none = jnp.zeros_like(sums[0])
-        found = TokenLogprobs(none, none, none, none > 0) if teacher is None else Comparison(*[none] * 4)
-        return jnp.sum(batch.weights * sum(sums)), found
-
-
-class TwoLogits(Forward):
-    """The divergence from a teacher by both models' logits, of all of a device's tokens at once."""
-
-    most = sys.maxsize
-    """How many tokens' logits there are at once."""
-
-    def head_loss(self, states: States, batch: Batch, teacher: States | None = None) -> tuple[Float[Array, ""], Any]:
-        assert teacher is not None
-        assert isinstance(self.algorithm, Distill)
-        how = self.algorithm.config.kind, self.algorithm.config.mixture
-        both = min(len(states.copy), len(teacher.copy))
-        tokens = PartitionSpec(head_sharding(self.mesh).tokens)
-
-        def logprobs(hidden: Array, matrix: Array) -> Array:
-            logits = jnp.einsum("rd,vd->rv", hidden, matrix, preferred_element_type=jnp.float32)
-            return jax.nn.log_softmax(logits / self.head.options["temperature"])
-
-        def own(copy: Array, teachers: Array, *rows: Array) -> Array:
-            @jax.checkpoint
-            def add_chunk(loss: Array, chunk: list[Array]) -> tuple[Array, None]:
-                hidden, theirs, weights = chunk
-                found = summed_divergence(logprobs(hidden, copy), logprobs(theirs, teachers), *how)
-                return loss + jnp.sum(weights * found), None
-
-            count = rows[-1].size
-            size = max(size for size in range(1, min(count, self.most) + 1) if count % size == 0)
-            chunks = [x.reshape(count // size, size, *x.shape[2:]) for x in rows]
-            return jax.lax.psum(jax.lax.scan(add_chunk, jnp.float32(0), chunks)[0], tokens[0])
-
-        whole = PartitionSpec(), PartitionSpec()
-        mapped = jax.shard_map(
-            own, mesh=self.mesh, in_specs=(*whole, tokens, tokens, tokens), out_specs=PartitionSpec(), check_vma=False
-        )
-        weight = states.weight.astype(states.copy.dtype)
-        loss = mapped(weight[:both], teacher.copy[:both], states.hidden, teacher.hidden, batch.weights)
-        return loss, Comparison(*[jnp.zeros_like(batch.weights)] * 4)
-
-
-class TwoChunkedLogits(TwoLogits):
-    """The same by a chunk of tokens at a time, whose logits the backward pass makes again."""
-
-    most = 1024
+    ) -> tuple[Float[Array, ""], TokenLogprobs]:
+        sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
+        none = jnp.zeros_like(sums)
+        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
 
 
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
     """The program of `Programs` with this name and this head."""
-    settings = Config.model_validate(config)
-    kinds: dict[str, type[Forward]] = {"none": NoHead}
-    if settings.teacher_in_update:
-        kinds |= {"full_logits": TwoLogits, "chunked_logits": TwoChunkedLogits}
-    return getattr(Programs(settings, mesh, kinds.get(head, Forward)), name)()
+    kind = NoHead if head == "none" else Forward
+    return getattr(Programs(schema().model_validate(config), mesh, kind), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

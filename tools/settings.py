@@ -9,7 +9,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mllm.config.schema import Config
+from mllm.algorithms.table import schema
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -20,7 +20,7 @@ settings, or would have no effect, is an error.
 """
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "pattern": "matches"}
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "object": "mapping", "null": "`null`"}
-SCHEMA = Config.model_json_schema()
+SCHEMA = schema().model_json_schema()
 
 
 def reference() -> str:

@@ -1,10 +1,11 @@
 """The fused LM head: log-probabilities, losses and gradients without [tokens, vocabulary] logits (docs/head.md)."""
 
-from kernels.lm_head.api import EngineChoice, choose_impl, token_logprobs, token_loss
-from kernels.lm_head.divergence import divergence_loss, token_divergence
-from kernels.lm_head.layout import HeadSharding
-from kernels.lm_head.softmax import TokenLogprobs
-from kernels.lm_head.top_k import top_k_logprobs
+from . import libtpu  # noqa: F401  its settings are made before JAX loads libtpu
+from .api import EngineChoice, choose_impl, token_logprobs, token_loss
+from .divergence import divergence_loss, token_divergence
+from .layout import HeadSharding
+from .softmax import TokenLogprobs
+from .top_k import top_k_logprobs
 
 __all__ = [
     "EngineChoice",

@@ -1,33 +1,33 @@
 """The head's entry points: arguments are checked, leading dims flattened, and an engine is picked."""
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from kernels.lm_head import autodiff, chunked_logits, full_logits, target, xla
-from kernels.lm_head.arguments import checked_inputs, checked_options
-from kernels.lm_head.contract import Engine, Inputs, Options, Terms
-from kernels.lm_head.gpu import engine as mosaic_gpu
-from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
-from kernels.lm_head.sharded import Sharded
-from kernels.lm_head.softmax import TokenLogprobs
-from kernels.lm_head.target import same_varying, varying_axes
-from kernels.lm_head.tpu import engine as mosaic_tpu
+from . import autodiff, full_logits, target
+from .arguments import checked_inputs, checked_options
+from .contract import Engine, Inputs, Options, Terms
+from .layout import HeadSharding, Rows, run_on_mesh
+from .shapes import Array, Bool, Float, Integer, Shaped
+from .sharded import Sharded
+from .softmax import TokenLogprobs
+from .target import same_varying, varying_axes
 
 Impl = Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"]
 
-_ENGINES: Mapping[str, Engine] = {
-    "full_logits": full_logits,
-    "chunked_logits": chunked_logits,
-    "xla": xla,
-    "mosaic_tpu": mosaic_tpu,
-    "mosaic_gpu": mosaic_gpu,
+_MODULES: Mapping[str, str] = {
+    "full_logits": ".full_logits",
+    "chunked_logits": ".chunked_logits",
+    "xla": ".xla",
+    "mosaic_tpu": ".tpu.engine",
+    "mosaic_gpu": ".gpu.engine",
 }
+"""Each engine's module, imported when it is asked for: Pallas' part for GPUs needs packages that others lack."""
 _DEFAULTS: Mapping[str, tuple[Impl, str]] = {
     "tpu": ("mosaic_tpu", "by its compiler's schedule; not timed on a device"),
     "gpu": ("mosaic_gpu", "0.4 of xla's time on an H200"),
@@ -181,20 +181,24 @@ def choose_impl(
     return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), sharding)
 
 
+def _load(impl: str) -> Any:
+    return importlib.import_module(_MODULES[impl], __package__)
+
+
 def _choose(inputs: Inputs, options: Options, sharding: HeadSharding | None) -> EngineChoice:
     platform = target.platform(None if sharding is None else sharding.mesh)
     impl, reason = _DEFAULTS.get(platform, _DEFAULTS["cpu"])
-    why_not = Sharded.of(_ENGINES[impl], sharding).obstacle(inputs, options)
+    why_not = Sharded.of(_load(impl), sharding).obstacle(inputs, options)
     return EngineChoice(impl, reason) if why_not is None else EngineChoice("xla", f"{impl} can't run: {why_not}")
 
 
 def _engine(impl: str | None, inputs: Inputs, options: Options, sharding: HeadSharding | None) -> Engine:
-    if impl not in (None, *_ENGINES):
-        raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
+    if impl not in (None, *_MODULES):
+        raise ValueError(f"impl must be None or one of {', '.join(_MODULES)}, not {impl!r}")
     if not inputs.labels.size:  # without tokens, full logits are empty
         return full_logits
     impl = impl or _choose(inputs, options, sharding).impl
-    engine: Engine = Sharded.of(_ENGINES[impl], sharding)
+    engine: Engine = Sharded.of(_load(impl), sharding)
     why_not = engine.obstacle(inputs, options)
     if why_not is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Inputs, Options
+from .contract import Inputs, Options
+from .shapes import Array, Float
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
 """Not float16: a probability times a token's weight, such as 2^-16, would be 0 there for all but likely words."""

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Engine, Gradients, Inputs, Options, Terms, weighted_sum
-from kernels.lm_head.softmax import Slopes, TokenLogprobs
-from kernels.lm_head.target import vary
+from .contract import Engine, Gradients, Inputs, Options, Terms, weighted_sum
+from .shapes import Array, Float
+from .softmax import Slopes, TokenLogprobs
+from .target import vary
 
 
 def _named_statistics(objective: Callable[..., Any]) -> Sequence[str]:

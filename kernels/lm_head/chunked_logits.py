@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
-from kernels.lm_head import contract, full_logits, target
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.live_rows import round_up
-from kernels.lm_head.softmax import Slopes, Softmax
+from . import contract, full_logits, target
+from .contract import Gradients, Inputs, Options, Terms
+from .live_rows import round_up
+from .shapes import Array
+from .softmax import Slopes, Softmax
 
 _CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64
 

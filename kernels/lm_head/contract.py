@@ -6,11 +6,11 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Integer, Shaped
 
-from kernels.lm_head.softmax import Slopes, Softmax
-from kernels.lm_head.target import vary, varying_axes
-from kernels.precision import precision_of
+from .precision import precision_of
+from .shapes import Array, Bool, Float, Int, Integer, Shaped
+from .softmax import Slopes, Softmax
+from .target import vary, varying_axes
 
 Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None where not asked for
 

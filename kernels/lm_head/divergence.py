@@ -5,6 +5,7 @@ Neither model's logits exist as an array. The student's side is differentiable, 
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,18 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head import autodiff, divergence_xla, target
-from kernels.lm_head.arguments import check_model, checked_inputs, checked_options
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
-from kernels.lm_head.sharded import ShardedPair
-from kernels.lm_head.target import same_varying
-from kernels.lm_head.tpu import divergence as divergence_tpu
-from kernels.lm_head.two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine, TwoSoftmaxes
+from . import autodiff, target
+from .arguments import check_model, checked_inputs, checked_options
+from .contract import Gradients, Inputs, Options, Terms
+from .layout import HeadSharding, Rows, run_on_mesh
+from .shapes import Array, Bool, Float
+from .sharded import ShardedPair
+from .target import same_varying
+from .two_softmaxes import KINDS, Divergence, Kind, Pair, PairEngine, TwoSoftmaxes
 
-_ENGINES: Mapping[str, PairEngine] = {"xla": divergence_xla, "mosaic_tpu": divergence_tpu}
+_MODULES: Mapping[str, str] = {"xla": ".divergence_xla", "mosaic_tpu": ".tpu.divergence"}  # imported when asked for
 _DEFAULTS = {"tpu": "mosaic_tpu"}  # where it can run; elsewhere "xla"
 
 
@@ -166,14 +166,18 @@ _divergences.defvjp(_divergences_forward, _divergences_backward, symbolic_zeros=
 
 
 def _engine(impl: str | None, pair: Pair, how: Divergence, options: Options, sharding: HeadSharding | None) -> Any:
-    if impl not in (None, *_ENGINES):
-        raise ValueError(f"impl must be None or one of {', '.join(_ENGINES)}, not {impl!r}")
+    if impl not in (None, *_MODULES):
+        raise ValueError(f"impl must be None or one of {', '.join(_MODULES)}, not {impl!r}")
     name = impl or _DEFAULTS.get(target.platform(None if sharding is None else sharding.mesh), "xla")
-    engine, by_xla = (ShardedPair.of(_Comparing(_ENGINES[x], how), sharding) for x in (name, "xla"))
+    engine, by_xla = (ShardedPair.of(_Comparing(_load(x), how), sharding) for x in (name, "xla"))
     why_not = engine.obstacle(pair, options)
     if why_not is not None and impl is not None:
         raise ValueError(f"impl: {impl} can't run here: {why_not}")
     return engine if why_not is None else by_xla
+
+
+def _load(impl: str) -> Any:
+    return importlib.import_module(_MODULES[impl], __package__)
 
 
 def _pair(rows: Rows, student: Inputs, teacher_vocabulary: int | None, hidden: Array, weight: Array) -> Pair:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head import contract, two_softmaxes
-from kernels.lm_head.contract import Gradients, Options
-from kernels.lm_head.live_rows import live_rows, round_up, write
-from kernels.lm_head.two_softmaxes import Divergence, Pair, TwoSoftmaxes
-from kernels.lm_head.xla import (
+from . import contract, two_softmaxes
+from .contract import Gradients, Options
+from .live_rows import live_rows, round_up, write
+from .shapes import Array, Bool, Float, Int
+from .two_softmaxes import Divergence, Pair, TwoSoftmaxes
+from .xla import (
     Plan,
     columns_of,
     in_waves,

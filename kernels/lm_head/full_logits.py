@@ -10,11 +10,11 @@ Suffixes: N rows, D features, V vocabulary; `y` is the product of hidden states 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
-from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.softmax import FLOOR, MASKED, Running, Slopes, Softmax, finish_live
+from . import contract, target
+from .contract import Gradients, Inputs, Options, Terms
+from .shapes import Array, Float
+from .softmax import FLOOR, MASKED, Running, Slopes, Softmax, finish_live
 
 
 def obstacle(inputs: Inputs, options: Options) -> None:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Inputs
+from .contract import Inputs
+from .shapes import Array, Float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Integer
 
-from kernels.lm_head import contract
-from kernels.lm_head.contract import Gradients, Inputs, Options
+from . import contract
+from .contract import Gradients, Inputs, Options
+from .shapes import Array, Bool, Integer
 
 Carry = TypeVar("Carry")
 

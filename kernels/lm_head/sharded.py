@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
 
-from kernels.lm_head.contract import Engine, Gradients, Inputs, Options, Terms, gradient_dtypes
-from kernels.lm_head.layout import HeadSharding
-from kernels.lm_head.two_softmaxes import Pair
+from .contract import Engine, Gradients, Inputs, Options, Terms, gradient_dtypes
+from .layout import HeadSharding
+from .shapes import Array, Float
+from .two_softmaxes import Pair
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+
+from .shapes import Array, Bool, Float
 
 FLOOR = -1e30  # below any logit, yet differences to it, and a vocabulary's worth of them, are finite
 MASKED = 2 * FLOOR  # so far below the floor that a tile of nothing else adds nothing

@@ -8,15 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head import contract, xla
-from kernels.lm_head.arguments import checked_inputs, checked_options
-from kernels.lm_head.contract import Inputs, Options
-from kernels.lm_head.layout import HeadSharding, Rows, run_on_mesh
-from kernels.lm_head.sharded import Sharded
-from kernels.lm_head.softmax import Columns, Softmax, empty_running, finish_live, include_tile
-from kernels.lm_head.target import same_varying
+from . import contract, xla
+from .arguments import checked_inputs, checked_options
+from .contract import Inputs, Options
+from .layout import HeadSharding, Rows, run_on_mesh
+from .shapes import Array, Bool, Float, Int
+from .sharded import Sharded
+from .softmax import Columns, Softmax, empty_running, finish_live, include_tile
+from .target import same_varying
 
 Lists = tuple[Array, ...]
 """Columns of each row, [N, K] each: their logits and ids."""

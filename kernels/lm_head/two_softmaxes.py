@@ -19,10 +19,10 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head.contract import Gradients, Inputs, Options
-from kernels.lm_head.softmax import FLOOR, MASKED
+from .contract import Gradients, Inputs, Options
+from .shapes import Array, Bool, Float
+from .softmax import FLOOR, MASKED
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 KINDS: tuple[Kind, ...] = ("forward_kl", "reverse_kl", "jsd")

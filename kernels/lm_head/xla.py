@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Integer
 
-from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.live_rows import live_rows, over_waves, round_up, write
-from kernels.lm_head.softmax import (
+from . import contract, target
+from .contract import Gradients, Inputs, Options, Terms
+from .live_rows import live_rows, over_waves, round_up, write
+from .shapes import Array, Bool, Float, Int, Integer
+from .softmax import (
     Columns,
     Slopes,
     Softmax,

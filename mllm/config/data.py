@@ -1,12 +1,14 @@
 """The section `data`: the examples that SFT learns from, and the preferences that DPO does."""
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
+PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
+"""What a record of preferences is: a prompt with two completions, or one completion with a label."""
 
 
 class ValidationConfig(Section):
@@ -54,9 +56,6 @@ class DataConfig(Section):
     cache: str | None = None
     """The folder that keeps the examples as tokens, for later starts; None: mllm in $XDG_CACHE_HOME or ~/.cache. Not
     with source task."""
-    on_bad_line: Literal["error", "skip"] = "error"
-    """What to do with lines that are no examples: list all in one error, or leave them out and count them. Not with
-    source task."""
     validation: ValidationConfig | None = None
     """The examples that the loss is measured on; None: there is no validation."""
 
@@ -65,7 +64,7 @@ class DataConfig(Section):
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":
-            self.reject_unused("with source: task", "on_bad_line", "cache")
+            self.reject_unused("with source: task", "cache")
         if self.validation and self.validation.split and (self.source == "task" or names_files(self.source)):
             raise impossible("validation.split", f"is not used with source: {self.source}: give a source or a share")
         if self.validation and self.validation.share and self.source == "task":

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from mllm.algorithms.table import schema
 from mllm.config import places
 from mllm.config.habits import HABITS
 from mllm.config.schema import Config
@@ -54,7 +55,7 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str]) -> Config:
     try:
-        return Config.model_validate(settings)
+        return schema().model_validate(settings)
     except ValidationError as error:
         raise UserError(f"{' '.join([str(path), *overrides])}: {explain(error)}") from None
 
@@ -185,7 +186,7 @@ def nearest(location: Sequence[str]) -> str:
     section, name = ".".join(location[:-1]), location[-1]
     if name in HABITS:
         return f"; here: {HABITS[name]}"
-    keys = [key.rpartition(".") for key in keys_of(Config) if not key.startswith("changes.")]  # a mere record
+    keys = [key.rpartition(".") for key in keys_of(schema()) if not key.startswith("changes.")]  # a mere record
     if elsewhere := ["".join(key) for key in keys if key[2] == name]:
         return f"; it is {' or '.join(elsewhere)}"
     close = difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1)

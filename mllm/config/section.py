@@ -10,6 +10,10 @@ LARGEST_NUMBER = 2**31 - 1
 """The largest whole number in a setting, because JAX counts in int32."""
 
 
+Fault = tuple[str, str]
+"""The key of a setting that can't work, or has no effect, and what is wrong with it."""
+
+
 class Section(BaseModel):
     """A group of settings; immutable, and closed to keys that it doesn't define."""
 
@@ -24,12 +28,17 @@ class Section(BaseModel):
 
     def reject_unused(self, because: str, *names: str) -> None:
         """Raise for the first of `names`, dotted in inner sections, that is set to something other than its default."""
+        for fault in self.unused(because, *names):
+            raise impossible(*fault)
+
+    def unused(self, because: str, *names: str) -> Iterator[Fault]:
+        """The faults of those of `names`, dotted in inner sections, that are not at their defaults."""
         for name in names:
             section, (*inner, last) = self, name.split(".")
             for part in inner:
                 section = getattr(section, part)
             if getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True):
-                raise impossible(name, f"is not used {because}: remove it")
+                yield name, f"is not used {because}: remove it"
 
 
 def impossible(key: str, message: str) -> PydanticCustomError:

@@ -41,7 +41,7 @@ class Trajectory(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The rows of an update. The arrays after the weights are None where the objective doesn't need them."""
+    """The rows of an update."""
 
     tokens: Ints
     positions: Ints
@@ -53,13 +53,8 @@ class Batch(NamedTuple):
     weights: Floats
     """The label's weight in the loss, already divided by the whole batch's denominator; 0 for prompts and padding. So
     the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
-    advantages: Floats | None = None
-    sampler_logprobs: Floats | None = None
-    """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
-    old_logprobs: Floats | None = None
-    """Log-probabilities under the parameters before this rollout's first update; None, or `objectives.CURRENT`: those
-    are the current ones."""
-    reference_logprobs: Floats | None = None
+    inputs: Any = None
+    """What the algorithm's loss takes besides: a NamedTuple of its own, of arrays [B, ...]; None: nothing."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

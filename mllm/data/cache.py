@@ -3,8 +3,8 @@
 A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: documents in an ArrayRecord file, their sizes, mapped into memory, and a summary with checksums, which is
 written last, and compared whenever the cache is opened. A lock lets one process of a host make it while others wait.
-The processes of a run each tokenize a share of the records, and pass it on to all. Whenever a cache is made, those that
-nothing has used for long are removed, by the limits of `mllm.store.fetch`.
+Of a run's processes one on each machine makes it. Whenever a cache is made, those that nothing has used for long are
+removed, by the limits of `mllm.store.fetch`.
 """
 
 import hashlib
@@ -13,25 +13,21 @@ import logging
 import os
 import tempfile
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
-from jax import process_count, process_index
-from jax.errors import JaxRuntimeError
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from mllm.algorithms.dpo.settings import PreferenceForm
-from mllm.config.data import DataConfig
-from mllm.data.records import BadRecord, Origin, bad_lines
-from mllm.data.tokenizing import Document, Documents, Encoded, Preference, encode_blocks, mismatched
+from mllm.config.data import DataConfig, PreferenceForm
+from mllm.data.records import Origin, bad_lines
+from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipped, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
@@ -40,7 +36,7 @@ from mllm.store.fetch import LOCK, locked, prune
 
 log = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """The format of the cache and of what formats make of records; another one doesn't find older caches."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000
@@ -53,7 +49,7 @@ def cached_documents(
     """All examples of files or a hub id, with a `form` preferences; a warning counts those that were skipped or cut.
 
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
-    between processes, has no example, or a line of it is bad and not to be skipped.
+    between processes, has no example, or a line of it is bad.
     """
     caches, content = folder_of(config), origin.content()
     contents = gather_objects(content)
@@ -62,22 +58,25 @@ def cached_documents(
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, config.on_bad_line, *filter(None, [form])]
+        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form])]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-        while not all(gather_objects((summary := read_summary(folder)) is not None)):
-            make_together(folder, origin, config, renderer, content, form)
-    except JaxRuntimeError:  # another process was lost
-        raise
+        if (summary := read_summary(folder)) is None:
+            with locked(folder):
+                if (summary := read_summary(folder)) is None:  # no other process has made it meanwhile
+                    prune(place for place in caches.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
+                    encoded = encode_records(renderer, config.max_length, origin.records(), form)
+                    summary = make(folder, origin, encoded, content)
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
-    assert summary is not None
     with suppress(OSError):  # it may be another user's
         (folder / LOCK).touch()  # its time is that of the last use
-    for name, what in (("skipped", "bad lines were skipped"), ("cut", "examples were cut at data.max_length")):
-        if summary[name]:
-            log.warning("%s: %s: %d %s", origin.key, origin.source, summary[name], what)
+    counts = {"cut at data.max_length": summary["cut"]}
+    counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
+    for what, count in counts.items():
+        if count:
+            log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, what)
     return open_documents(folder, summary, form)
 
 
@@ -104,29 +103,6 @@ def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm |
     return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats", form)
 
 
-def make_together(
-    folder: Path, origin: Origin, config: DataConfig, renderer: Renderer, content: str, form: PreferenceForm | None
-) -> None:
-    """Make the cache that some process lacks, each process a share of it, or wait for another run that makes it.
-
-    One process of each machine writes it.
-    """
-    own = islice(origin.blocks(), process_index(), None, process_count())
-    encoded = exchange(encode_blocks(renderer, config.max_length, own, form), form)
-    if form == "labelled":
-        encoded = mismatched(encoded, config.max_length)
-    with locked(folder, wait=False) as has_lock:
-        if has_lock and read_summary(folder) is None:
-            prune(place for place in folder.parent.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
-            make(folder, origin, config, encoded, content)
-        elif process_count() > 1:
-            deque(encoded, maxlen=0)
-    gather_objects(None)  # the caches of this run are made
-    if not has_lock:
-        with locked(folder):
-            pass
-
-
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a cache; None where there is none, or its files are damaged."""
     try:
@@ -142,19 +118,23 @@ def checksum(folder: Path, summary: str) -> str:
     return hashlib.sha256(b"\n".join(parts)).hexdigest()
 
 
-def make(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded], content: str) -> None:
-    """Write the cache of a source with this content, in place of a damaged one or what a killed process left."""
+def make(folder: Path, origin: Origin, encoded: Iterator[Encoded], content: str) -> dict[str, Any]:
+    """Write the cache of a source with this content, in place of a damaged one or what a killed process left.
+
+    Returns its summary.
+    """
     if (folder / SUMMARY).exists():
         log.warning("data.cache: %s is damaged, and made again", folder)
     clear(folder)
     with ExitStack() as failed:
         failed.callback(clear, folder)
-        summary = write_documents(folder, origin, config, encoded)
+        summary = write_documents(folder, origin, encoded)
         if origin.content() != content:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         text = json.dumps(summary)
         (folder / SUMMARY).write_text(f"{checksum(folder, text)}\n{text}")
         failed.pop_all()
+    return summary
 
 
 def clear(folder: Path) -> None:
@@ -162,55 +142,39 @@ def clear(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_documents(folder: Path, origin: Origin, config: DataConfig, encoded: Iterator[Encoded]) -> dict[str, Any]:
-    """Write documents and sizes. Returns a hash of the documents and how many are texts, were skipped or cut."""
-    content, bad, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), 0, 0
+def write_documents(folder: Path, origin: Origin, encoded: Iterator[Encoded]) -> dict[str, Any]:
+    """Write documents and sizes.
+
+    Returns a hash of the documents, how many are texts or were cut, and how many were skipped for each reason.
+    """
+    content, bad, skipped, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), Counter[str](), 0, 0
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with (
         closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")) as writer,
         (folder / SIZES).open("wb") as sizes,
     ):
-        for place, found in bar:
-            if isinstance(found, UserError):
-                bad.append((place, found))
-                if config.on_bad_line == "error" and len(bad) == MOST_BAD:
+        for place, result in bar:
+            if isinstance(result, UserError):
+                bad.append((place, result))
+                if len(bad) == MOST_BAD:
                     break
-                continue
-            document, complete, is_text = found
-            record = signed(document).tobytes()
-            writer.write(record)
-            content.update(record)
-            sizes.write(np.array(document.size, np.int32).tobytes())
-            cut += not complete
-            texts += is_text
+            elif isinstance(result, Skipped):
+                skipped[result.reason] += 1
+            else:
+                document, complete, is_text = result
+                record = signed(document).tobytes()
+                writer.write(record)
+                content.update(record)
+                sizes.write(np.array(document.size, np.int32).tobytes())
+                cut += not complete
+                texts += is_text
         documents = sizes.tell()
-    if bad and (config.on_bad_line == "error" or not documents):
+    if bad:
         raise bad_lines(bad, origin.key)
     if not documents:
-        raise UserError(f"{origin.key}: {origin.source}: there is no example in it")
-    return {"content": content.hexdigest(), "skipped": len(bad), "cut": cut, "texts": texts}
-
-
-def exchange(own: Iterator[list[Encoded]], form: PreferenceForm | None = None) -> Iterator[Encoded]:
-    """The documents of all blocks, in their order, of which each process, all of which must call this, encodes its own.
-
-    They wait for each other by `gather_objects`.
-    """
-    if process_count() == 1:
-        yield from chain.from_iterable(own)
-        return
-    blocks = (shareable(block) for block in own)
-    while parts := [part for part in gather_objects(next(blocks, None)) if part is not None]:
-        for place, found, *about in chain.from_iterable(parts):
-            yield place, BadRecord(found, *about) if isinstance(found, str) else (unsigned(found, form), *about)
-
-
-def shareable(block: list[Encoded]) -> list[Any]:
-    """The documents of a block as `gather_objects` takes them: signed tokens, or an error's line and fields."""
-    return [
-        [place, str(found), found.fields] if isinstance(found, BadRecord) else [place, signed(found[0]), *found[1:]]
-        for place, found in block
-    ]
+        why = f" that can be learned: {'; '.join(skipped)}" if skipped else " in it"
+        raise UserError(f"{origin.key}: {origin.source}: there is no example{why}")
+    return {"content": content.hexdigest(), "skipped": skipped, "cut": cut, "texts": texts}
 
 
 def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:

@@ -70,8 +70,6 @@ def pair_of(record: Record) -> tuple[Record, Record]:
     chosen, rejected = record.get("chosen"), record.get("rejected")
     if chosen is None or rejected is None:
         raise UserError(f"{'rejected' if rejected is None else 'chosen'} is missing")
-    if chosen == rejected:
-        raise UserError("chosen and rejected are equal, so there is nothing to learn")
     shared: Record = {name: record[name] for name in ("prompt", "question", "tools") if name in record}
     if isinstance(chosen, list) and not isinstance(record.get("prompt"), list):
         answers = turns(record, "chosen"), turns(record, "rejected")

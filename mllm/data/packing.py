@@ -4,39 +4,13 @@ First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes a
 more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that are learned.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Int, Num
 
 from mllm.config.schema import Rows
-from mllm.data.batch import Batch, Trajectory
-
-
-def pack(
-    trajectories: Sequence[Trajectory],
-    weights: Float[np.ndarray, "B"],
-    advantages: Float[np.ndarray, "B"],
-    rows: Rows,
-) -> Batch:
-    """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.
-
-    Every sampled token has its trajectory's weight and advantage. The last token of a trajectory is only ever a label,
-    and takes no place.
-    """
-    lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
-    learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)
-    row = first_fit_decreasing(lengths, rows.length)
-    places = spread_rows(np.bincount(row, learned), rows)[row]
-    batch = empty_batch((rows.total, rows.length))
-    token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
-    for place, trajectory, weight, advantage in zip(
-        places.tolist(), trajectories, weights.tolist(), advantages, strict=True
-    ):
-        predicts = add_sequence(batch, place, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
-        token_advantages[predicts] = advantage
-        logprobs[predicts] = trajectory.logprobs
-    return batch._replace(advantages=token_advantages, sampler_logprobs=logprobs)
+from mllm.data.batch import Batch
 
 
 def empty_batch(shape: tuple[int, int]) -> Batch:

@@ -1,7 +1,6 @@
 """Records of text data: lines and rows of files, and rows of a data set on the hub, each with its place.
 
-Several processes share the work by blocks of records: each reads all of the files, which is fast, and parses and
-tokenizes its own blocks, which is slow. Blank lines are no records, but count in the lines' numbers.
+Blank lines are no records, but count in the lines' numbers.
 """
 
 import csv
@@ -14,7 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,8 +28,8 @@ Record = dict[str, Any]
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .csv or .parquet"
 LISTED_PLACES = 3
 """How many bad lines an error lists."""
-BLOCK_BYTES, BLOCK_ROWS = 2**16, 64
-"""About the bytes of a block of lines, and the rows of a block of a table."""
+PARQUET_ROWS = 64
+"""The rows of a parquet file that are held at once."""
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
 
@@ -45,23 +44,6 @@ class BadRecord(UserError):
 
 Records = Iterator[tuple[str, Record | BadRecord]]
 """Records with their places, `train.jsonl:17`, or what is wrong with them."""
-
-
-class Block(NamedTuple):
-    """Records that follow each other in a file or a data set, and that one process parses."""
-
-    source: str
-    first: int
-    """The number of the first line or row."""
-    rows: Any
-    """Lines in bytes, or rows: a list, in which a blank one is empty bytes, or pyarrow's RecordBatch."""
-
-    def records(self) -> Records:
-        """The records; rows lack what is null in them, where every column of a table has a value or null."""
-        rows = self.rows if isinstance(self.rows, list) else self.rows.to_pylist()
-        numbered = enumerate(rows, self.first)
-        found = ((f"{self.source}:{n}", row) for n, row in numbered if not isinstance(row, bytes) or row.strip())
-        return read_records(found, parse)
 
 
 class Origin(NamedTuple):
@@ -87,28 +69,24 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records; UserError as by `blocks`."""
-        return chain.from_iterable(block.records() for block in self.blocks())
+        """All records; they lack what is null in a row, where every column of a table has a value or null.
 
-    def blocks(self) -> Iterator[Block]:
-        """The blocks of a split, whose first row is number 0, or of files, whose first line or row is number 1.
-
-        Files come in the order of their names. UserError, which names the setting, is raised where there is no such
-        file or data set, or one can't be read.
+        Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
+        UserError, which names the setting, is raised where there is no such file or data set, or one can't be read.
         """
+        return read_records(self.rows(), parse)
+
+    def rows(self) -> Iterator[tuple[str, bytes | Record]]:
+        """Lines that are not blank, in bytes, or rows, each with its place."""
         if self.split is not None:
-            rows = iter(hub_split(self.source, self.subset, self.split, self.key))
-            return numbered(f"{self.source}[{self.split}]", 0, iter(lambda: list(islice(rows, BLOCK_ROWS)), []))
-        return chain.from_iterable(
-            numbered(str(path), 1, READERS.get(path.suffix, line_blocks)(path, self.key))
-            for path in file_paths(self.source, self.key)
-        )
-
-
-def numbered(source: str, first: int, blocks: Iterable[Any]) -> Iterator[Block]:
-    for rows in blocks:
-        yield Block(source, first, rows)
-        first += len(rows)
+            rows: Iterable[Record] = hub_split(self.source, self.subset, self.split, self.key)
+            yield from ((f"{self.source}[{self.split}]:{number}", row) for number, row in enumerate(rows))
+            return
+        for path in file_paths(self.source, self.key):
+            read = READERS.get(path.suffix, read_lines)
+            for number, row in enumerate(read(path, self.key), start=1):
+                if not isinstance(row, bytes) or row.strip():
+                    yield f"{path}:{number}", row
 
 
 def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | BadRecord]]:
@@ -177,46 +155,40 @@ def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compre
         raise UserError(f"{key}: {path} can't be read ({reason}): give {FORMATS}") from None
 
 
-def row_blocks(path: Path, key: str) -> Iterator[Any]:
-    """A parquet file's rows in RecordBatches; UserError, which names the setting `key`, where it can't be read."""
+def read_parquet(path: Path, key: str) -> Iterator[Record]:
+    """A parquet file's rows; UserError, which names the setting `key`, where it can't be read."""
     need("pyarrow", "parquet", f"{key}: {path}")
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     with open_file(path, key, ArrowException), ParquetFile(path) as table:
-        yield from table.iter_batches(BLOCK_ROWS)
+        for batch in table.iter_batches(PARQUET_ROWS):
+            yield from batch.to_pylist()
 
 
-def csv_blocks(path: Path, key: str) -> Iterator[list[Any]]:
+def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
     """The rows of a CSV file, named by its first; all values are texts. UserError where it can't be read."""
     csv.field_size_limit(LONGEST_LINE)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         header = next(rows, [])
-        named = (dict(zip_longest(header, row)) if row else b"" for row in rows)
-        numbered_as_lines = chain([b""], named)
-        yield from iter(lambda: list(islice(numbered_as_lines, BLOCK_ROWS)), [])
+        yield b""  # the names stand in row 1
+        for row in rows:
+            yield dict(zip_longest(header, row)) if row else b""
 
 
-def line_blocks(path: Path, key: str) -> Iterator[list[bytes]]:
+def read_lines(path: Path, key: str) -> Iterator[bytes]:
     """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
-    lines, size = list[bytes](), 0
     with open_file(path, key) as file:
         while line := file.readline(LONGEST_LINE + 1):
             rest = line
             while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
                 pass
-            lines.append(line)
-            size += len(line)
-            if size >= BLOCK_BYTES:
-                yield lines
-                lines, size = [], 0
-    if lines:
-        yield lines
+            yield line
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".parquet": row_blocks, ".csv": csv_blocks}
-"""What reads a file with this ending; `line_blocks` any other."""
+READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".parquet": read_parquet, ".csv": read_csv}
+"""What reads a file with this ending; `read_lines` any other."""
 
 
 def parse(row: bytes | Record) -> Record:

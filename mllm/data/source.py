@@ -5,10 +5,10 @@ A source's position is JSON and goes into the checkpoint; with the parameters it
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from mllm.config.task import Form
 from mllm.data.batch import Batch
-from mllm.data.tokenizing import Documents
 from mllm.model.layout import Params
 from mllm.stopwatch import Stopwatch
 
@@ -29,24 +29,25 @@ class Step:
     """Tokens in the whole batch, prompts included."""
 
 
+class Fixed(NamedTuple):
+    """Parameters that no update changes, beside the policy's own; None where the algorithm has none."""
+
+    reference: Params | None = None
+    """The parameters that the run began with."""
+    teacher: Params | None = None
+
+
 @runtime_checkable
 class Source(Protocol):
     steps: int
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether `next` compares the policy with a reference."""
+    def learned(self) -> Form:
+        """What its examples are: texts or chats."""
 
-    @property
-    def validation(self) -> Documents | None:
-        """The documents that SFT's validation measures; None: there are none."""
-
-    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
-        """The data of update `step`, counted from 0 and below `steps`.
-
-        `params` are those of the policy, `reference` those that the run began with, where they are needed.
-        """
+    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
+        """The data of update `step`, counted from 0 and below `steps`; `params` are the policy's."""
 
     def position(self) -> dict[str, Any]:
         """The position after the last step, from which `seek` continues: JSON."""
@@ -56,3 +57,11 @@ class Source(Protocol):
 
     def resumable(self, step: int) -> bool:
         """Whether a run can be resumed from the position after `step` updates."""
+
+
+@runtime_checkable
+class ReferencedSource(Source, Protocol):
+    """A source that compares the policy with the run's first parameters, which are needed only once."""
+
+    def set_reference(self, params: Params, checksum: str) -> None:
+        """Take these parameters, which are known by their checksum, as the reference, before the first update."""

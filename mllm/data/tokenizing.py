@@ -1,28 +1,17 @@
-"""Turns records into documents of tokens, in several processes where there are many records.
+"""Turns records into documents of tokens."""
 
-A worker process imports this file, which does not import JAX. Workers end with the process that started them.
-"""
-
-import multiprocessing
-import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from mllm.algorithms.dpo.settings import PreferenceForm
+from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
 from mllm.data.formats import labelled, messages_of, pair_of, text, turns
-from mllm.data.records import BadRecord, Block, Record, read_records
+from mllm.data.records import BadRecord, Record, Records, read_records
 from mllm.errors import UserError
 from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, texts_of
 
@@ -81,95 +70,93 @@ class Documents:
         return self.read([index])[0]
 
 
-Encoded = tuple[str, tuple[Document | Preference, bool, bool] | BadRecord]
-"""The place of a record, and its document with whether that is all of it and is a text, or what is wrong with it."""
+class Skipped(NamedTuple):
+    """A sound record that can't be learned from."""
 
-Encode = Callable[..., tuple[Document | Preference, bool, bool]]
-FEW = 32
-"""About as many blocks are faster tokenized here than processes start, which import transformers."""
-MOST_WORKERS = 16
+    reason: str
 
 
-def encode_blocks(
-    renderer: Renderer, max_length: int, blocks: Iterable[Block], form: PreferenceForm | None = None
-) -> Iterator[list[Encoded]]:
-    """The documents of blocks of records, in their order; no more than some blocks of them are held at a time.
-
-    With a `form` they are preferences. UserError is raised if a worker process is killed.
-    """
-    encode: Encode = partial(encode_preference, form) if form else encode_document
-    encode, left = partial(encode, renderer, max_length), iter(blocks)
-    for block in islice(left, FEW):
-        yield list(read_records(block.records(), encode))
-    workers = min(os.cpu_count() or 1, MOST_WORKERS)
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker, (encode,))
-    pending: deque[Future[list[Encoded]]] = deque()
-    try:
-        while True:
-            pending.extend(pool.submit(encode_in_worker, block) for block in islice(left, 4 * workers - len(pending)))
-            if not pending:
-                return
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise UserError("data.source: a process that tokenizes was killed; is there enough memory?") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+EQUAL = Skipped("chosen and rejected have equal tokens")
+Encoded = tuple[str, tuple[Document | Preference, bool, bool] | Skipped | BadRecord]
+"""The place of a record, and its document with whether that is all of it and is a text, or why there is none."""
 
 
-def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool]:
+def encode_records(
+    renderer: Renderer, max_length: int, records: Records, form: PreferenceForm | None = None
+) -> Iterator[Encoded]:
+    """The documents of records, in their order; with a `form` they are preferences."""
+    encode = partial(encode_preference, form) if form else encode_document
+    encoded = read_records(records, partial(encode, renderer, max_length))
+    return mismatched(encoded, max_length) if form == "labelled" else encoded
+
+
+def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool] | Skipped:
     """The record as a document of at most `max_length` tokens, whether that is all of it, and whether it is a text."""
     ids, learned, is_text = encode_record(renderer, record)
-    return cut(ids, learned, max_length, max_length), len(ids) <= max_length, is_text
+    document = cut(ids, learned, max_length)
+    return (document, len(ids) <= max_length, is_text) if document.learned.any() else nothing_within(max_length)
 
 
-def cut(ids: list[int], learned: list[bool], most: int, max_length: int) -> Document:
-    """The document of the first `most` tokens; UserError where none of them is learned."""
+def cut(ids: list[int], learned: list[bool], most: int) -> Document:
+    """The document of the first `most` tokens."""
     document = Document(np.array(ids[:most], np.int32), np.array(learned[:most], bool))
     document.learned[:1] = False
-    if not document.learned.any():
-        raise UserError(f"none of the tokens to learn lies within data.max_length ({max_length})")
     return document
+
+
+def nothing_within(max_length: int) -> Skipped:
+    return Skipped(f"none of the tokens to learn lies within data.max_length ({max_length})")
 
 
 def encode_preference(
     form: PreferenceForm, renderer: Renderer, max_length: int, record: Record
-) -> tuple[Preference, bool, bool]:
+) -> tuple[Preference, bool, bool] | Skipped:
     """The record as a preference, whether that is all of it, and whether it is a text.
 
     Sequences end with their last learned token, since nothing depends on those behind it. Both of a pair have at most
     `max_length` tokens together: where they have more, neither is cut to less than a half. `mismatched` adds the second
     sequence to one with a label.
     """
-    records, label = ([*pair_of(record)], None) if form == "pairs" else ([(found := labelled(record))[0]], found[1])
-    encoded = [encode_record(renderer, one) for one in records]
+    if form == "pairs" and "chosen" in record and record["chosen"] == record.get("rejected"):
+        return EQUAL
+    if form == "pairs":
+        records, label = [*pair_of(record)], None
+    else:
+        example, label = labelled(record)
+        records = [example]
+    encoded = [encode_record(renderer, each) for each in records]
     ends = [len(learned) - learned[::-1].index(True) if True in learned else 0 for _, learned, _ in encoded]
     most = [min(ends[0], max(max_length // 2, max_length - sum(ends[1:])) if ends[1:] else max_length)]
     most += [min(end, max_length - most[0]) for end in ends[1:]]
-    first, *others = (cut(ids, learned, n, max_length) for (ids, learned, _), n in zip(encoded, most, strict=True))
-    second = others[0] if others else NO_DOCUMENT
-    return Preference(first, second, label), most == ends, all(one[2] for one in encoded)
+    documents = [cut(ids, learned, count) for (ids, learned, _), count in zip(encoded, most, strict=True)]
+    if not all(document.learned.any() for document in documents):
+        return nothing_within(max_length)
+    first, second = documents if form == "pairs" else (*documents, NO_DOCUMENT)
+    if np.array_equal(first.tokens, second.tokens) and np.array_equal(first.learned, second.learned):
+        return EQUAL
+    return Preference(first, second, label), most == ends, all(is_text for *_, is_text in encoded)
 
 
 def mismatched(encoded: Iterable[Encoded], max_length: int) -> Iterator[Encoded]:
     """The labelled completions, each beside its prompt with the next example's completion; the last has the first's."""
 
-    def join(one: Any, other: Any) -> Encoded:
-        (place, ((own, _, label), *about)), ((next_own, *_), *_) = one, other
-        prompt, completion = own.learned.argmax(), next_own.learned.argmax()
-        parts = zip((own.tokens, own.learned), (next_own.tokens, next_own.learned), strict=True)
+    def join(example: Any, following: Any) -> Encoded:
+        place, ((own, _, label), *about) = example
+        _, ((other, *_), *_) = following
+        prompt, completion = own.learned.argmax(), other.learned.argmax()
+        parts = zip(own, other, strict=True)
         second = Document(*(np.concatenate([a[:prompt], b[completion:]])[:max_length] for a, b in parts))
         return place, (Preference(own, second, label), *about)
 
     first: Any = None
     last: Any = None
-    for one in encoded:
-        place, found = one
-        if isinstance(found, BadRecord):
-            yield one
+    for example in encoded:
+        if isinstance(example[1], BadRecord | Skipped):
+            yield example
             continue
         if last:
-            yield join(last, found)
-        first, last = first or found, (place, found)
+            yield join(last, example)
+        first, last = first or example, example
     if last:
         yield join(last, first)
 
@@ -204,26 +191,3 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     if record.get("tools"):
         renderer = replace(renderer, args={**renderer.args, "tools": record["tools"]})
     return *encode_example(renderer, prompt + answer, len(prompt)), False
-
-
-encode_here: Encode
-"""A worker's function, which has the tokenizer."""
-
-
-def start_worker(encode: Encode) -> None:
-    """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
-    global encode_here
-    encode_here = encode
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def encode_in_worker(block: Block) -> list[Encoded]:
-    return list(read_records(block.records(), encode_here))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
-from kernels.precision import precision_of
+from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding

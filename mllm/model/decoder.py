@@ -20,7 +20,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
-from kernels.precision import precision_of
+from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture, LayerKind, RopeScaling
 from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy

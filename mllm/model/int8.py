@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int
 
-from kernels.precision import precision_of
+from lm_head.precision import precision_of
 
 MOST = 127
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, Float32
 
-from kernels.precision import precision_of
+from lm_head.precision import precision_of
 from mllm.model.int8 import Int8Matrix, is_int8
 from mllm.model.layout import Params, parameter_name, split_layers
 

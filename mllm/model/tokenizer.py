@@ -1,21 +1,17 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
 Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
-confines to its messages, and that is stopped after `TEMPLATE_SECONDS`. Its memory is not limited. Documents, and
-content that isn't plain text, are left out.
+confines to its messages; its time and memory are not limited. Documents, and content that isn't plain text, are left
+out.
 """
 
-import ctypes
 import logging
 import re
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from threading import Lock, Thread, get_ident
 from typing import TYPE_CHECKING, Any, cast
 
 from mllm.config.task import ChatTemplate, Form
@@ -68,14 +64,8 @@ BYTES_TEMPLATE = (
 )
 """It leaves out the roles: a tiny model pays for each token."""
 
-LARGEST_TEMPLATE = 2**20
 DATE = "26 Jul 2024"
 """The date that Llama 3's templates write where the system has no clock."""
-TEMPLATE_SECONDS = 10.0
-CHECK_SECONDS = 0.5
-LOCK = Lock()
-DEADLINES: dict[int, float] = {}
-"""The end of the time of each thread's limited code, by the thread's identifier."""
 
 
 class MessagesError(UserError):
@@ -285,33 +275,16 @@ def strings_in(value: Any) -> list[str]:
 
 
 def apply_template(renderer: Renderer, messages: Sequence[Message], **options: Any) -> Any:
-    """The result of `apply_chat_template`; UserError where the template fails or takes too long."""
+    """The result of `apply_chat_template`; UserError where the template fails."""
+    for text in strings_in([*messages, {**renderer.args}]):
+        if found := control_tokens(renderer.tokenizer).search(text):
+            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
+    # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
+    options |= {"date_string": DATE, **renderer.args}
     try:
-        with time_limit(TEMPLATE_SECONDS, "model.tokenizer: its chat template"):
-            template: Any = renderer.tokenizer.get_chat_template()
-            if not isinstance(template, str) or len(template) > LARGEST_TEMPLATE:
-                raise UserError(f"model.tokenizer: its chat template is no text of up to {LARGEST_TEMPLATE} characters")
-            refuse_powers(template)
-            for text in strings_in([*messages, {**renderer.args}]):
-                if found := control_tokens(renderer.tokenizer).search(text):
-                    what = f"{found.group()} is a control token, which only the chat template may write"
-                    raise MessagesError(f"messages: {what}")
-            # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
-            options |= {"date_string": DATE, **renderer.args}
-            return renderer.tokenizer.apply_chat_template(list(messages), **options)
-    except UserError:
-        raise
+        return renderer.tokenizer.apply_chat_template(list(messages), **options)
     except Exception as error:  # the template is a program, which may fail in any way
         raise MessagesError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
-
-
-@lru_cache
-def refuse_powers(template: str) -> None:
-    """Raise UserError for a template with `**`: 9**9**9**9 would be a single instruction, which nothing stops."""
-    import jinja2
-
-    if any(kind == "operator" and text == "**" for _, kind, text in jinja2.Environment().lex(template)):
-        raise UserError("model.tokenizer: its chat template takes a power (**), which no chat needs")
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -327,36 +300,3 @@ def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """A pattern that matches the text of any control token; Llama 3's many are read once, as no tokenizer changes."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")
-
-
-@contextmanager
-def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise UserError in the body once it has taken longer; `what` begins the message. Limits can't be nested.
-
-    Whichever thread runs the body, another one raises an exception in it, again and again until the body ends, since a
-    `__del__` may swallow one. A single instruction in C is not limited.
-    """
-    start_checking()
-    with LOCK:
-        DEADLINES[get_ident()] = time.monotonic() + seconds
-    try:
-        yield
-    except TimeoutError:
-        raise UserError(f"{what} took longer than {seconds:g} s") from None
-    finally:
-        with LOCK:
-            DEADLINES.pop(get_ident(), None)
-
-
-@cache
-def start_checking() -> None:
-    """Start the thread that checks, once in a process."""
-
-    def check() -> None:
-        while True:
-            time.sleep(CHECK_SECONDS)
-            with LOCK:
-                for thread in (thread for thread, deadline in DEADLINES.items() if time.monotonic() > deadline):
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
-
-    Thread(target=check, name="time limit", daemon=True).start()

@@ -3,13 +3,12 @@
 The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
 devices that aren't there, that of `targets.py`. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
-holds. All lengths are at their limits. The host's memory and fragmentation are left out. estimate.py adds what follows
-by arithmetic.
+holds. All lengths are at their limits. Time, the host's memory and fragmentation are left out.
 """
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +18,9 @@ from jax.sharding import Mesh
 from mllm.config.model import MeshConfig
 from mllm.config.schema import Config, Rows
 from mllm.errors import UserError
+from mllm.model.layout import count
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
 from mllm.plan import targets
-from mllm.plan.estimate import better_meshes, estimates, other_heads, size, subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.sampler.schedule import PREFILLED_BATCHES
@@ -41,8 +40,6 @@ class Devices(NamedTuple):
     memory: int
     """Bytes that a program may have on each device."""
     target: str | None
-    rates: tuple[float, float] | None = None
-    """bfloat16 flop/s and the memory's byte/s; None where they aren't known."""
 
     @property
     def caveat(self) -> str | None:
@@ -60,8 +57,33 @@ class Phase(NamedTuple):
         return sum(self.parts.values())
 
 
+def size(count: int) -> str:
+    """A number of bytes, for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def subject(shapes: Programs) -> Iterator[str]:
+    """The lines that say what is planned and what its checkpoints take on disk."""
+    config, rows, state = shapes.config, shapes.rows, shapes.state
+    whole, trained = count(shapes.policy.params), count(state.params)
+    adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
+    yield f"{config.algorithm} of {config.model.source or 'a new model'}, {whole:,} parameters{adapters}"
+    if config.teacher and shapes.teacher:
+        yield f"teacher: {config.teacher.source}, {count(shapes.teacher.params):,} parameters in {config.teacher.dtype}"
+    rollout, batch = config.rollout, f"batch_size {config.batch_size}"
+    if (completions := shapes.algorithm.completions) and rollout:
+        limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
+        batch += f", {completions} completions in a rollout, {limits} tokens at most"
+    steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
+    yield f"{batch}; micro_batch_size {rows.micro}, rows of {rows.length} tokens; {steps}"
+    nbytes, settings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)), config.checkpoint
+    # An older one is removed only when the new one is complete.
+    most = 1 + (settings.keep + settings.keep_best if settings.every else 0)
+    yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
+
+
 def plan(config: Config, target: str | None, tell: Tell = print) -> None:
-    """Print what is planned, what each phase takes, whether all phases fit, the estimate, and better settings.
+    """Print what is planned, what each phase takes, and whether all phases fit.
 
     UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
     are impossible.
@@ -76,9 +98,8 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        room = room_that_fits(
-            shapes.policy, config.rollout, config.optimizer, config.grpo, devices.memory, shapes.teacher
-        )
+        holds = shapes.algorithm.reference == "held"
+        room = room_that_fits(shapes.policy, config.rollout, config.optimizer, holds, devices.memory, shapes.teacher)
         shapes.config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
         )
@@ -90,16 +111,9 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     if largest.peak > devices.memory:
         raise UserError(remedy(shapes, found, devices.memory, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
-    tell(other_heads(shapes, update.parts["head"]))
     if config.rollout is not None:
         tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
     tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
-    unknown = f"no estimate of hours: the rates of {devices.name} aren't known; --target knows those of others"
-    # A micro-batch has gradients of its own besides their sum.
-    held = sum(update.parts[name] for name in ("parameters", "optimizer", "gradients", "gradients"))
-    meshes = better_meshes(shapes, devices.available, largest.peak, held, devices.memory)
-    for line in (*(estimates(shapes, devices.rates, fitting) if devices.rates else [unknown]), *meshes):
-        tell(line)
 
 
 def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
@@ -117,7 +131,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    reference = bytes_on_device(shapes.policy.trained) if config.grpo and config.grpo.beta > 0 else 0
+    algorithm = shapes.algorithm
+    reference = bytes_on_device(shapes.policy.trained) if algorithm.reference == "held" else 0
     teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
     frozen = reference + teacher  # in memory in every phase, whose program may not have them
     held = {"parameters": parameters + frozen, "optimizer": optimizer}
@@ -134,21 +149,20 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
         if config.rollout.turns > 1:
             found.append(phase("answers", compiled("answers", "extend").peak + others, known, 0))
-    in_update = config.teacher_in_update
-    if config.grpo and config.grpo.passes and not in_update:
-        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-        found.append(phase("log-prob", account.peak + frozen + optimizer, held, head.temporaries))
-    if config.dpo and config.dpo.needs_reference:
-        # The reference's pass comes before the optimizer's moments are made; KTO estimates z0 beside them.
-        account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-        beside = optimizer if config.dpo.form == "labelled" else 0
-        found.append(phase("log-prob", account.peak + beside, {**held, "optimizer": beside}, head.temporaries))
-    if teacher and not in_update:
-        account = compiled("teacher", "teacher_pass")
-        found.append(phase("teacher", account.peak + parameters + reference + optimizer, held, 0))
+    for policy, beside_optimizer in algorithm.passes:
+        moments = optimizer if beside_optimizer else 0
+        known = {**held, "optimizer": moments}
+        if policy == "teacher":
+            peak = compiled("teacher", "teacher_logprob").peak + parameters + reference + moments
+            found.append(phase("teacher", peak, known, 0))
+        else:
+            account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+            found.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
-    found.append(phase("update", account.peak + (reference if in_update else frozen), known, head.temporaries))
+    found.append(
+        phase("update", account.peak + (reference if algorithm.teacher_in_update else frozen), known, head.temporaries)
+    )
     return found
 
 
@@ -160,12 +174,11 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
         except UserError as error:
             raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
         kind = mesh.devices.flat[0].device_kind
-        rates = next((chip.rates for chip in targets.CHIPS.values() if chip.kind == kind), None)
-        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None, rates)
+        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
         mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
         chip = targets.CHIPS[targets.split(target)[0]]
-        return Devices(target, mesh, len(targets.devices(target)), chip.memory, target, chip.rates)
+        return Devices(target, mesh, len(targets.devices(target)), chip.memory, target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from mllm.algorithms.table import schema
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.architecture import PRESETS
@@ -31,9 +32,10 @@ from mllm.sampler.decoding import (
 )
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
+from mllm.train.algorithm import make_algorithm
 from mllm.train.head import States
 from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_teacher_pass, make_train_step
+from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
@@ -41,7 +43,7 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
     """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
-    shapes = Programs(Config.model_validate(config), mesh)
+    shapes = Programs(schema().model_validate(config), mesh)
     shapes.tokens = tokens
     return getattr(shapes, name)()
 
@@ -69,7 +71,8 @@ class Programs:
         self.layout = self.model.layout
         self.array = self.layout.abstract
         self.rows = config.rows
-        self.forward = kind.of(config, self.policy.graphdef, mesh, self.teacher and self.teacher.graphdef)
+        self.algorithm = make_algorithm(config)
+        self.forward = kind.of(self.algorithm, self.policy.graphdef, mesh, self.teacher and self.teacher.graphdef)
 
     def load_teacher(self) -> Policy | None:
         """The teacher without its tokenizer, if its sizes are known by name; None without a teacher."""
@@ -118,23 +121,24 @@ class Programs:
     def logprob(self) -> Program:
         """The log-prob pass over a rollout, or over preferences."""
         function = make_logprob_pass(self.forward)
-        return function, (self.policy.params, self.batch(self.rows.total, policies=False))
+        return function, (self.policy.params, self.batch(self.rows.total, bare=True))
 
     def update(self) -> Program:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
         function = make_train_step(self.forward, self.optimizer, schedule, self.config.seed)
-        scored = [self.teacher.params] if self.teacher and self.config.teacher_in_update else []
+        scored = [self.teacher.params] if self.teacher and self.algorithm.teacher_in_update else []
         return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1], *scored)
 
-    def teacher_pass(self) -> Program:
+    def teacher_logprob(self) -> Program:
         """The teacher's log-prob pass over a rollout."""
-        assert self.teacher is not None
-        return make_teacher_pass(self.forward, 1.0), (self.teacher.params, self.batch(self.rows.total))
+        assert self.teacher
+        assert self.forward.teacher
+        return make_logprob_pass(self.forward.teacher), (self.teacher.params, self.batch(self.rows.total, bare=True))
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
-        return self.forward.head.logprobs, (self.head_states(), self.batch(self.rows.micro, policies=False))
+        return self.forward.head.logprobs, (self.head_states(), self.batch(self.rows.micro, bare=True))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
@@ -145,23 +149,15 @@ class Programs:
             return self.forward.head_loss(States(hidden, weight, copy), batch, *teacher)
 
         function = jax.value_and_grad(loss, trained, has_aux=True)
-        scored = [self.head_states(self.teacher)] if self.teacher and self.config.teacher_in_update else []
+        scored = [self.head_states(self.teacher)] if self.teacher and self.algorithm.teacher_in_update else []
         return function, (*self.head_states(), self.batch(self.rows.micro), *scored)
 
-    def batch(self, rows: int, policies: bool = True) -> Batch:
-        """The largest batch; with the log-probabilities under other policies, if the objective needs them."""
+    def batch(self, rows: int, bare: bool = False) -> Batch:
+        """The largest batch; a `bare` one lacks what only the algorithm's loss takes."""
         shape = (rows, self.rows.length)
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
-        grpo, dpo = self.config.grpo, self.config.dpo
-        if dpo is not None and policies:
-            labelled = floats if dpo.form == "labelled" else None
-            reference = floats if dpo.needs_reference else None
-            return Batch(ints, ints, ints, ints, floats, labelled, None, labelled, reference)
-        if grpo is None:
-            return Batch(ints, ints, ints, ints, floats)
-        old = floats if policies and grpo.needs_old_logprobs and not self.config.teacher_in_update else None
-        reference = floats if policies and grpo.beta > 0 else None
-        return Batch(ints, ints, ints, ints, floats, floats, floats, old, reference)
+        inputs = None if bare else self.algorithm.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
+        return Batch(ints, ints, ints, ints, floats, inputs)
 
     @property
     def slots(self) -> int:
@@ -169,7 +165,7 @@ class Programs:
         config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
         evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
-        rows = max(evaluated, config.grpo.updates_per_generation * config.batch_size if config.grpo else 0)
+        rows = max(evaluated, self.algorithm.completions)
         most = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), most // shards))
 

@@ -62,19 +62,15 @@ class Chip(NamedTuple):
     """The number of dims of a slice's shape."""
     memory: int
     """Bytes that a program may have, by the refusals of libtpu 0.0.42; of a GPU three quarters, JAX's default."""
-    rates: tuple[float, float]
-    """bfloat16 flop/s and the memory's byte/s."""
 
 
-# Rates: https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, https://resources.nvidia.com/en-us-tensor-core
-# (SXM, without sparsity).
 TPUS = {
-    "v5e": Chip("TPU v5 lite", 2, int(15.75 * 2**30), (197e12, 819e9)),
-    "v5p": Chip("TPU v5", 3, int(95.74 * 2**30), (459e12, 2765e9)),
-    "v6e": Chip("TPU v6 lite", 2, int(31.25 * 2**30), (918e12, 1640e9)),
-    "tpu7x": Chip("TPU7x", 3, int(94.75 * 2**30), (576.75e12, 1845e9)),
+    "v5e": Chip("TPU v5 lite", 2, int(15.75 * 2**30)),
+    "v5p": Chip("TPU v5", 3, int(95.74 * 2**30)),
+    "v6e": Chip("TPU v6 lite", 2, int(31.25 * 2**30)),
+    "tpu7x": Chip("TPU7x", 3, int(94.75 * 2**30)),
 }
-CHIPS = {**TPUS, "h100": Chip("NVIDIA H100 80GB HBM3", 1, 84_942_979_072 * 3 // 4, (989e12, 3350e9))}
+CHIPS = {**TPUS, "h100": Chip("NVIDIA H100 80GB HBM3", 1, 84_942_979_072 * 3 // 4)}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
@@ -265,14 +261,12 @@ def parse_account(report: str, assignment: str) -> Account:
 
 
 def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program and print its memory, as `memory` gives it, and its bytes accessed, as a line of JSON."""
+    """Compile a program and print its memory, as `memory` gives it, as a line of JSON."""
     given = json.loads(arguments)
     axes = given.pop("mesh", {"chip": 1})
     make = program(name)
     on_target = mesh(target, tuple(axes.values()), tuple(axes))
-    found = compiled(*make(on_target, **given), on_target)
-    # XLA for GPUs that aren't there has no analysis.
-    child.answer(memory(found) | {"bytes": (found.cost_analysis() or {}).get("bytes accessed", 0)})
+    child.answer(memory(compiled(*make(on_target, **given), on_target)))
 
 
 if __name__ == "__main__":

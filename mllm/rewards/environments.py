@@ -1,8 +1,8 @@
 """The process's side of conversations: environments and tools as users write them, see docs/environments.md.
 
-An environment is an object of a class with tools (TRL's `environment_factory`) or with `step` (also skyrl-gym's). Many
-live in a process, each for its conversation. `Player` is called as a reward function is, with
-the trainer's moves for samples: time limits, failures and coroutines are those of reward_calls. No JAX is imported.
+An environment is an object of a class with tools (TRL's `environment_factory`) or with `step`. Many live in a process,
+each for its conversation. A `Player` is called as a reward function is, with the trainer's moves for samples:
+reward_calls limits its time, counts its failures and awaits its coroutines. No JAX is imported.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from mllm.rewards.calls import Notes, Reward, file_of, judge
 from mllm.rewards.functions import imported
 from mllm.strict_json import whole_characters
 
-NO_TOOLS = ("reset", "init", "get_reward", "close")
+NO_TOOLS = ("reset", "get_reward", "close")
 """Public methods of an environment that are no tools."""
 Messages = list[dict[str, Any]]
 Tools = Mapping[str, Callable[..., Any]]
@@ -137,28 +137,25 @@ class Player:
         prompt = example.prompt if example.conversational else example.question
         given = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
         row = {name: value for name, value in given.items() if value is not None} | dict(example.fields)
-        own = self.make(**accepted(self.make, {}, {"env_config": {}, "extras": row}))  # skyrl-gym's two
-        messages = list(example.prompt)
-        self.held[move.conversation] = own, messages
-        if reset := getattr(own, "reset", None):
+        environment, messages = self.make(), list(example.prompt)
+        self.held[move.conversation] = environment, messages
+        said = None
+        if reset := getattr(environment, "reset", None):
             further = {"seed": move.seed, "row": row, "messages": messages}
             said = await settled(reset(**accepted(reset, row, further)))
-        else:
-            said = await call(own, "init", messages)
-        said = said[0] if isinstance(said, tuple) else said
         if isinstance(said, str):
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + said}
         elif said is not None:
             messages[:] = as_messages(said)
         return Turn([*messages])
 
-    async def take_turn(self, move: Move, own: Any, messages: Messages) -> tuple[Turn, Any]:
+    async def take_turn(self, move: Move, environment: Any, messages: Messages) -> tuple[Turn, Any]:
         """What the tools answer that a turn calls, or else what the environment says; or the conversation's end."""
         calls: list[tuple[str, dict[str, Any]]] = []
         said, errors, reward, done = Messages(), 0, None, move.completion is None
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
-            tools = self.functions | {name: getattr(own, name) for name in self.methods}
+            tools = self.functions | {name: getattr(environment, name) for name in self.methods}
             try:
                 calls = tool_calls(move.completion) if tools else []
             except ValueError as error:
@@ -168,22 +165,22 @@ class Player:
                 said.append({"role": "tool", "name": name, "content": content})
                 errors += failed
             if not said and self.has_step:
-                observation, reward, done = outcome(await call(own, "step", move.completion))
+                observation, reward, done = outcome(await call(environment, "step", move.completion))
                 said = [] if observation is None else as_messages(observation)
                 if not (said or done):
                     raise TypeError("it is not done, and there is no observation")
             messages += said
             done = done or not said or move.last
         if done:
-            final = await call(own, "get_reward")
+            final = await call(environment, "get_reward")
             reward = final if reward is None else reward if final is None else reward + final
         named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return Turn(said, done, named, errors, public_values(own) if done else {}), reward
+        return Turn(said, done, named, errors, public_values(environment) if done else {}), reward
 
     async def close(self, conversation: int) -> None:
         """Close the conversation's environment, if there is one."""
-        own, _ = self.held.pop(conversation, (None, None))
-        await call(own, "close")
+        environment, _ = self.held.pop(conversation, (None, None))
+        await call(environment, "close")
 
 
 def players(environment: str | None, tools: Sequence[str], seconds: float) -> list[Player]:
@@ -191,9 +188,9 @@ def players(environment: str | None, tools: Sequence[str], seconds: float) -> li
     return [Player(environment, tools, seconds)]
 
 
-async def call(own: Any, name: str, *args: Any) -> Any:
+async def call(environment: Any, name: str, *args: Any) -> Any:
     """What the method returns; None where there is none."""
-    method = getattr(own, name, None)
+    method = getattr(environment, name, None)
     return None if method is None else await settled(method(*args))
 
 
@@ -219,9 +216,9 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any], further: Ma
     return {**given, **named} if any(one.kind == one.VAR_KEYWORD for one in parameters) else named
 
 
-def public_values(own: Any) -> dict[str, Any]:
+def public_values(environment: Any) -> dict[str, Any]:
     found = {}
-    for name, value in getattr(own, "__dict__", {}).items():
+    for name, value in getattr(environment, "__dict__", {}).items():
         with suppress(TypeError, ValueError, RecursionError):
             if not name.startswith("_"):
                 found[name] = strict_json.load(json.dumps(value))
@@ -230,11 +227,9 @@ def public_values(own: Any) -> dict[str, Any]:
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
     """Observation, reward and done in what `step` returns; TypeError where it is something else."""
-    match returned:
-        case {"reward": reward, "done": done}:
-            return returned.get("observations", returned.get("observation")), reward, bool(done)
-        case (observation, reward, done) | (observation, reward, done, _):
-            return observation, reward, bool(done)
+    if isinstance(returned, tuple | list) and len(returned) in (3, 4):
+        observation, reward, done = returned[:3]
+        return observation, reward, bool(done)
     raise TypeError(f"expected observation, reward and done, got {returned!r:.100}")
 
 

@@ -14,25 +14,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from mllm.algorithms.dpo.source import PreferenceSource
-from mllm.algorithms.dpo.validation import make_preference_validation
-from mllm.algorithms.grpo.source import GrpoSource, TeacherPass
-from mllm.algorithms.mixed_source import MixedSource
-from mllm.algorithms.sft.source import SftBatches, SftSource
 from mllm.config.schema import Config
 from mllm.config.task import Form
-from mllm.data.batch import Batch
 from mllm.data.cache import tokenizer_digest
 from mllm.data.prompts import task_renderer
-from mllm.data.source import Source
+from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
@@ -41,8 +34,8 @@ from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
-from mllm.parallel.mesh import make_mesh, shard_batch, sharding
-from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, local_rows, raise_everywhere
+from mllm.parallel.mesh import make_mesh
+from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder, report, wandb
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
@@ -56,6 +49,7 @@ from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.sampler.sampler import Sampler
 from mllm.store.checksum import checksums
+from mllm.train.algorithm import Parts, make_algorithm
 from mllm.train.head import choose_head
 from mllm.train.optimizer import make_optimizer, make_schedule
 from mllm.train.room import room_that_fits
@@ -63,10 +57,7 @@ from mllm.train.step import (
     Forward,
     abstract_state,
     init_state,
-    make_logprob_pass,
-    make_teacher_pass,
     make_train_step,
-    make_validation,
 )
 
 
@@ -100,41 +91,39 @@ class Run:
             self.config = config
             self.task = load_task(config.task, config.seed) if config.task else None
             self.rewards: RewardRunner | None = None
-            self.sampler: Sampler | None = None
             if config.task and self.task and config.rollout:
                 most = config.rollout.max_completion_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
             self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
-            self.forward = Forward.of(config, policy.graphdef, self.mesh, teacher and teacher.graphdef)
-            self.source, learned = self.make_source()
+            self.algorithm = algorithm = make_algorithm(config)
+            self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)
+            self.source, self.sampler = self.make_source()
             self.optimizer = make_optimizer(config.optimizer, self.source.steps)
             schedule = make_schedule(config.optimizer, self.source.steps)
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            compared = config.dpo is not None and config.dpo.needs_reference
             new = policy.lora is not None or not common_steps(self.store)
-            initial = policy.initial_params() if self.source.needs_reference or compared or new else None
-            if compared and initial is not None:
+            initial = policy.initial_params() if algorithm.reference or new else None
+            if initial is not None and algorithm.reference == "at_start":
                 self.set_reference(initial)
                 initial = initial if new else None
             self.trained, self.frozen = policy.split(initial)
             """The parameters that updates change, until `start` has taken them; and those that none changes."""
-            self.reference = initial if self.source.needs_reference else None
-            """The parameters that the policy is compared with, where the objective does that."""
-            self.teacher_params = teacher.initial_params() if teacher else None
-            scored = {"teacher": self.teacher_params} if config.teacher_in_update else {}
+            held = initial if algorithm.reference == "held" else None
+            self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
+            scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
             self.train_step = partial(train_step, **scored)
         check_same(self.source.position(), "data: the processes have different examples: give all the same data")
-        fixed: Any = self.reference or self.frozen
-        fixed = {"student": fixed, "teacher": self.teacher_params} if self.teacher_params else fixed
+        fixed: Any = self.fixed.reference or self.frozen
+        fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
         )
         with raise_everywhere():
-            folder.write(self.store, config, None if begun else partial(self.write_model, learned))
+            folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
 
     def digests(self) -> dict[str, str]:
         """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
@@ -157,85 +146,53 @@ class Run:
         pad = policy.tokenizer.pad_token_id
         write_settings(place, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, pad, learned)
 
-    def make_source(self) -> tuple[Source, Form | None]:
-        """The source of the algorithm's batches, and what is learned; `self.sampler`, too, which that decides."""
-        source: Any
+    def make_source(self) -> tuple[Source, Sampler | None]:
+        """The source of the algorithm's batches, and the sampler where something is sampled.
+
+        Prompts are rendered as what the policy has learned: from the run's own examples, or else before the run.
+        """
         config, policy, task = self.config, self.policy, self.task
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
-        who, source = str(config.model.source), None
-        if config.data is not None:
-            from_task = config.task if config.data.source == "task" else None
-            kind = SftSource if config.dpo is None else partial(PreferenceSource, config.dpo, self.logprobs)
-            source = kind(
-                config.data,
-                task,
-                task_renderer(from_task, task, renderer, learned) if from_task and task else renderer,
-                self.mesh,
-                batch_size=config.batch_size,
-                steps=config.steps,
-                warmup_steps=config.optimizer.warmup_steps,
-                seed=config.seed,
-            )
-            warn_of_mismatch(who, learned, "this run's examples", source.learned)
-            who, learned = "the run", source.learned
-        if config.task and task and config.rollout:
-            renderer = task_renderer(config.task, task, renderer, learned)
-            if self.rewards and config.task.converses:
-                tools = [*self.rewards.tools]
-                if config.rollout.turns > 1:
-                    check_turns(renderer, tools, bool(config.task.keep_thoughts))
-                renderer = with_tools(renderer, tools)
-            warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
-            self.sampler = Sampler(
-                policy.graphdef,
-                renderer,
-                policy.stop_ids,
-                config.rollout,
-                config.seed,
-                # Not before it is needed, because other mistakes in the configuration come first.
-                cache(
-                    partial(room_that_fits, policy, config.rollout, config.optimizer, config.grpo, teacher=self.teacher)
-                ),
-                self.interrupt.poll,
-                stop_texts=policy.stop_texts,
-            )
-        if config.grpo and task and self.sampler and self.rewards:
-            learned = renderer.form
-            sampled = GrpoSource(
-                config.grpo,
-                task,
-                self.sampler,
-                self.rewards,
-                self.forward,
-                batch_size=config.batch_size,
-                steps=config.steps or 0,
-                seed=config.seed,
-                logged_samples=config.log.samples,
-                distill=config.distill,
-                teacher_pass=self.make_teacher_pass(),
-            )
-            share = config.distill and config.distill.data_share
-            source = MixedSource(sampled, source, share) if source and share else sampled
-        assert source is not None
-        return source, learned
+        if config.data is None:
+            sampler = self.make_sampler(renderer, learned, str(config.model.source))
+            return self.algorithm.make_source(self.parts(renderer, sampler)), sampler
+        if config.task and task and config.data.source == "task":
+            examples = task_renderer(config.task, task, renderer, learned)
+        else:
+            examples = renderer
+        source = self.algorithm.make_source(self.parts(examples))
+        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.learned)
+        return source, self.make_sampler(renderer, source.learned, "the run")
 
-    def make_teacher_pass(self) -> TeacherPass | None:
-        """What adds the teacher's opinion of sampled tokens to their advantages; None where it is not asked."""
-        grpo, distill = self.config.grpo, self.config.distill
-        coef = 1.0 if distill and distill.estimator == "sampled" else grpo.teacher_coef if grpo else 0.0
-        if not coef:
+    def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
+        """What the algorithm makes its source from, with the renderer of examples."""
+        given = (self.config, self.mesh, self.task, renderer, self.forward, self.interrupt.poll)
+        return Parts(*given, sampler, self.rewards)
+
+    def make_sampler(self, renderer: Renderer, learned: Form | None, who: str) -> Sampler | None:
+        """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
+        config, policy, task, rewards = self.config, self.policy, self.task, self.rewards
+        if not (config.task and task and config.rollout and rewards):
             return None
-        teacher_pass = make_teacher_pass(self.forward, coef)
-        return lambda batch: teacher_pass(self.teacher_params, shard_batch(self.mesh, batch))
-
-    def logprobs(self, params: Params, batch: Batch) -> np.ndarray:
-        """The log-probabilities of the labels in this process's rows; all processes must call this."""
-        batch = batch._replace(advantages=None, old_logprobs=None, reference_logprobs=None)
-        return local_rows(self.logprob_pass(params, shard_batch(self.mesh, batch)))
-
-    @cached_property
-    def logprob_pass(self) -> Any:
-        return jax.jit(make_logprob_pass(self.forward), out_shardings=sharding(self.mesh, ("batch",)))
+        renderer = task_renderer(config.task, task, renderer, learned)
+        if config.task.converses:
+            tools = [*rewards.tools]
+            if config.rollout.turns > 1:
+                check_turns(renderer, tools, bool(config.task.keep_thoughts))
+            renderer = with_tools(renderer, tools)
+        warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
+        held = self.algorithm.reference == "held"
+        return Sampler(
+            policy.graphdef,
+            renderer,
+            policy.stop_ids,
+            config.rollout,
+            config.seed,
+            # Not before it is needed, because other mistakes in the configuration come first.
+            cache(partial(room_that_fits, policy, config.rollout, config.optimizer, held, teacher=self.teacher)),
+            self.interrupt.poll,
+            stop_texts=policy.stop_texts,
+        )
 
     def set_reference(self, initial: Params) -> None:
         """Take the parameters that the run begins with as the reference of preferences, known by their checksum.
@@ -243,10 +200,10 @@ class Run:
         Adapters that are no change yet are no part of it.
         """
         policy = self.policy
-        assert isinstance(self.source, PreferenceSource)
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
         checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
         self.watch.mark(0, "reference")
+        assert isinstance(self.source, ReferencedSource)
         self.source.set_reference(initial, checksum)
 
     def make_measurements(self) -> Measurements:
@@ -263,13 +220,10 @@ class Run:
                 if task.test is None:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
                 at_end.append(make(task.test, prefix="test/"))
-        if isinstance(self.source, PreferenceSource) and validation:
-            validate = make_preference_validation(self.forward, self.source.heldout_batches, self.interrupt.poll)
-            repeated.append(Measurement(validate, validation.every))
-        elif config.data and validation and self.source.validation:
-            batches = SftBatches(config.data, self.source.validation, config.batch_size, share=rows)
-            validate = make_validation(self.forward, batches.validate, self.interrupt.poll)
-            repeated.append(Measurement(validate, validation.every))
+        if validation:
+            parts = self.parts(Renderer(self.policy.tokenizer, config.chat_template))
+            measures = self.algorithm.evaluations(parts, self.source)
+            repeated += [Measurement(measure, validation.every) for measure in measures]
         return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
@@ -282,7 +236,7 @@ class Run:
         if state is not None:
             self.source.seek(state.position)
         else:
-            if self.reference is not None:  # which the first update must not reuse
+            if self.fixed.reference is not None:  # which the first update must not reuse
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, trained)
                 trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
             pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None

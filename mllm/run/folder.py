@@ -46,10 +46,10 @@ CHANGEABLE = {
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
     *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),
     *("dpo.desirable_weight", "dpo.undesirable_weight"),
-    *("grpo.dynamic_sampling", "grpo.filter_by", "grpo.mask_truncated_completions"),
+    *("grpo.dynamic_sampling", "grpo.mask_truncated_completions"),
     *("task.rewards", "task.reward_timeout", "task.environment", "task.tools"),
     *("rollout.max_turns", "rollout.max_total_length"),
-    *("grpo.teacher_coef", "distill.kind", "distill.beta", "distill.data_share"),
+    *("distill.kind", "distill.beta"),
 }
 """What a step computes from its parameters, moments and position alone: these stay what they were."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from kernels.lm_head import EngineChoice
+from lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.layout import count
 from mllm.model.load import Policy

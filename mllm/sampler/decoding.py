@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Bool, Float, Int, Shaped
 
-from kernels.lm_head.contract import dot
-from kernels.precision import precision_of
+from lm_head.contract import dot
+from lm_head.precision import precision_of
 from mllm.model.compute_copy import Rounding
 from mllm.model.decoder import Decoder, rotary
 from mllm.model.int8 import Int8Matrix

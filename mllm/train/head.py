@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels import lm_head
-from kernels.lm_head import EngineChoice, HeadSharding, TokenLogprobs
-from kernels.lm_head.two_softmaxes import Kind
+import lm_head
+from lm_head import EngineChoice, HeadSharding, TokenLogprobs
+from lm_head.two_softmaxes import Kind
 from mllm.config.model import HeadConfig, ModelConfig
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch

@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.config.model import OptimizerConfig
 from mllm.config.rollout import RolloutConfig
 from mllm.model.load import Policy
@@ -24,7 +23,7 @@ def room_that_fits(
     policy: Policy,
     rollout: RolloutConfig,
     optimizer: OptimizerConfig,
-    grpo: GrpoConfig | None,
+    holds_reference: bool,
     memory: int | None = None,
     teacher: Policy | None = None,
 ) -> Room:
@@ -53,7 +52,7 @@ def room_that_fits(
     trained, frozen = policy.split(policy.params)
     state = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((state.params, state.opt_state, frozen))
-    kept += bytes_on_device(trained) if grpo and grpo.beta > 0 else 0
+    kept += bytes_on_device(trained) if holds_reference else 0
     kept += bytes_on_device(teacher.params) if teacher else 0
     free = SHARE * memory - kept - (weights - shared) - waiting
     slots = max(1, int(free // (fixed + MEAN_LENGTH * longest * token)))

@@ -1,25 +1,22 @@
-"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; the log-prob pass; SFT's validation."""
+"""One update: model -> hidden -> head -> objective -> gradients -> optimizer; and the log-prob pass."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import TokenLogprobs
-from mllm.algorithms.algorithms import Algorithm, Metrics, algorithm_of
-from mllm.algorithms.grpo import losses as objectives
-from mllm.config.schema import Config, Rows
+from lm_head import TokenLogprobs
+from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
+from mllm.train.algorithm import Algorithm, Metrics
 from mllm.train.head import Head, States
 from mllm.train.optimizer import update_count, update_key, updated
 
@@ -71,11 +68,10 @@ class Forward:
         """The teacher's functions, with the same head."""
 
     @classmethod
-    def of(cls, config: Config, graphdef: Any, mesh: Mesh, teacher: Any = None) -> "Forward":
-        """The functions of a configuration; UserError if `head.impl` is for other devices. `teacher` is a graphdef."""
-        temperature = config.rollout.temperature if config.grpo and config.rollout else 1.0
-        head = Head(config.head, mesh, temperature)
-        return cls(graphdef, mesh, head, config.rows, algorithm_of(config), teacher)
+    def of(cls, algorithm: Algorithm, graphdef: Any, mesh: Mesh, teacher: Any = None) -> "Forward":
+        """The functions of an algorithm; UserError if `head.impl` is for other devices. `teacher` is a graphdef."""
+        head = Head(algorithm.config.head, mesh, algorithm.temperature)
+        return cls(graphdef, mesh, head, algorithm.config.rows, algorithm, teacher)
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
@@ -166,7 +162,9 @@ def make_train_step(
 def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "B T"]]:
     """The jitted forward pass: log-probabilities of a batch's labels under any parameters, in nats."""
 
-    @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
+    rows = sharding(forward.mesh, ("batch",))
+
+    @jax.jit(in_shardings=(None, rows), out_shardings=rows)
     def logprob_pass(params: Params, batch: Batch) -> Float[Array, "B T"]:
         def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
             return None, forward.logprobs(params, micro).logprob
@@ -176,62 +174,10 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
     return logprob_pass
 
 
-def make_teacher_pass(
-    forward: Forward, coef: float
-) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
-    """The jitted pass that adds coef (log teacher - log sampler) of each learned token to a batch's advantages.
-
-    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. Its mean over the
-    learned tokens, negated, is returned, too: an estimate of KL(sampler || teacher).
-    """
-    assert forward.teacher is not None
-    logprob_pass = make_logprob_pass(forward.teacher)
-
-    @jax.jit
-    def teacher_pass(params: Params, batch: Batch) -> tuple[Float[Array, "B T"], Float[Array, ""]]:
-        assert batch.sampler_logprobs is not None
-        assert batch.advantages is not None
-        counts = batch.weights > 0
-        difference = jnp.maximum(logprob_pass(params, batch) - batch.sampler_logprobs, -objectives.MAX_LOG_RATIO)
-        added = batch.advantages + jnp.where(counts, coef * difference, 0.0)
-        return added, jnp.where(counts.any(), -objectives.masked_mean(difference, counts), jnp.nan)
-
-    return teacher_pass
-
-
-def make_validation(
-    forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
-) -> Callable[[Params, int], dict[str, float]]:
-    """SFT's validation: the function (parameters, step) -> metrics of `batches`, which have each document once.
-
-    The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
-    `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
-    the likeliest at their place; ties count). All processes call `poll` between two batches; what it raises ends the
-    validation.
-    """
-
-    @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
-    def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
-        def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
-            found = forward.logprobs(params, micro)
-            return None, [found.logprob, found.likeliest.astype(jnp.float32)]
-
-        zeros = jnp.zeros(batch.tokens.shape)
-        outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]
-        return jnp.stack([*map(jnp.sum, outputs), (batch.weights > 0).sum(dtype=jnp.float32)])
-
-    def validate(params: Params, step: int) -> dict[str, float]:
-        sums = []
-        for batch in batches():
-            poll()
-            sums.append(validation_pass(params, shard_batch(forward.mesh, batch)))
-        logprob, likeliest, tokens = np.array(jax.device_get(sums), np.float64).sum(axis=0).tolist()
-        loss = -logprob / tokens
-        perplexity = math.exp(loss) if loss < math.log(np.finfo(np.float64).max) else math.inf
-        metrics = {"loss": loss, "perplexity": perplexity, "token_accuracy": likeliest / tokens}
-        return {f"validation/{name}": value for name, value in metrics.items()}
-
-    return validate
+def logprobs_of(forward: Forward) -> Callable[[Params | None, Batch], Float[Array, "B T"]]:
+    """`make_logprob_pass` for batches as a source makes them: each process passes its own rows, in numpy."""
+    logprob_pass = make_logprob_pass(forward)
+    return lambda params, batch: logprob_pass(params, shard_batch(forward.mesh, batch._replace(inputs=None)))
 
 
 def accumulate(

@@ -3,28 +3,31 @@
 from dataclasses import replace
 from itertools import islice
 
+import jax
 import numpy as np
 import pytest
 from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
 from runs import checkpoints, records, run
 from tiny import config
 
-from mllm.algorithms.distill.settings import DistillConfig
-from mllm.algorithms.grpo import losses as objectives
+from mllm.algorithms.distill.algorithm import OwnSource
+from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.data.batch import Trajectory
+from mllm.data.source import Fixed
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
 from mllm.sampler.trajectories import sample_line
 from mllm.stopwatch import Stopwatch
 
 REFERENCE = np.float32(7)
+NONE = Fixed()
 
 
 def roll_out(bad=(), weight=1.0, **options):
     """The first step's data, and the prompts and completions that it was made of."""
     source = grpo_source(rewards=SquareRewards(bad, weight), **options)
     position = source.position()
-    step = source.next(np.float32(0), 0, Stopwatch(), REFERENCE)
+    step = source.next(np.float32(0), 0, Stopwatch(), Fixed(REFERENCE))
     source.seek(position)
     prompts = [prompt.tokens for prompt in islice(source.prompts, 2) for _ in range(GROUP)]
     return step, prompts, source.sampler.complete(None, prompts, step=0)
@@ -34,7 +37,7 @@ def test_every_token_stands_where_the_batch_says():
     step, prompts, completions = roll_out()
     batch = step.batch
     rewards = np.arange(8.0).reshape(2, GROUP) ** 2
-    advantages = objectives.advantages(rewards, "group").astype(np.float32).reshape(-1)
+    advantages = advantages_of(rewards, "group").astype(np.float32).reshape(-1)
     found = sequences(batch)
     assert len(found) == 2 * GROUP
     for number, prompt in enumerate(prompts):
@@ -52,10 +55,10 @@ def test_every_token_stands_where_the_batch_says():
                 assert weights[place] == pytest.approx(1 / (8 * len(made.tokens)))
                 assert advantage[place] == advantages[number]
                 assert logprobs[place] == made.logprobs[predicted]
-    assert batch.old_logprobs is None
-    assert batch.reference_logprobs is None
-    assert [field.dtype for field in batch[:7]] == [np.int32] * 4 + [np.float32] * 3
-    assert all(not field[batch.segments == 0].any() for field in batch[:7])
+    assert batch.inputs[2:] == (None,) * 4
+    fields = (*batch[:5], *batch.inputs[:2])
+    assert [field.dtype for field in fields] == [np.int32] * 4 + [np.float32] * 3
+    assert all(not field[batch.segments == 0].any() for field in fields)
 
 
 def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():
@@ -88,7 +91,7 @@ def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_tu
     source = grpo_source(loss_type="dr_grpo")
     options = source.sampler.options.model_copy(update={"max_turns": turns})
     source.sampler = replace(source.sampler, options=options)
-    step = source.next(np.float32(0), 0, Stopwatch())
+    step = source.next(np.float32(0), 0, Stopwatch(), NONE)
     weights = {fields[4, -1] for fields in sequences(step.batch).values()}
     assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
 
@@ -100,20 +103,19 @@ def test_more_than_half_of_the_groups_may_not_fail():
 
 
 def test_distillation_learns_from_every_completion_whatever_its_reward_and_failed_ones():
-    step, *_ = roll_out(bad=[0, 4], distill=DistillConfig())
+    step, *_ = roll_out(bad=[0, 4], kind=OwnSource)
     assert len(sequences(step.batch)) == 2 * GROUP
-    assert not step.batch.advantages.any()
+    assert not step.batch.inputs.advantages.any()
     assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
 
 
-@pytest.mark.parametrize("estimator", ["full", "sampled"])
-def test_of_distillation_s_estimators_only_the_sampled_one_takes_a_log_prob_pass(estimator):
-    step, *_ = roll_out(distill=DistillConfig(estimator=estimator), num_iterations=2)
-    assert (step.batch.old_logprobs is None) == (estimator == "full")
+def test_distillation_over_the_whole_vocabulary_takes_no_log_prob_pass():
+    step, *_ = roll_out(kind=OwnSource, num_iterations=2)
+    assert step.batch.inputs.old_logprobs is None
 
 
 def test_a_run_that_goes_on_in_the_middle_of_a_rollout_samples_anew():
-    step = grpo_source(updates_per_generation=2).next(np.float32(0), 3, Stopwatch())
+    step = grpo_source(updates_per_generation=2).next(np.float32(0), 3, Stopwatch(), NONE)
     assert len(step.samples) == 4 * GROUP
 
 
@@ -131,10 +133,10 @@ def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty
     step, _, _ = roll_out(bad=range(8), weight=0.0, **penalty)
     assert (step.metrics["frac_groups_failed"], step.metrics["rewards/exact_match/raised"]) == (0, 8)
     assert len(sequences(step.batch)) == 2 * GROUP
-    assert not step.batch.advantages.any()
-    assert (step.batch.reference_logprobs is None) == ("beta" not in penalty)
+    assert not step.batch.inputs.advantages.any()
+    assert (step.batch.inputs.reference_logprobs is None) == ("beta" not in penalty)
     if "beta" in penalty:
-        np.testing.assert_array_equal(step.batch.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
+        np.testing.assert_array_equal(step.batch.inputs.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
 
 
 def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_out_of_the_means():
@@ -148,7 +150,7 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     cut_off = np.mean([not one.finished for one in completions])
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
     assert step.metrics["num_tokens"] == step.tokens
-    assert all(np.isfinite(field).all() for field in step.batch if field is not None)
+    assert all(np.isfinite(field).all() for field in jax.tree.leaves(step.batch))
     assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
     assert [sample["rewards"]["exact_match"] for sample in step.samples] == [0, 1, None, 9, 16]
     assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
@@ -205,21 +207,22 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
     ):
         source, calls = grpo_source(updates_per_generation=2, **settings), []
         source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
-        first, second = (source.next(np.float32(0), step, Stopwatch(), REFERENCE).batch for step in range(2))
+        first, second = (source.next(np.float32(0), step, Stopwatch(), Fixed(REFERENCE)).batch for step in range(2))
         assert len(calls) == passes == source.config.passes
-        assert (first.old_logprobs == objectives.CURRENT).all() == (source.config.first_is_current)
-        assert (second.old_logprobs[:, 0] == 0).all()
+        assert (first.inputs.is_current is not None and first.inputs.is_current.all()) == source.config.first_is_current
+        assert second.inputs.is_current is None or not second.inputs.is_current.any()
+        assert (second.inputs.old_logprobs[:, 0] == 0).all()
 
 
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
     source, calls = grpo_source(updates_per_generation=2, num_iterations=2), []
     source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
-    steps = [source.next(np.float32(step), step, Stopwatch()) for step in range(5)]
+    steps = [source.next(np.float32(step), step, Stopwatch(), NONE) for step in range(5)]
     assert calls == [0, 0, 4, 4]
     for first, again in ((0, 2), (1, 3)):
-        assert all(one is other for one, other in zip(steps[first].batch, steps[again].batch, strict=True))
-    assert all((step.batch.old_logprobs[:, 0] == 0).all() for step in steps[:4])
-    assert (steps[4].batch.old_logprobs[:, 0] == -4).all()
+        assert steps[first].batch is steps[again].batch
+    assert all((step.batch.inputs.old_logprobs[:, 0] == 0).all() for step in steps[:4])
+    assert (steps[4].batch.inputs.old_logprobs[:, 0] == -4).all()
     assert [len(step.samples) for step in steps] == [16, 0, 0, 0, 16]
     assert [source.resumable(step) for step in range(5)] == [True, False, False, False, True]
     learned = [tuple(fields[3, fields[4] > 0]) for fields in sequences(steps[4].batch).values()]
@@ -233,7 +236,7 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
 
 def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
     source = grpo_source(updates_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
-    parts = [source.next(np.float32(0), step, Stopwatch()) for step in range(2)]
+    parts = [source.next(np.float32(0), step, Stopwatch(), NONE) for step in range(2)]
     completions = source.sampler.complete(None, [None] * 4 * GROUP, step=0)
     rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2
     deviation = rewards.std(ddof=1) + 1e-4  # the whole rollout's
@@ -286,7 +289,7 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_li
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
     found, draw = [], source.draw
     source.draw = lambda *given: found.append(draw(*given)) or found[-1]
-    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    steps = [source.next(np.float32(0), number, Stopwatch(), NONE) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))
     # Every group of the batch is one of those that were drawn, in their order.
@@ -305,31 +308,10 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_li
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
 
 
-class Brevity(SomeRewards):
-    """Besides, a second reward that differs in every group."""
-
-    def __init__(self, unequal):
-        super().__init__(unequal)
-        self.names, self.weights = ["exact_match", "brevity"], np.array([1.0, 0.1])
-
-    def score(self, samples):
-        lengths = [("value", float(number % GROUP)) for number in range(len(samples))]
-        return [[*answers, length] for answers, length in zip(super().score(samples), lengths, strict=True)]
-
-
-def test_a_group_whose_rewards_of_the_name_to_filter_by_are_equal_is_drawn_again_and_not_learned_from():
-    plain = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2)
-    by_name = grpo_source(rewards=Brevity([0, 3]), dynamic_sampling=2, filter_by="exact_match")
-    for source, drawn, learned in ((plain, 2, 2), (by_name, 3, 1)):
-        step = source.next(np.float32(0), 0, Stopwatch())
-        assert len(source.rewards.drawn) == drawn
-        assert len(sequences(step.batch)) == learned * GROUP
-
-
 def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
     """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
     source = make_source([0, 3, 4, 5], dynamic_sampling=3, updates_per_generation=2, scale_rewards="batch")
-    steps = [source.next(np.float32(0), number, Stopwatch()) for number in range(2)]
+    steps = [source.next(np.float32(0), number, Stopwatch(), NONE) for number in range(2)]
     found = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
     rewards = np.tile(np.arange(float(GROUP)), 4)
     assert sorted(found) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
@@ -340,10 +322,10 @@ def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_posi
     whole = make_source(range(99))
     positions = []
     for step in range(6):
-        source.next(np.float32(0), step, Stopwatch())
+        source.next(np.float32(0), step, Stopwatch(), NONE)
         positions.append((len(source.rewards.drawn), source.position()))
     for step in range(len(source.rewards.drawn) // 2 + 1):
-        whole.next(np.float32(0), step, Stopwatch())
+        whole.next(np.float32(0), step, Stopwatch(), NONE)
     assert source.rewards.drawn == whole.rewards.drawn[: len(source.rewards.drawn)]
     for drawn, position in positions:
         source.seek(position := {**position, "updates_without_gradient": drawn})

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import with_inputs
 
-from mllm.algorithms.grpo import losses as objectives
-from mllm.algorithms.grpo.losses import TokenInputs, advantages, group_metrics, policy_metrics, sequence_weights
+from mllm.algorithms.grpo import losses
+from mllm.algorithms.grpo.batch import PolicyInputs
+from mllm.algorithms.grpo.groups import advantages, equal_rewards, group_metrics
+from mllm.algorithms.grpo.losses import policy_metrics, sequence_weights
 from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.data.batch import Batch
 from mllm.rewards.calls import LARGEST
@@ -18,7 +21,7 @@ ROWS = GROUPS * GROUP
 IN_ROW = 3
 """Sequences that a row of the batch holds."""
 LONGEST = 8  # max_completion_length
-MEANS = ("grpo", "dapo", "prompt_mean", "dr_grpo")
+MEANS = ("grpo", "dapo", "dr_grpo")
 """Loss types that differ in their means alone."""
 OFF_POLICY = {"updates_per_generation": 2}
 KL = {"beta": 0.1, "reference": "initial"}
@@ -78,7 +81,7 @@ def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
     """
     advantage, old, sampler, reference = operands
     old = constant if old is None else old
-    losses, lengths = np.zeros(mask.shape), mask.sum(1)
+    each, lengths = np.zeros(mask.shape), mask.sum(1)
     for row, t in np.argwhere(mask):
         active = mask[row]
         log_ratios, place = (logprob - old)[row, active], np.count_nonzero(active[:t])
@@ -87,8 +90,8 @@ def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
         gain = reference_surrogate(loss_type, log_ratio, current, logprob[row, t], advantage[row, t])
         gain *= reference_weight(mode, (old - sampler)[row, active], place)
         apart = reference[row, t] - logprob[row, t]
-        losses[row, t] = -gain + 0.1 * (np.exp(apart) - apart - 1) - 0.05 * entropy[row, t]
-    completions = losses.sum(1)
+        each[row, t] = -gain + 0.1 * (np.exp(apart) - apart - 1) - 0.05 * entropy[row, t]
+    completions = each.sum(1)
     match loss_type:
         case "grpo" | "gspo" | "sapo":
             return np.mean(completions / np.maximum(lengths, 1))
@@ -96,13 +99,11 @@ def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
             return completions.sum() / lengths.sum()
         case "dr_grpo":
             return np.mean(completions / LONGEST)
-        case "prompt_mean":
-            return np.mean(completions.reshape(GROUPS, GROUP).sum(1) / lengths.reshape(GROUPS, GROUP).sum(1))
 
 
-def token_weights(loss_type, mask, group=GROUP):
+def token_weights(loss_type, mask):
     """The weights of all tokens."""
-    return sequence_weights(loss_type, mask.sum(-1), group, LONGEST)[:, None] * mask
+    return sequence_weights(make_config(loss_type), mask.sum(-1), LONGEST)[:, None] * mask
 
 
 def packed(array):
@@ -114,17 +115,18 @@ def packed(array):
 def pack(weights, advantage, old, sampler, reference):
     """The batch of the sequences, as far as objectives look at it."""
     segments = packed(np.tile(np.repeat(np.arange(IN_ROW) + 1, LENGTH), ROWS // IN_ROW))
-    arrays = map(packed, (weights, advantage, sampler, old, reference))
-    return Batch(segments, segments, segments, segments, *arrays)
+    weights, advantage, sampler, old, reference = map(packed, (weights, advantage, sampler, old, reference))
+    inputs = PolicyInputs(advantage, sampler, old, reference_logprobs=reference)
+    return Batch(segments, segments, segments, segments, weights, inputs)
 
 
 def our_loss(config, batch, logprob, entropy):
-    inputs = objectives.token_inputs(config, batch, jax.lax.stop_gradient(logprob))
+    inputs = losses.token_inputs(config, batch, jax.lax.stop_gradient(logprob))
     if config.loss_type == "gspo":
-        losses = objectives.gspo(config, logprob, entropy, inputs, batch.weights > 0, batch.segments)
+        each = losses.sequence_policy_loss(config, logprob, entropy, inputs, batch.weights > 0, batch.segments)
     else:
-        losses = objectives.grpo(config, logprob, entropy, inputs)
-    return jnp.sum(batch.weights * losses)
+        each = losses.policy_loss(config, logprob, entropy, inputs)
+    return jnp.sum(batch.weights * each)
 
 
 def numerical_gradient(f, x, step=1e-6):
@@ -143,7 +145,7 @@ def numerical_gradient(f, x, step=1e-6):
         *((loss_type, "token_truncate", 2) for loss_type in (*MEANS, "gspo", "cispo", "sapo")),
         *(("grpo", mode, 2) for mode in MODES[1:]),
         *[("gspo", "sequence_mask", 2), ("cispo", "token_mask", 2), ("sapo", "sequence_truncate", 2)],
-        *((loss_type, mode, 1) for loss_type, mode in zip(MEANS, MODES, strict=True)),
+        *((loss_type, mode, 1) for loss_type, mode in zip((*MEANS, "dapo"), MODES, strict=True)),
     ],
 )
 def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
@@ -154,7 +156,7 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
         kept = {"loss_type": loss_type, "importance_sampling": mode, "importance_cap": 1.2, "entropy_coef": 0.05}
         config = GrpoConfig(**kept, **KL)
     batch = pack(token_weights(loss_type, mask), *(logprob if x is None else x for x in operands))
-    ours = partial(our_loss, config, batch if updates == 2 else batch._replace(old_logprobs=None))
+    ours = partial(our_loss, config, batch if updates == 2 else with_inputs(batch, old_logprobs=None))
     loss, gradients = jax.value_and_grad(ours, argnums=(0, 1))(packed(logprob), packed(entropy))
     paper = partial(reference_loss, loss_type, mode, mask, logprob)
     assert loss == pytest.approx(paper(logprob, entropy, operands), rel=1e-5)
@@ -169,7 +171,7 @@ def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
     mask, logprob, entropy, (advantage, _, sampler, reference) = make_sequences()
     config, current = make_config(loss_type), packed(logprob)
     batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
-    marked = batch._replace(old_logprobs=jnp.full_like(current, objectives.CURRENT))
+    marked = with_inputs(batch, old_logprobs=jnp.zeros_like(current), is_current=jnp.ones_like(current))
     found, expected = (
         (
             *jax.value_and_grad(our_loss, 2)(config, one, current, packed(entropy)),
@@ -222,19 +224,17 @@ def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(setting
 )
 def test_without_old_logprobs_the_gradient_is_the_policy_gradient_times_an_importance_weight(cap, sampler, expected):
     config = GrpoConfig(importance_cap=cap)
-    inputs = TokenInputs(jnp.asarray(0.6), sampler_logprobs=None if sampler is None else jnp.asarray(sampler))
-    gradient = jax.grad(lambda x: objectives.grpo(config, x, jnp.zeros(()), inputs))(jnp.asarray(-1.0))
+    inputs = PolicyInputs(jnp.asarray(0.6), sampler_logprobs=None if sampler is None else jnp.asarray(sampler))
+    gradient = jax.grad(lambda x: losses.policy_loss(config, x, jnp.zeros(()), inputs))(jnp.asarray(-1.0))
     assert float(gradient) == pytest.approx(expected, rel=1e-5)
 
 
-def test_masked_completions_and_groups_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
+def test_masked_completions_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
     mask = np.array([[1, 1], [0, 0]], bool)
-    expected = {"grpo": 1 / 4, "sapo": 1 / 4, "dapo": 1 / 2, "cispo": 1 / 2, "prompt_mean": 1 / 2, "dr_grpo": 1 / 16}
+    expected = {"grpo": 1 / 4, "sapo": 1 / 4, "dapo": 1 / 2, "cispo": 1 / 2, "dr_grpo": 1 / 16}
     for loss_type, weight in expected.items():
-        np.testing.assert_allclose(token_weights(loss_type, mask, group=2), [[weight] * 2, [0, 0]])
-        assert not np.asarray(token_weights(loss_type, 0 * mask, group=2)).any()
-    mask = np.array([[1, 1], [1, 0], [0, 0], [0, 0]], bool)
-    assert float(token_weights("prompt_mean", mask, group=2).sum()) == pytest.approx(1 / 2)
+        np.testing.assert_allclose(token_weights(loss_type, mask), [[weight] * 2, [0, 0]])
+        assert not np.asarray(token_weights(loss_type, 0 * mask)).any()
 
 
 def reference_advantages(rewards, scale):
@@ -266,7 +266,7 @@ def test_advantages_are_distances_to_the_mean_of_the_group_and_exactly_zero_wher
 
 def test_statistics_of_rewards_leave_failed_ones_out():
     rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
-    assert objectives.equal_rewards(rewards).tolist() == [False, True, True, True]
+    assert equal_rewards(rewards).tolist() == [False, True, True, True]
     expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 4, "frac_reward_zero_std": 3 / 4}
     assert group_metrics(rewards) == pytest.approx(expected)
     assert np.isnan(group_metrics(np.full((2, 3), np.nan))["reward"])
@@ -321,7 +321,7 @@ def test_cispo_counts_the_tokens_whose_ratio_is_capped_and_sapo_clips_none():
 
 def test_with_one_update_to_a_rollout_the_current_policy_is_compared_with_the_sampler():
     mask, logprob, entropy, operands = make_sequences()
-    batch = pack(mask, *operands)._replace(old_logprobs=None)
+    batch = with_inputs(pack(mask, *operands), old_logprobs=None)
     metrics = policy_metrics(GrpoConfig(), packed(logprob), packed(entropy), batch)
     expected = np.abs(logprob - operands[2])[mask].mean()
     assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(expected, rel=1e-5)

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_objectives import LONGEST, ROWS, make_config, reference_loss, token_weights
-from tiny import config, forward_of
+from tiny import config, forward_of, with_inputs
 
+from mllm.algorithms.grpo.batch import pack
 from mllm.algorithms.grpo.losses import sequence_weights
+from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.config.schema import Rows
 from mllm.data.batch import Trajectory
-from mllm.data.packing import pack
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.train.step import accumulate
@@ -43,7 +44,7 @@ def make_settings(loss_type, penalties, mesh=ONE_DEVICE):
     )
 
 
-def make_trajectories(loss_type):
+def make_trajectories(settings):
     """Trajectories of many lengths, with their weights and advantages, some with a given token among the sampled ones.
 
     Those of the second group have no advantage, and two don't count at all.
@@ -60,7 +61,7 @@ def make_trajectories(loss_type):
     counted = np.array([0 if i in (3, 17) else len(one.logprobs) for i, one in enumerate(trajectories)])
     advantages = rng.normal(size=SEQUENCES)
     advantages[GROUP : 2 * GROUP] = 0
-    return trajectories, sequence_weights(loss_type, counted, GROUP, COMPLETION), advantages
+    return trajectories, sequence_weights(settings.section(GrpoConfig), counted, COMPLETION), advantages
 
 
 def one_a_row(trajectories, weights, advantages):
@@ -74,7 +75,7 @@ def one_a_row(trajectories, weights, advantages):
 def with_policies(batch):
     """The batch with log-probabilities under other policies, which depend on the token and its position."""
     old, reference = (-5 + 0.4 * np.sin(k * batch.labels + batch.positions).astype(np.float32) for k in (1, 2))
-    return batch._replace(old_logprobs=old, reference_logprobs=reference)
+    return with_inputs(batch, old_logprobs=old, reference_logprobs=reference)
 
 
 def program(loss_type, penalties, shape, whole):
@@ -109,8 +110,8 @@ def errors(got, exact):
     ids=str,
 )
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
-    rows = make_settings(loss_type, penalties, mesh).rows
-    trajectories, weights, advantages = make_trajectories(loss_type)
+    settings = make_settings(loss_type, penalties, mesh)
+    rows, (trajectories, weights, advantages) = settings.rows, make_trajectories(settings)
     learned = np.flatnonzero((weights > 0) & (penalties | (advantages != 0)))
     assert len(learned) == SEQUENCES - (2 if penalties else 2 + GROUP)
     batch = pack([trajectories[i] for i in learned], weights[learned], advantages[learned], rows)
@@ -127,7 +128,6 @@ def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, pe
     [
         ("grpo", "token_truncate"),
         ("dapo", "token_mask"),
-        ("prompt_mean", "sequence_truncate"),
         ("dr_grpo", "token_truncate"),
         ("gspo", "sequence_mask"),
         ("cispo", "token_mask"),
@@ -137,7 +137,9 @@ def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, pe
 def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_paper_has_it(loss_type, mode):
     """The oracle has each trajectory alone, the model's logits in float64, and a loop over the tokens of the mask."""
     objective = make_config(loss_type, mode, num_generations=GROUP, row_length=32)
-    settings = config(batch_size=ROWS, rollout={"max_completion_length": LONGEST}, grpo=objective)
+    settings = config(
+        batch_size=ROWS, rollout={"max_completion_length": LONGEST}, grpo=objective.model_dump(exclude_defaults=True)
+    )
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     params, forward = policy.initial_params(), forward_of(policy.graphdef, mesh, settings)
@@ -165,7 +167,7 @@ def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_pape
         Trajectory(ids[:end], learned[:end], np.float32(theirs[learned]))
         for ids, learned, theirs, end in zip(tokens, mask, sampler, edges[:, 3, 0] + np.arange(ROWS) % 2, strict=True)
     ]
-    weights = sequence_weights(loss_type, mask.sum(1), GROUP, LONGEST)
+    weights = sequence_weights(objective, mask.sum(1), LONGEST)
     batch = with_policies(pack(trajectories, weights, advantages, Rows(length=32, micro=1, total=6, shards=1)))
     batch = jax.tree.map(jnp.asarray, batch)
     loss, outputs = jax.jit(forward.loss)(params, batch)

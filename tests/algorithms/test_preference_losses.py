@@ -15,12 +15,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tiny import load_weights
+from tiny import config as run_config
+from tiny import load_weights, with_inputs
 
-from mllm.algorithms.dpo.losses import Dpo, means, preference_loss, preference_sums
+from mllm.algorithms.dpo.algorithm import Dpo, make_validation
+from mllm.algorithms.dpo.losses import means, preference_loss, preference_sums
 from mllm.algorithms.dpo.settings import DpoConfig
-from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource, with_kl
-from mllm.algorithms.dpo.validation import make_preference_validation
+from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceInputs, PreferenceSource, with_kl
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig
 from mllm.config.schema import Rows
@@ -114,9 +115,10 @@ def make_rows(config, seed=0):
                 labels[row, places[0]] = rng.choice([-1, 1])
                 sequences.append((row, places))
                 start += prompt + learned
-    weights_ /= len(sequences) // (1 if config.form == "labelled" else 2)
-    old = np.full(shape, KL, np.float32) if config.form == "labelled" else None
-    batch = Batch(**integers, weights=weights_, advantages=labels, old_logprobs=old, reference_logprobs=reference)
+    share = np.full(rows, 1 / (len(sequences) // (1 if config.form == "labelled" else 2)), np.float32)
+    kl = np.full(rows, KL, np.float32) if config.form == "labelled" else None
+    inputs = PreferenceInputs(share, reference, labels, kl)
+    batch = Batch(**integers, weights=weights_ * share[0], inputs=inputs)
     return batch, logprob, sequences
 
 
@@ -126,8 +128,8 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
     batch, logprob, places = make_rows(config)
 
     def exact(logprob):
-        labels = [batch.advantages[row, at[0]] for row, at in places]
-        references = [float(batch.reference_logprobs[row, at[0]]) for row, at in places]
+        labels = [batch.inputs.labels[row, at[0]] for row, at in places]
+        references = [float(batch.inputs.reference_logprobs[row, at[0]]) for row, at in places]
         logprobs = [logprob[row, at].tolist() for row, at in places]
         return formula(config, list(zip(logprobs, references, labels, strict=True)))
 
@@ -148,7 +150,7 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
 @pytest.mark.parametrize("ratio", [0.25, -0.25])
 def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_and_at_least_0(ratio):
     batch, *_ = make_rows(config_of("kto"))
-    shifted = batch.reference_logprobs + np.float32(ratio) * (batch.reference_logprobs != 0)
+    shifted = batch.inputs.reference_logprobs + np.float32(ratio) * (batch.inputs.reference_logprobs != 0)
     source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=ALL_ROWS)
     assert PreferenceSource.estimate_kl(source, nnx.State({}), batch) == pytest.approx(max(0, ratio), abs=1e-6)
 
@@ -166,12 +168,12 @@ def test_metrics_are_means_over_the_examples_that_have_them():
     batch, logprob, places = make_rows(config)
     found = means(preference_sums(config, jnp.float32(logprob), batch))
     for name, sign in (("chosen", 1), ("rejected", -1)):
-        own = [(row, at) for row, at in places if batch.advantages[row, at[0]] == sign]
+        own = [(row, at) for row, at in places if batch.inputs.labels[row, at[0]] == sign]
         sums = [logprob[row, at].sum() for row, at in own]
-        ratios = [s - batch.reference_logprobs[row, at[0]] for s, (row, at) in zip(sums, own, strict=True)]
+        ratios = [s - batch.inputs.reference_logprobs[row, at[0]] for s, (row, at) in zip(sums, own, strict=True)]
         np.testing.assert_allclose(found[f"logps/{name}"], np.mean(sums), rtol=1e-5)
         np.testing.assert_allclose(found[f"rewards/{name}"], config.beta * np.mean(ratios), rtol=1e-4)
-    alone = batch._replace(advantages=np.abs(batch.advantages))
+    alone = with_inputs(batch, labels=np.abs(batch.inputs.labels))
     assert np.isnan(means(preference_sums(config, jnp.float32(logprob), alone))["rewards/rejected"])
 
 
@@ -204,7 +206,10 @@ def make_forward(config):
     """The fixture's model, of which three of six rows have a sequence, two in a micro-batch."""
     mesh, rows = make_mesh(MeshConfig()), Rows(length=24, micro=2, total=6, shards=1)
     graphdef, _ = nnx.split(Decoder.abstract(weights.read_config(FIXTURES / "tied"), dtype=jnp.float32))
-    return Forward(graphdef, mesh, Head(HeadConfig(), mesh), rows, Dpo(config))
+    data = {"source": "a.jsonl", "max_length": 24}
+    settings = {"task": None, "rollout": None, "eval": None, "dpo": config.model_dump(exclude_defaults=True)}
+    algorithm = Dpo(run_config("dpo", data=data, **settings))
+    return Forward(graphdef, mesh, Head(HeadConfig(), mesh), rows, algorithm)
 
 
 @cache
@@ -228,7 +233,7 @@ def test_losses_gradients_and_metrics_are_trl_s(name):
     forward, params, compute = make_forward(config), load_weights(FIXTURES / "tied"), log_prob_pass()
 
     def logprobs(params, batch):
-        return np.asarray(compute(params, batch._replace(advantages=None, reference_logprobs=None)))
+        return np.asarray(compute(params, batch._replace(inputs=None)))
 
     if config.needs_reference:
         reference = jax.tree.map(lambda x: x, params)
@@ -265,7 +270,7 @@ def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_
         batches = [one.batch for one in made.validate()]
         polled.append([])
         poll = lambda: polled[-1].append(1)  # noqa: E731
-        validate = make_preference_validation(make_forward(config), lambda params, given=batches: given, poll)
+        validate = make_validation(config, make_forward(config), lambda params, given=batches: given, poll)
         found.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert len(polled[-1]) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples

@@ -2,17 +2,15 @@
 
 import resource
 import threading
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
-from stand_in_tokenizer import ImportsTokenizer
 from test_data import BYTES, qa, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data import cache, tokenizing
-from mllm.data.records import Block, Origin
+from mllm.data.records import Origin
 from mllm.data.tokenizing import Document
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
@@ -51,9 +49,8 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
     other.chat_template = other.chat_template.replace("content'] }}", "content'] }}!")
     open_cache(tmp_path / "renamed.jsonl", tokenizer=other)
     open_cache(tmp_path / "renamed.jsonl", max_length=16)
-    open_cache(tmp_path / "renamed.jsonl", on_bad_line="skip")
     changed = open_cache(write(tmp_path, [*some(19), qa("q19", "other")], "renamed.jsonl"))
-    assert len({*made}) == 5
+    assert len({*made}) == 4
     assert changed.content != first.content
 
 
@@ -88,7 +85,7 @@ def test_damage_that_comes_later_is_an_error_that_says_what_to_delete(tmp_path, 
 @pytest.mark.parametrize("fault", ["killed", "a bad line", "changed"])
 def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkeypatch, fault):
     open_cache, made = opened
-    source, encode = write(tmp_path, [*some(20), *["{"] * (fault == "a bad line")]), tokenizing.encode_blocks
+    source, encode = write(tmp_path, [*some(20), *["{"] * (fault == "a bad line")]), tokenizing.encode_records
 
     def disturbed(*arguments):
         yield from encode(*arguments)
@@ -103,7 +100,7 @@ def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkey
         "changed": r"data.source: .* has changed while it was read: start",
     }
     with monkeypatch.context() as patched:
-        patched.setattr(cache, "encode_blocks", disturbed)
+        patched.setattr(cache, "encode_records", disturbed)
         with pytest.raises((UserError, KeyboardInterrupt), match=said.get(fault)):
             open_cache(source)
         assert [path.name for path in made[0].iterdir()] == [".lock"] or fault == "killed"
@@ -136,17 +133,3 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
             opened[0](f"{tmp_path}/data.jsonl")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.slow
-def test_worker_processes_give_the_same_in_order_do_not_import_jax_and_their_death_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(tokenizing, "FEW", 1)
-    monkeypatch.setattr(tokenizing, "MOST_WORKERS", 2)
-    rows = [{"prompt": "a", "completion": "b" * number} for number in range(1, 9)]
-    blocks = [Block("data", start, rows[start : start + 3]) for start in (0, 3, 6)]
-    encoded = list(chain(*tokenizing.encode_blocks(Renderer(ImportsTokenizer()), 32, blocks)))
-    assert [place for place, _ in encoded] == [f"data:{number}" for number in range(8)]
-    assert [document.tokens[0] for _, (document, *_) in encoded] == [2] * 3 + [1] * 5
-    blocks.append(Block("data", 8, [{"text": "die"}]))
-    with pytest.raises(UserError, match=r"data.source: a process that tokenizes was killed"):
-        list(tokenizing.encode_blocks(Renderer(ImportsTokenizer()), 32, blocks))

@@ -183,17 +183,22 @@ def test_a_long_example_is_cut_with_a_warning(tmp_path, caplog):
     assert tokens == [START, *b"ab", END, START, *b"c" * 27]
 
 
-def test_bad_lines_are_skipped_and_counted_on_request(tmp_path, caplog, monkeypatch):
+def test_bad_lines_are_one_error_and_no_more_of_a_long_one_is_held(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
-    bad = ["{", {"question": "a"}, qa("<|im_end|>", "a"), qa("a" * 40, "b"), qa("c" * 1000, "d")]
-    source = write(tmp_path, [*bad, qa("good", "b")])
-    held = [len(line) for lines in records.line_blocks(Path(source), "data.source") for line in lines]
-    assert (len(held), max(held)) == (6, 101)  # no more of a long line is ever held
-    read = batches_of(source, batch_size=1, on_bad_line="skip", packing=False)
-    assert "5 bad lines were skipped" in caplog.text
+    source = write(tmp_path, ["{", {"question": "a"}, qa("<|im_end|>", "a"), qa("c" * 1000, "d"), qa("good", "b")])
+    held = [*map(len, records.read_lines(Path(source), "data.source"))]
+    assert (len(held), max(held)) == (5, 101)
+    with pytest.raises(UserError, match=r"data.source: not JSON .*data.jsonl:1\); 3 other lines are bad"):
+        batches_of(source)
+
+
+def test_examples_without_anything_to_learn_are_left_out_and_counted(tmp_path, caplog):
+    long = qa("a" * 40, "b")
+    read = batches_of(write(tmp_path, [long, qa("good", "b"), long]), batch_size=1, packing=False)
     assert (read.examples, questions(next(read))) == (1, ["good"])
-    with pytest.raises(UserError, match=r"data.source: not JSON .*data.jsonl:1"):
-        batches_of(write(tmp_path, ["{", "["]), on_bad_line="skip")
+    assert "2 examples were left out: none of the tokens to learn lies within data.max_length (32)" in caplog.text
+    with pytest.raises(UserError, match=r"there is no example that can be learned: none of the tokens"):
+        batches_of(write(tmp_path, [long]))
 
 
 def test_sft_from_a_task_learns_its_solutions_and_needs_them():

@@ -3,7 +3,6 @@
 import gzip
 import json
 import sys
-from itertools import chain, islice, zip_longest
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -111,12 +110,11 @@ def test_text_needs_an_end_of_sequence() -> None:
         encode_record(Renderer(tokenizer), {"text": "a"})
 
 
-@pytest.mark.parametrize(("count", "end"), [(1, "\n"), (3, "")])
-def test_processes_read_every_line_and_row_once_in_order_with_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, end: str
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_every_line_and_row_is_read_once_in_order_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    monkeypatch.setattr(records, "BLOCK_BYTES", 16)
-    monkeypatch.setattr(records, "BLOCK_ROWS", 3)
+    monkeypatch.setattr(records, "PARQUET_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
     blank = ["", "", "\r", "\n", "\n \t", "\n" * 20]
@@ -130,9 +128,7 @@ def test_processes_read_every_line_and_row_once_in_order_with_its_number(
     numbered = [(number, json.loads(line)) for number, line in enumerate(lines.split("\n"), start=1) if line.strip()]
     expected = [(f"{path}:{number}", row) for path in files[:2] for number, row in numbered]
     expected += [(f"{path}:{number}", row) for path in files[3:] for number, row in enumerate(rows, start=1)]
-    shares = [islice(Origin("data.source", f"{tmp_path}/*").blocks(), index, None, count) for index in range(count)]
-    turns = chain.from_iterable(zip_longest(*shares))
-    assert [record for block in turns if block for record in block.records()] == expected
+    assert [*Origin("data.source", f"{tmp_path}/*").records()] == expected
 
 
 def test_all_bad_lines_are_one_error_after_the_good_ones_with_cause_places_and_fields(tmp_path: Path) -> None:
@@ -162,7 +158,7 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("package", "use", "said"),
     [
-        ("pyarrow", lambda: next(records.row_blocks(Path("a.parquet"), "--prompts")), r": a.parquet .*\[parquet\]"),
+        ("pyarrow", lambda: next(records.read_parquet(Path("a.parquet"), "--prompts")), r": a.parquet .*\[parquet\]"),
         ("datasets", lambda: load(TaskConfig(name="gsm8k"), 0), r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"),
         ("reasoning_gym", lambda: gym("sums", 0, 1), r"task.name: reasoning_gym:sums needs .*\.\[reasoning\]"),
     ],

@@ -1,14 +1,16 @@
 """Sequences packed into rows: nothing is lost, no row is too long, few rows are taken, and devices have equal work."""
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import sequences
 
+from mllm.algorithms.grpo.batch import pack
 from mllm.config.schema import Rows
 from mllm.data.batch import Trajectory, bucket
-from mllm.data.packing import first_fit_decreasing, pack, spread_rows
+from mllm.data.packing import first_fit_decreasing, spread_rows
 
 
 def random_trajectories(lengths, seed=0):
@@ -30,7 +32,7 @@ def test_each_sequence_stands_in_one_row_with_all_that_belongs_to_it(lengths, mi
     rows = Rows(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
     given = random_trajectories(lengths)
     batch = pack(*given, rows)
-    assert {field.shape for field in batch[:7]} == {(rows.total, rows.length)}
+    assert {field.shape for field in jax.tree.leaves(batch)} == {(rows.total, rows.length)}
     found = sequences(batch)
     assert len(found) == len(lengths)
     for (tokens, sampled, logprobs, *_), weight, advantage in zip(*given, strict=True):

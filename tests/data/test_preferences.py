@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -37,11 +38,11 @@ def labelled(count):
     return [{"prompt": f"q{i}", "completion": "abcdefg"[i % 7] * (1 + i % 4), "label": i % 3 > 0} for i in range(count)]
 
 
-def documents_of(folder, records, form, **settings):
+def documents_of(folder, records, form, renderer=RENDERER, **settings):
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     config = DataConfig(**{"source": str(path), "max_length": 32, **settings})
-    return config, load_documents(config, RENDERER, None, form)
+    return config, load_documents(config, renderer, None, form)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,6 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
     ("form", "record", "message"),
     [
         ("pairs", {"prompt": "a", "chosen": "b"}, "rejected is missing"),
-        ("pairs", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
         ("pairs", {"chosen": "ab", "rejected": "ac"}, "prompt is missing"),
         ("pairs", {"chosen": ASKED, "rejected": ASKED + said("a")}, "one of chosen and rejected is the beginning"),
         ("pairs", {"chosen": said("a"), "rejected": said("b")}, "prompt is missing"),
@@ -87,6 +87,20 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
 def test_what_is_no_preference_is_an_error(form, record, message):
     with pytest.raises(UserError, match=message):
         encode_preference(form, RENDERER, 32, record)
+
+
+def test_pairs_of_equal_tokens_are_counted_and_left_out(tmp_path, caplog):
+    records = [
+        {"question": "a", "chosen": "b", "rejected": "b"},
+        {"question": "a", "chosen": "b", "rejected": "b\n"},
+        {"prompt": ASKED, "chosen": said("c" * 90 + "d"), "rejected": said("c" * 99)},
+        *some(3),
+    ]
+    trims = bytes_tokenizer()
+    trims.chat_template = trims.chat_template.replace("['content']", "['content'] | trim")
+    _, (documents, _) = documents_of(tmp_path, records, "pairs", Renderer(trims), cache=str(tmp_path))
+    assert len(documents) == 3
+    assert "3 examples were left out: chosen and rejected have equal tokens" in caplog.text
 
 
 def test_a_labelled_completion_stands_beside_its_prompt_with_the_next_one_s_completion():
@@ -139,16 +153,16 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
                 for into, segment, part in laid:
                     inside = into.segments[row] == segment
                     np.testing.assert_array_equal(into.tokens[row, inside], examples[index][part].tokens)
-                    (at,) = np.flatnonzero(into.reference_logprobs[row] * inside)
-                    assert into.reference_logprobs[row, at] == reference[index, part]
+                    (at,) = np.flatnonzero(into.inputs.reference_logprobs[row] * inside)
+                    assert into.inputs.reference_logprobs[row, at] == reference[index, part]
                     assert at == np.flatnonzero(into.weights[row] * inside)[0]
                     if form == "labelled":
-                        assert into.advantages[row, at] == (1 if examples[index].desirable else -1)
+                        assert into.inputs.labels[row, at] == (1 if examples[index].desirable else -1)
     assert seen > 15
     parts = zip(*(batches(share=RowShare(index, 2)).train() for index in range(2)), strict=True)
     for expected, shares in zip(whole.train(), parts, strict=True):
         for one, *others in zip(expected, *shares, strict=True):
-            for field, *halves in zip(*(filter(lambda x: x is not None, b or ()) for b in (one, *others)), strict=True):
+            for field, *halves in zip(*(jax.tree.leaves(b) for b in (one, *others)), strict=True):
                 np.testing.assert_array_equal(np.concatenate(halves), field)
 
 

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mllm.algorithms.sft.source import SftBatches, load_documents
+from mllm.algorithms.table import schema
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
-from mllm.config.schema import Config
 from mllm.config.section import keys_of
 from mllm.config.task import AnswerForm, TaskConfig
 from mllm.data.prompts import PromptIterator
@@ -118,7 +118,7 @@ contents = st.one_of(
     spliced(CONFIGS),
     changed([yaml.safe_load(text) for text in CONFIGS]).map(lambda tree: yaml.safe_dump(tree).encode()),
 )
-keys = st.sampled_from([*keys_of(Config)])
+keys = st.sampled_from([*keys_of(schema())])
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
@@ -141,7 +141,6 @@ BYTES = tokenizer.bytes_tokenizer()
 CHAT = [{"role": role, "content": "2+2?"} for role in ("system", "user", "assistant", "user", "assistant")]
 CHATS = [*map(json.loads, (ROOT / "docs/examples/formats.jsonl").open()), {"messages": CHAT}]
 OPTIONS = {"packing": [True, False], "shuffle": [True, False], "epochs": [1, 3], "max_length": [1, 8, 32, 64]}
-OPTIONS["on_bad_line"] = ["error", "skip", "skip"]
 data_settings = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
 
 

@@ -14,7 +14,7 @@ from divergence_oracle import Divergences, exact_divergences
 from engines import TPU, TPU_F32, XLA, XLA_BF16
 from lm_head_cases import SCALES, assert_as_accurate_as_plain
 
-from kernels.lm_head import divergence_loss, token_divergence
+from lm_head import divergence_loss, token_divergence
 
 F32 = jnp.float32
 KINDS = {"forward_kl": {}, "reverse_kl": {}, "jsd": {"beta": 0.3}}

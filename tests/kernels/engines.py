@@ -20,11 +20,11 @@ import strict_tpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lm_head_cases import Problem, random_problem
 
-from kernels.lm_head import chunked_logits, xla
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.tpu import divergence as tpu_divergence
-from kernels.lm_head.tpu import tiles as tpu_tiles
+from lm_head import chunked_logits, xla
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.tiles import Sizes, Tiles
+from lm_head.tpu import divergence as tpu_divergence
+from lm_head.tpu import tiles as tpu_tiles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 V6E = AbstractMesh(

@@ -17,9 +17,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jaxtyping import Bool, Float, Int
 from oracle import HAIR, SLACK, Objective, Rows, exact, exact_loss
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
-from kernels.lm_head.live_rows import LiveRows
-from kernels.lm_head.softmax import Slopes
+from lm_head import TokenLogprobs, token_logprobs, token_loss
+from lm_head.live_rows import LiveRows
+from lm_head.softmax import Slopes
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 

@@ -32,7 +32,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as callbacks
 from jax._src.pallas.mosaic_gpu.interpret import jaxpr_interpret
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from kernels.lm_head import target
+from lm_head import target
 
 
 @contextlib.contextmanager

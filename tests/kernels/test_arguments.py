@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from engines import GPU_SIZES, V6E
 
-from kernels.lm_head import HeadSharding, token_logprobs, token_loss
-from kernels.lm_head.gpu import tiles as gpu_tiles
+from lm_head import HeadSharding, token_logprobs, token_loss
+from lm_head.gpu import tiles as gpu_tiles
 
 GOOD = {"hidden": jnp.zeros((4, 3)), "weight": jnp.zeros((5, 3)), "labels": jnp.array([0, 1, 2, 4])}
 

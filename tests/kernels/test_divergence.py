@@ -29,7 +29,7 @@ from engines import TPU, TPU_F32, TPU_TILES, XLA, XLA_BF16, parameter
 from jax.extend.core.primitives import dot_general_p
 from lm_head_cases import SCALES, assert_near, blocks_visited, equations
 
-from kernels.lm_head import divergence_loss, token_divergence
+from lm_head import divergence_loss, token_divergence
 
 FEWER = [(TPU_F32, kind) for kind in ("forward_kl", "reverse_kl")]  # interpreted: one dtype a kind, and both for jsd
 VOCABULARIES = (

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_head_cases import assert_near
 
-from kernels.lm_head import HeadSharding, divergence_loss, token_divergence
-from kernels.lm_head.tpu import tiles
+from lm_head import HeadSharding, divergence_loss, token_divergence
+from lm_head.tpu import tiles
 
 N, D, T, V = 80, 16, 24, 131
 RNG = np.random.default_rng(0)

@@ -35,9 +35,9 @@ from jax.sharding import AxisType
 from lm_head_cases import OBJECTIVES, SCALES, Loss, Problem, loss_and_gradients, sparse_weights
 from oracle import Objective, exact, exact_loss
 
-from kernels.lm_head import HeadSharding, token_loss
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
+from lm_head import HeadSharding, token_loss
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.tiles import Sizes, Tiles
 
 CLIPPED, CROSS_ENTROPY = OBJECTIVES["clipped ratio"], OBJECTIVES["cross-entropy"]
 N, V, D = GPU.shape

@@ -29,8 +29,8 @@ from engines import (
 from lm_head_cases import OBJECTIVES, SCALES, Problem, check, poisoned, random_cotangents, values_and_gradients
 from oracle import SLACK, Rows, exact
 
-from kernels.lm_head import token_logprobs
-from kernels.lm_head.softmax import Slopes
+from lm_head import token_logprobs
+from lm_head.softmax import Slopes
 
 
 def assert_accurate(engine: Engine, problem: Problem, cotangents: Slopes | None = None, **options: Any) -> Rows:

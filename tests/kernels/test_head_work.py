@@ -22,12 +22,12 @@ from jax.sharding import AbstractDevice
 from lm_head_cases import OBJECTIVES, blocks_visited, equations, random_problem
 from strict_tpu import strict_interpreter
 
-from kernels.lm_head import choose_impl, divergence_loss, target, token_divergence, token_logprobs, token_loss
-from kernels.lm_head.contract import Inputs, Options
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.forward import hits_of_strip, is_hit, labels_in_tiles
-from kernels.lm_head.gpu.products import Place
-from kernels.lm_head.tpu import tiles
+from lm_head import choose_impl, divergence_loss, target, token_divergence, token_logprobs, token_loss
+from lm_head.contract import Inputs, Options
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.forward import hits_of_strip, is_hit, labels_in_tiles
+from lm_head.gpu.products import Place
+from lm_head.tpu import tiles
 
 N, V, D = XLA.shape
 

@@ -11,7 +11,7 @@ from engines import BF16, F32, FULL, GPU, TPU, TPU_F32, XLA, XLA_BF16, Engine, e
 from lm_head_cases import Problem, assert_near
 from oracle import exact
 
-from kernels.lm_head import token_logprobs, token_loss
+from lm_head import token_logprobs, token_loss
 
 RNG = np.random.default_rng(0)
 

@@ -17,8 +17,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from lm_head_cases import assert_near, equations
 
-from kernels.lm_head import HeadSharding, token_logprobs, token_loss, xla
-from kernels.lm_head.tpu import tiles
+from lm_head import HeadSharding, token_logprobs, token_loss, xla
+from lm_head.tpu import tiles
 
 N, D, V = 80, 16, 131
 EDGES = [0, *(k * size + side for size in (17, 33, 66) for k in range(1, 8) for side in (-1, 0)), V - 1]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_program import arrays
 
-from kernels.lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu import tiles as gpu_tiles
 from mllm.plan import targets
 
 MIB = 2**20

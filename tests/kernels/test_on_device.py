@@ -18,10 +18,10 @@ import lm_head_cases as cases
 import numpy as np
 import pytest
 
-from kernels.lm_head import TokenLogprobs, target, token_logprobs, token_loss  # noqa: F401  target: in the condition below
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.tpu import tiles as tpu_tiles
+from lm_head import TokenLogprobs, target, token_logprobs, token_loss  # noqa: F401  target: in the condition below
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.tiles import Sizes, Tiles
+from lm_head.tpu import tiles as tpu_tiles
 
 pytestmark = [
     pytest.mark.gpu,

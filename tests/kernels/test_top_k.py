@@ -11,7 +11,7 @@ from engines import BF16, F32, XLA
 from jax.sharding import AxisType
 from lm_head_cases import equations
 
-from kernels.lm_head import HeadSharding, top_k_logprobs
+from lm_head import HeadSharding, top_k_logprobs
 
 RNG = np.random.default_rng(0)
 ODD, CUBE = (1, 1, 3), (2, 2, 2)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from lm_head_cases import OBJECTIVES, assert_near, operands_for, sparse_weights
 
-from kernels.lm_head import TokenLogprobs, token_logprobs, token_loss
-from kernels.lm_head.tpu import tiles as tpu_tiles
+from lm_head import TokenLogprobs, token_logprobs, token_loss
+from lm_head.tpu import tiles as tpu_tiles
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 

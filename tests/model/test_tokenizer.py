@@ -1,7 +1,6 @@
 """Tokenizers: the byte tokenizer is lossless, and the chat template decides which tokens are the assistant's."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +132,7 @@ def test_tokenizing_turn_by_turn_changes_no_token_of_the_rendered_text() -> None
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (5, "no text of up to"),
+        (5, "chat template refuses them"),
         ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "rewrites earlier turns"),
     ],
 )
@@ -194,14 +193,6 @@ def test_gemma_s_template_writes_the_first_token_and_takes_a_system_s_message_at
         learned_text(gemma, [*CHAT[:2], system, *CHAT[2:]])
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [PAD, END]}))
     assert stop_ids(gemma, tmp_path) == (PAD, END)
-
-
-def test_a_template_that_never_ends_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mllm.model.tokenizer.TEMPLATE_SECONDS", 0.1)
-    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    renderer = Renderer(with_template(loop))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match=r"its chat template took longer than 0\.1 s"):
-        pool.submit(encode_prompt, renderer, CHAT[:1]).result()  # as Grain's threads render prompts
 
 
 def test_a_template_that_renders_nothing_is_refused() -> None:

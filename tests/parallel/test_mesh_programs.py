@@ -10,7 +10,7 @@ from compiled_program import arrays, exchanged, text
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
-from kernels.lm_head import xla
+from lm_head import xla
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
@@ -92,7 +92,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
 
 
 def fitting_room(policy, memory=None):
-    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, SETTINGS.grpo, memory)
+    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
 
 
 def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):

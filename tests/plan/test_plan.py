@@ -1,4 +1,4 @@
-"""The plan of a run's memory, what it finds to fit, and what it says where nothing fits; its estimate of seconds."""
+"""The plan of a run's memory, what it finds to fit, and what it says where nothing fits."""
 
 import importlib.util
 from pathlib import Path
@@ -14,7 +14,7 @@ from mllm.config.model import MeshConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
-from mllm.plan.estimate import BANDWIDTH, FLOPS, better_meshes, estimate, estimates, other_heads, subject
+from mllm.plan.memory import subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.train.room import room_that_fits
@@ -158,36 +158,24 @@ def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, mo
     assert message in errors
 
 
-def test_a_plan_says_its_subject_hours_and_that_figures_for_gpus_were_never_held_against_one(monkeypatch):
+def test_a_plan_says_its_subject_and_that_figures_for_gpus_were_never_held_against_one(monkeypatch):
     monkeypatch.setattr(targets, "gpus", lambda count: jax.devices()[:count])
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
-    for module in ("estimate", "memory"):
-        monkeypatch.setattr(f"mllm.plan.{module}.size", str)
+    monkeypatch.setattr(memory, "size", str)
     told, config = [], tiny.config(mesh={"fsdp": 2}, steps=7200)
     memory.plan(config, "h100:2", told.append)
-    shapes = Programs(config, make_mesh(config.mesh))
-    params, optimizer, gradients = map(
-        bytes_on_device, (shapes.policy.params, shapes.state.opt_state, shapes.gradients())
-    )
-    # The other device has as much of each, and a micro-batch has gradients of its own besides their sum.
-    most = int(told[10].split()[7].strip(",")) + params + optimizer + 2 * gradients
     assert told[0].startswith(f"h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, {targets.CHIPS['h100'].memory} each")
     assert "never held against one" in told[1]
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
     starts = [
         "grpo of a new model, ",
-        "batch_size 8, 4 completions a prompt, ",
+        "batch_size 8, 8 completions in a rollout, ",
         "checkpoint: ",
         *("prefill: ", "decode: ", "update: ", "update, head: "),
         "MiB a device",
         "fits: the peak at full lengths is ",
-        "head for ",
         "rollout: 8 slots",
         "micro_batch_size: up to about 8 would fit",
-        "estimate of a step, never measured: rollout 0.0 s (4 decode steps), ",
-        "estimate of 7200 steps: 0.00 h, ",
-        "micro_batch_size=8 is better by the estimate: ",
-        f"mesh.dp=2 mesh.fsdp=1 fits, too (about {most} at most)",
     ]
     for line, start in zip(told[2:], starts, strict=True):
         assert line.startswith(start)
@@ -200,7 +188,7 @@ def test_the_subject_has_model_batch_lengths_micro_batch_and_steps(config, shape
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     model, batch, _ = subject(shapes)
     assert model == f"grpo of a new model, {count:,} parameters"
-    completions = "batch_size 8, 4 completions a prompt, 16 + 4 tokens at most"
+    completions = "batch_size 8, 8 completions in a rollout, 16 + 4 tokens at most"
     assert batch == f"{completions}; micro_batch_size 4, rows of 20 tokens; 4 steps"
     adapters = changed(config, model={"lora": {"rank": 2, "alpha": 2, "targets": ["head"]}})
     model, *_ = subject(Programs(adapters, shapes.mesh))
@@ -213,23 +201,6 @@ def test_a_checkpoint_has_parameters_and_moments_and_an_older_one_stays_until_th
     several = changed(config, checkpoint={"every": 2, "keep": 3, "keep_best": True}, eval={})
     *_, line = subject(Programs(several, shapes.mesh))
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
-
-
-@pytest.mark.parametrize(
-    ("mesh", "available", "peak", "said"),
-    [
-        ({}, 8, 10, ["mesh.fsdp=8 uses 8 of the 8 devices, in place of 1"]),
-        ({"tp": 2}, 6, 10, ["mesh.fsdp=2 uses 4 of the 6 devices, in place of 2"]),  # 3 don't divide 8 rows
-        ({"tp": 2}, 2, 10, []),
-        # Three more times 20 MiB, which are whole on each device then.
-        ({"fsdp": 4}, 4, 40, ["mesh.dp=4 mesh.fsdp=1 fits, too (about 100.0 MiB at most), and gathers no parameters"]),
-        ({"fsdp": 4}, 4, 41, []),
-    ],
-)
-def test_a_mesh_is_better_that_uses_more_devices_or_gathers_nothing(mesh, available, peak, said):
-    config = tiny.config(mesh=mesh)
-    shapes = Programs(config, make_mesh(config.mesh))
-    assert [*better_meshes(shapes, available, peak * MIB, 20 * MIB, 100 * MIB)] == said
 
 
 # What LoRA saves, by Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device
@@ -255,47 +226,11 @@ def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_traini
         assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
 
 
-# The estimate of a step's seconds, against numbers worked out by hand
-
-
-def test_an_update_takes_four_forward_passes_of_rows_with_full_remat_and_memory_bounds_the_rollout():
-    config = tiny.config(model={"remat": "full"}, rollout={"max_prompt_length": 16, "max_completion_length": 64})
-    shapes = Programs(config, make_mesh(config.mesh))
-    # Two rows of 80 are full, and half of a micro-batch of one is padding.
-    tokens, parameters = 2.5 * 80, sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
-    fast_memory, slow_memory = (estimate(shapes, *rates) for rates in ((1e9, 1e30), (1e30, 1e9)))
-    assert fast_memory.update == pytest.approx(4 * 2 * parameters * tokens / (FLOPS * 1e9))
-    assert fast_memory.logprob == 0
-    # The weights for each token of the longest completion, and 48 places of keys and values for each token.
-    keys = 4 * 2 * 2 * 2 * 8
-    moved = 64 * 4 * parameters + 8 * 16 * (4 + 32) * keys
-    assert slow_memory.rollout == pytest.approx(moved / (BANDWIDTH * 1e9))
-    assert slow_memory.steps == 64
-    # Two mini-batches, gone through twice; with half of the slots there are as many steps as a slot has tokens.
-    changes = {"grpo": {"updates_per_generation": 2, "num_iterations": 2}, "rollout": {"max_slots": 2}}
-    four = Programs(changed(config, **changes), shapes.mesh)
-    step = estimate(four, 1e9, 1e30)
-    assert step.update == 8 * step.logprob > 0
-    assert step.steps == 16 * 16 / 2
-
-
-def test_a_micro_batch_is_better_that_has_less_padding_or_reads_the_weights_less_often():
-    padded = tiny.config(micro_batch_size=8, rollout={"max_completion_length": 64})
-    short = tiny.config("sft", micro_batch_size=1)
-    for config, rates, said in ((padded, (1e6, 1e30), 1), (short, (1e30, 1e6), 8)):
-        shapes = Programs(config, make_mesh(config.mesh))
-        update, better = (estimate(shapes, *rates, micro).update for micro in (None, said))
-        *_, line = estimates(shapes, rates, [1, 2, 4, 8])
-        assert line.startswith(f"micro_batch_size={said} is better by the estimate: update {better:.1f} s, not ")
-        assert line.endswith(f"{update:.1f}")
-        assert len([*estimates(shapes, rates, [config.micro_batch_size])]) == 2
-
-
 # A teacher
 
 
 @pytest.mark.parametrize("estimator", ["full", "sampled"])
-def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(estimator, monkeypatch):
+def test_a_teacher_is_in_memory_in_every_phase(estimator, monkeypatch):
     """The update's program has it where it compares distributions; else a pass before the update has it."""
     own = {"data": None, "eval": None, "grpo": {"num_generations": 4}, "distill": {"estimator": estimator}}
     source = str(Path(tiny.__file__).parent / "fixtures" / "tiny_grpo")
@@ -312,15 +247,8 @@ def test_a_teacher_is_in_memory_in_every_phase_and_its_forward_pass_takes_time(e
     if estimator == "sampled":
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
-    tokens = shapes.rows.micro * shapes.rows.length
-    full = memory.size(4 * 260 * tokens * (1 + (estimator == "full")))  # both models' logits, each once
-    assert other_heads(shapes, 7).endswith(f"full logits about {full}")
-    arguments = config.rollout, config.optimizer, config.grpo, 2**23
+    arguments = config.rollout, config.optimizer, False, 2**23
     assert room_that_fits(shapes.policy, *arguments, shapes.teacher) < room_that_fits(shapes.policy, *arguments)
-    with_teacher, shapes.teacher = estimate(shapes, 1e9, 1e12), None
-    without = estimate(shapes, 1e9, 1e12)
-    name = "update" if estimator == "full" else "logprob"
-    assert getattr(with_teacher, name) > getattr(without, name)
 
 
 # Preferences and conversations

@@ -70,14 +70,6 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
     assert capsys.readouterr().err == "closed\n"
 
 
-def test_a_class_in_skyrl_s_form_takes_the_record_and_gives_messages():
-    first, wrong, right = held("Multiply")(begun(answer="6"), Move(0, completion="5"), Move(0, completion="6"))
-    assert said(first)[0] == ["Multiply.", "Go."]
-    assert wrong[2][1] == [{"role": "user", "content": "no"}]
-    assert said(right)[:4] == ([], "value", 1, True)
-    assert said(right)[-1] == {"answer": "6", "config": {}}
-
-
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
     move = held("Echo", "double")
     ((_, _, (_, _, schemas)),) = move(Move())

@@ -101,8 +101,6 @@ MODELS = {
     "more tokens than the model": (edit(SETTINGS, eos_token="<|one more|>"), "'<|one more|>' has id 260, but the"),
     "no end of sequence": (file("generation_config.json", '{"eos_token_id": -1}'), "eos_token_id: -1 is no id of"),
     "a template that is damaged": (template("{% for"), REFUSES + "unexpected 'end of template'"),
-    "a template of a huge power": (template("{{ 9**9**9**9 }}"), "model.tokenizer: its chat template takes a power"),
-    "a template of two megabytes": (template("x" * 2**21), "model.tokenizer: its chat template is no text of up to"),
     "a template that reads files": (template("{% include '/etc/passwd' %}"), REFUSES + "no loader for this"),
     "a template that leaves its sandbox": (template(LEAVES), REFUSES + "access to attribute '__init__' of 'type'"),
 }

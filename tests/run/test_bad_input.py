@@ -216,12 +216,16 @@ LINES = {
     "an answer to nothing": (ALONE, "messages: the first is the assistant's, so it answers nothing"),
     "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
     "a control token in a text": (b'{"text": "a<|im_end|>"}', "text: <|im_end|> is a control token: give messages"),
-    "nothing left": (b'{"question": "' + b"a" * 99 + b'", "answer": "a"}', "none of the tokens to learn lies"),
     "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 FILES = {
     "nothing": ("train.jsonl", None, "data.source: {path}: no such file in {here}: give a file of JSON lines ("),
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
+    "too long": (
+        "train.jsonl",
+        b'{"question": "' + b"a" * 99 + b'", "answer": "a"}',
+        "data.source: {path}: there is no example that can be learned: none of the tokens to learn lies within",
+    ),
     "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
     "a pattern without files": ("train-*.jsonl", None, "data.source: {path}: no such file in {here}: give a file"),
     "half of gzip": ("train.jsonl.gz", gzip.compress(GOOD * 9)[:30], "{path} can't be read (Compressed file"),

@@ -9,6 +9,7 @@ import pytest
 from runs import changed
 from tiny import METHODS, config
 
+from mllm.data.dataset import training_order
 from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
@@ -17,9 +18,9 @@ from mllm.run.signals import Interrupted
 from mllm.store.checksum import checksums
 
 SEED = 7
-RANDOM = {"load_task", "Sampler", "GrpoSource", "SftSource", "make_train_step"}
+RANDOM = {"load_task", "Sampler", "make_train_step"}
 TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation", "SftBatches", "check_same"}
+OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation", "check_same"}
 ROWS = RowShare(0, 1)
 """What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
 
@@ -59,8 +60,13 @@ def built(request, tmp_path_factory):
 
 def test_every_random_number_depends_on_the_run_s_seed(built):
     run, given = built
-    made = RANDOM - {"GrpoSource" if run.config.data else "SftSource"}
-    assert {name: given[name]["seed"] for name in made} == dict.fromkeys(made, SEED)
+    assert {name: given[name]["seed"] for name in RANDOM} == dict.fromkeys(RANDOM, SEED)
+    if run.config.data:
+        order = training_order(len(run.source.batches.documents), SEED, 1)
+        assert [*run.source.batches.order] == [*order]
+    else:
+        first = training_order(len(run.task.train), SEED)[0]
+        assert next(run.source.prompts).example == run.task.train[first]
     assert run.policy.seed == SEED
 
 
@@ -70,8 +76,8 @@ def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
     assert {given[name]["steps"] for name in TIMED} == {run.source.steps}
     assert (run.source.steps < run.config.steps) == (run.config.data is not None)
     assert run.sampler.room().slots > 0
-    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "grpo")]
-    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo]
+    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "holds_reference")]
+    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo is not None]
     assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
     assert given["Sampler"]["stop_texts"] == run.policy.stop_texts == ("+",)
     assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
@@ -80,14 +86,14 @@ def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
 def test_a_run_is_known_again_by_the_reference_of_its_policy(built):
     run, _ = built
     assert bool(run.checkpoints.frozen) == (run.config.grpo is not None)
-    assert run.checkpoints.frozen == (checksums(by_name(run.reference)) if run.reference else {})
+    assert run.checkpoints.frozen == (checksums(by_name(run.fixed.reference)) if run.fixed.reference else {})
 
 
 def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
     run, given = built
     shares = [given["make_evaluation"]["rows"], run.source.rows]
     if run.config.data:
-        shares += [run.source.batches.share, given["SftBatches"]["share"]]
+        shares += [run.source.batches.share]
     assert all(share is ROWS for share in shares)
     assert given["check_same"]["value"] == run.source.position()
 
@@ -111,5 +117,5 @@ def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp
 def test_a_run_with_adapters_is_known_again_by_those_of_its_reference_too(tmp_path):
     reference = {"grpo": {"beta": 0.1, "reference": "initial"}, "model": {"lora": {"rank": 2, "alpha": 2}}}
     with Run.build(config(run_dir=str(tmp_path / "run"), **reference)) as run:
-        assert run.checkpoints.frozen == checksums(by_name(run.reference))
+        assert run.checkpoints.frozen == checksums(by_name(run.fixed.reference))
         assert "layers.q_a" in run.checkpoints.frozen

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import changed, newest, records, run
+from runs import assert_same_end, changed, killed_after, newest, records, run
 from tiny import TEACHER, config
 
 from mllm.config import load as configs
@@ -20,10 +20,8 @@ from mllm.sampler.schedule import Room
 from mllm.store.run_store import RunStore
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
+GIVEN = {"data": {"source": "task", "max_length": 32}, "grpo": None, "rollout": None}
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
-
-
-BOTH = {"data": {"source": "task", "max_length": 32}, "distill": {"data_share": 0.5}}
 
 
 def distilled(**sections):
@@ -49,15 +47,21 @@ def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorde
 
 
 @pytest.mark.slow
-def test_a_run_with_both_sources_counts_both_and_has_no_other_teacher(finished, tmp_path, capsys):
-    """That it ends as if it had not been killed: tests/run/test_train.py."""
+def test_given_completions_are_distilled_in_a_run_that_ends_as_one_that_was_never_killed(tmp_path):
+    """Own completions: tests/run/test_train.py."""
+    sections = {**GIVEN, "distill": {"kind": "jsd"}, "checkpoint": {"every": 2}}
+    settings = distilled(run_dir=str(tmp_path / "whole"), steps=4, **sections)
+    assert run(settings) == 0
+    again = killed_after(settings, 2, tmp_path / "killed")
+    assert run(again) == 0
+    assert_same_end(again, settings)
+    assert all(np.isfinite(line["kl"]) and "reward" not in line for line in records(settings))
+
+
+def test_a_run_goes_on_with_no_other_teacher(finished, tmp_path, capsys):
     settings = finished("distill")
     lines = records(settings)
-    assert 0 < sum(line["given"] for line in lines) < settings.steps
-    tokens = [line["num_tokens"] for line in lines]
-    assert tokens == sorted({*tokens})
-    assert all(np.isfinite(line["kl"]) for line in lines)
-    assert all(("reward" in line) == (line["given"] == 0) for line in lines)
+    assert all(np.isfinite(line["kl"]) and "reward" in line for line in lines)
     assert len(RunStore(settings.run_dir).document(4)["frozen"]) > len(newest(settings).train.params)
     other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
     shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
@@ -68,33 +72,22 @@ def test_a_run_with_both_sources_counts_both_and_has_no_other_teacher(finished, 
     assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
 
 
-def test_both_sources_are_made_with_the_run_s_share_and_leave_room_for_the_teacher(tmp_path, monkeypatch):
+def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
-    settings = distilled(run_dir=str(tmp_path / "run"), **BOTH | {"distill": {"data_share": 0.25}})
-    with Run.build(settings) as begun:
-        assert [begun.source.order[rollout] for rollout in range(8)] == [False, False, False, True] * 2
+    with Run.build(distilled(run_dir=str(tmp_path / "run"))) as begun:
         assert begun.sampler.room() == Room(8)
         assert asked == [begun.teacher]
 
 
-@pytest.mark.parametrize("algorithm", ["distill", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_every_sampled_completion_is_learned_from_with_the_teachers_term(algorithm, tmp_path, monkeypatch):
-    coefs, make = [], build.make_teacher_pass
-    monkeypatch.setattr(build, "make_teacher_pass", lambda forward, coef: coefs.append(coef) or make(forward, coef))
-    sections = {"run_dir": str(tmp_path / "run"), "steps": 1, "grpo": {"num_generations": 2}, "teacher": TEACHER}
-    if algorithm == "distill":
-        settings, name = distilled(**sections, distill={"estimator": "sampled"}), "kl"
-    else:
-        sections["grpo"]["teacher_coef"] = 0.5
-        settings, name = config("grpo", **sections), "teacher_kl"
+def test_every_sampled_completion_is_learned_from_with_the_teachers_term(tmp_path):
+    settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"})
     assert run(settings) == 0
     (line,), samples = records(settings), records(settings, "samples.jsonl")
-    assert coefs == [1.0 if algorithm == "distill" else 0.5]
     assert line["frac_without_gradient"] == 0
-    assert line[name] > 1
+    assert line["kl"] > 1
     assert line["grad_norm"] > 0
-    assert {sample["advantage"] for sample in samples} == ({None} if algorithm == "distill" else {0.0})
+    assert {sample["advantage"] for sample in samples} == {None}
 
 
 def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
@@ -117,28 +110,18 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
     [
         ({"distill": None}, "distill: algorithm: distill needs this section"),
         ({"teacher": None}, "teacher: algorithm: distill needs this section"),
-        ({"grpo": None}, "data: algorithm: distill learns from data, or"),
+        ({"grpo": None}, "data: algorithm: distill learns either from data, or"),
         ({"grpo": None, "data": {"source": "task", "max_length": 8}, "distill": {"estimator": "sampled"}}, "grpo: "),
-        ({"data": {"source": "task", "max_length": 8}}, "distill.data_share: data and grpo need this setting"),
-        ({"distill": {"data_share": 0.5}}, "distill.data_share: is not used without both data and grpo"),
+        ({"data": {"source": "task", "max_length": 8}}, "data: algorithm: distill learns either from data, or"),
         ({"distill": {"beta": 0.5}}, "distill.beta: is not used with kind: reverse_kl"),
         ({"distill": {"estimator": "sampled", "kind": "jsd"}}, "distill.kind: is not used with estimator: sampled"),
         ({"grpo": {"num_generations": 2, "entropy_coef": 0.1}}, "grpo.entropy_coef: is not used by distill.estim"),
         ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
         ({"head": {"impl": "full_logits"}}, "head.impl: full_logits has no divergences"),
-        ({"algorithm": "grpo", "distill": None}, "teacher: is not used with grpo.teacher_coef: 0"),
+        ({"algorithm": "grpo", "distill": None}, "teacher: is not used by algorithm: grpo"),
         ({"algorithm": "grpo", "distill": None, "grpo": {"num_generations": 1}}, "grpo.num_generations: 1 leaves"),
         ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
-        (
-            {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 2, "teacher_coef": 1}},
-            "teacher: grpo.teacher_coef needs this section",
-        ),
         ({"grpo": {"loss_type": "gspo", "num_iterations": 2}}, "grpo.loss_type: gspo is an objective, and distill.est"),
-        (
-            {**BOTH, "data": {**BOTH["data"], "epochs": 1}},
-            "data.epochs: is not used with grpo, whose steps end the run",
-        ),
-        ({**BOTH, "micro_batch_size": 3}, "batch_size: 8 is not divisible by micro_batch_size (3)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

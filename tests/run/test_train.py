@@ -285,5 +285,5 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
     assert "key.sub=value" in helped
     assert [text.split()[0] for text in process.stdout.split("exit code ")[1:]] == ["0", "0", "2", "2"], missing
     modules = process.stdout.split("imported")[1].split()
-    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "kernels"}.isdisjoint(modules)
+    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules)
     assert process.stderr.count("error: ") == 2, unknown

@@ -82,7 +82,7 @@ def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store)
     save(store, make_state(1, MeshConfig(fsdp=2, tp=4)))
     snippets = [snippet.partition("```")[0] for snippet in (ROOT / "README.md").read_text().split("```python\n")]
     [lines] = [snippet for snippet in snippets if "ocp.CheckpointManager" in snippet]
-    program = f"import sys; sys.modules['mllm'] = sys.modules['kernels'] = None\n{lines}"
+    program = f"import sys; sys.modules['mllm'] = sys.modules['lm_head'] = None\n{lines}"
     program = program.replace("runs/demo_seed0/sft", str(store.folder))
     said = subprocess.run([sys.executable, "-c", program], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert said.stdout == "embed (64, 64) float32\nnorm (64,) float32\n", said.stderr

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import jax
 
-from kernels.lm_head.gpu import tiles as gpu_tiles
-from kernels.lm_head.tpu import tiles as tpu_tiles
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.tpu import tiles as tpu_tiles
 from tools import tune
 from tools.bench import measure
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from tiny import ARCHITECTURE, random_batch
 
-from kernels.lm_head import TokenLogprobs
+from lm_head import TokenLogprobs
 from mllm.config.model import LoraTarget, MeshConfig, OptimizerConfig
 from mllm.config.schema import Rows
 from mllm.model.architecture import Architecture

@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
+from mllm.algorithms.sft.algorithm import make_validation
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Layer
@@ -23,7 +24,6 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.sampler import sampling
 from mllm.sampler.sampler import Sampler
-from mllm.train.step import make_validation
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "initializer_range": 0.08}
 LORA = {"rank": 8, "alpha": 16.0, "targets": ("q", "k", "v", "o", "gate", "up", "down", "head")}

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from runs import changed
-from tiny import config, forward_of, make_trainer, random_batch
+from tiny import config, forward_of, make_trainer, random_batch, with_inputs
 
 from mllm.errors import UserError
 from mllm.model.layout import parameter_name
@@ -119,7 +119,7 @@ def test_the_reported_norm_is_that_of_the_whole_gradient():
 
 def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_optimizer_nor_learning_rate():
     first_state, train_step = grpo_trainer()
-    poisoned = BATCH._replace(advantages=np.where(BATCH.weights > 0, np.inf, 0).astype(np.float32))
+    poisoned = with_inputs(BATCH, advantages=np.where(BATCH.weights > 0, np.inf, 0).astype(np.float32))
     state, metrics = train_step(first_state(), poisoned)
     assert metrics["skipped"] == 1
     assert not np.isfinite(metrics["loss"])
@@ -146,11 +146,15 @@ def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
     assert np.all((np.asarray(logprobs) < 0) == (BATCH.weights > 0))
     # With the old policy's log-probabilities equal to the current ones nothing is clipped, and the ratio is 1. Both
     # sides must divide the logits by the temperature, which is not 1 here.
-    _, metrics = update(BATCH._replace(old_logprobs=logprobs, sampler_logprobs=logprobs, reference_logprobs=logprobs))
+    _, metrics = update(
+        with_inputs(BATCH, old_logprobs=logprobs, sampler_logprobs=logprobs, reference_logprobs=logprobs)
+    )
     np.testing.assert_allclose(metrics["kl"], 0, atol=1e-9)
     np.testing.assert_allclose(metrics["sampling/importance_sampling_ratio/mean"], 1, rtol=1e-5)
     entropy_term = settings.grpo.entropy_coef * metrics["entropy"]
-    np.testing.assert_allclose(metrics["loss"], -(BATCH.advantages * BATCH.weights).sum() - entropy_term, atol=1e-5)
+    np.testing.assert_allclose(
+        metrics["loss"], -(BATCH.inputs.advantages * BATCH.weights).sum() - entropy_term, atol=1e-5
+    )
 
 
 def test_the_state_s_moments_are_laid_out_as_their_parameters():

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config, forward_of
 
+from mllm.algorithms.sft.algorithm import make_validation
 from mllm.algorithms.sft.source import SftBatches
 from mllm.data.batch import Batch
 from mllm.data.tokenizing import Document, Documents
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare
-from mllm.train.step import make_validation
 
 COUNT = 21
 """With 8 rows the last batch is incomplete, packed or not."""

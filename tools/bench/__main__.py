@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # `python tools/bench`: in place of this folder, the repository's root
-    sys.path[0] = str(Path(__file__).resolve().parent.parent.parent)
+if not __package__:  # `python tools/bench`: in place of this folder, what a checkout has
+    root = Path(__file__).resolve().parent.parent.parent
+    sys.path[:1] = [str(root), str(root / "kernels")]
 from mllm import errors
 
 COMMANDS = ("head", "rollout")

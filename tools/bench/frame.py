@@ -22,6 +22,8 @@ DEFAULTS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
 }
 """Environment variables: a process gets three quarters of a GPU at once unless it is told otherwise."""
+SOURCES = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))}
+"""A machine with a device may have JAX, and this project as a folder: what isn't installed is found there."""
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
 Shape = tuple[int, int, int]
@@ -77,7 +79,7 @@ def start(
     """
     defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", module, json.dumps(task)]
-    ended = child.run(command, seconds=seconds, env=defaults | os.environ, cwd=ROOT)
+    ended = child.run(command, seconds=seconds, env=defaults | os.environ | SOURCES, cwd=ROOT)
     return ended.answers, ended.reason
 
 

@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from kernels.lm_head.gpu import tiles as gpu
-from kernels.lm_head.tpu import tiles as tpu
+from lm_head.gpu import tiles as gpu
+from lm_head.tpu import tiles as tpu
 from tools.bench.frame import Figures, Shape, answer
 from tools.bench.methods import Method, methods
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from kernels.lm_head import token_logprobs, token_loss
+from lm_head import token_logprobs, token_loss
 
 Loss = Callable[..., Array]
 """(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""

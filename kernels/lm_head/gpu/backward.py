@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
 
-from kernels.lm_head.gpu import products
-from kernels.lm_head.gpu.forward import LOG2E, Chunk, Rows, capped, hits_of_strip, is_hit, logit_work
-from kernels.lm_head.gpu.products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
-from kernels.lm_head.gpu.tiles import Sizes, Tiles
-from kernels.lm_head.softmax import RowFactors
+from ..shapes import Array, Float, Int
+from ..softmax import RowFactors
+from . import products
+from .forward import LOG2E, Chunk, Rows, capped, hits_of_strip, is_hit, logit_work
+from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
+from .tiles import Sizes, Tiles
 
 
 class Block(NamedTuple):

@@ -15,17 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head import contract, target
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.gpu import tiles
-from kernels.lm_head.gpu.backward import Block, hidden_gradient, logit_gradient, weight_gradient
-from kernels.lm_head.gpu.forward import Chunk, KeptLogits, Rows, labels_in_tiles
-from kernels.lm_head.gpu.forward import forward as forward_kernel
-from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Plan, Sizes, make_plan
-from kernels.lm_head.live_rows import live_rows, over_waves, round_up
-from kernels.lm_head.softmax import (
+from .. import contract, target
+from ..contract import Gradients, Inputs, Options, Terms
+from ..live_rows import live_rows, over_waves, round_up
+from ..shapes import Array, Bool, Float, Int
+from ..softmax import (
     RowFactors,
     Running,
     Slopes,
@@ -35,6 +30,11 @@ from kernels.lm_head.softmax import (
     finish_live,
     row_factors,
 )
+from . import tiles
+from .backward import Block, hidden_gradient, logit_gradient, weight_gradient
+from .forward import Chunk, KeptLogits, Rows, labels_in_tiles
+from .forward import forward as forward_kernel
+from .tiles import KEPT_DTYPE, Plan, Sizes, make_plan
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:

@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
 
-from kernels.lm_head.gpu import products
-from kernels.lm_head.gpu.products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
-from kernels.lm_head.gpu.tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
-from kernels.lm_head.softmax import FLOOR, Running, combine, combine_all, empty_running
+from ..shapes import Array, Bool, Float, Int
+from ..softmax import FLOOR, Running, combine, combine_all, empty_running
+from . import products
+from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
+from .tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
 
 LOG2E = math.log2(math.e)
 

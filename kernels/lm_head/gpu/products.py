@@ -22,10 +22,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int
 
-from kernels.lm_head import target
-from kernels.lm_head.gpu.tiles import MULTIPLIERS, STAGES, Tiles
+from .. import target
+from ..shapes import Array, Float, Int
+from .tiles import MULTIPLIERS, STAGES, Tiles
 
 # jax 0.10 requires an index beside the reference, 0.11 deprecates it, 0.12 has none.
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from kernels.lm_head import target
-from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
-from kernels.lm_head.live_rows import round_up
+from .. import target
+from ..contract import Inputs, Options, gradient_dtypes
+from ..live_rows import round_up
 
 KEPT_DTYPE = jnp.dtype(jnp.float16)  # dtype of the logits that forward keeps
 MULTIPLIERS = 2  # number of warpgroups of a block that multiply

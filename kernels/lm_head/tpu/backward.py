@@ -16,14 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float
 
-from kernels.lm_head import target
-from kernels.lm_head.contract import Inputs, Options, capped, dot
-from kernels.lm_head.softmax import FLOOR, RowFactors, Slopes, Softmax, label_slope
-from kernels.lm_head.tpu import forward
-from kernels.lm_head.tpu.forward import LOG2E, SUBLANES, KeptExponentials, Output
-from kernels.lm_head.tpu.tiles import LANES, KernelName, Tiles, case_of
+from .. import target
+from ..contract import Inputs, Options, capped, dot
+from ..shapes import Array, Float
+from ..softmax import FLOOR, RowFactors, Slopes, Softmax, label_slope
+from . import forward
+from .forward import LOG2E, SUBLANES, KeptExponentials, Output
+from .tiles import LANES, KernelName, Tiles, case_of
 
 _FACTORS = len(RowFactors._fields)
 

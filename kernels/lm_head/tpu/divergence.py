@@ -24,19 +24,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head import contract, two_softmaxes
-from kernels.lm_head.contract import Gradients, Options, capped, dot, number_of_columns
-from kernels.lm_head.live_rows import LiveRows, live_rows, write
-from kernels.lm_head.softmax import FLOOR
-from kernels.lm_head.tpu import forward as head
-from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.backward import one_ahead
-from kernels.lm_head.tpu.forward import SUBLANES, Given, Output
-from kernels.lm_head.tpu.tiles import Case, Tiles
-from kernels.lm_head.two_softmaxes import Divergence, Pair, RunningPair, TwoSoftmaxes
-from kernels.lm_head.xla import add_rows, product
+from .. import contract, two_softmaxes
+from ..contract import Gradients, Options, capped, dot, number_of_columns
+from ..live_rows import LiveRows, live_rows, write
+from ..shapes import Array, Float, Integer
+from ..softmax import FLOOR
+from ..two_softmaxes import Divergence, Pair, RunningPair, TwoSoftmaxes
+from ..xla import add_rows, product
+from . import forward as head
+from . import tiles
+from .backward import one_ahead
+from .forward import SUBLANES, Given, Output
+from .tiles import Case, Tiles
 
 _MIB = 2**20
 _ROOM, _MOST_ROOM = 40 * _MIB, 80 * _MIB  # bytes of a chunk's arrays: without a workspace, and at most

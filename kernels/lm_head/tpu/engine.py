@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
 
-from kernels.lm_head import contract
-from kernels.lm_head.contract import Gradients, Inputs, Options, Terms
-from kernels.lm_head.live_rows import live_rows, over_waves, round_up, write
-from kernels.lm_head.softmax import RowFactors, Slopes, Softmax, row_factors
-from kernels.lm_head.tpu import backward, tiles
-from kernels.lm_head.tpu.forward import Others, finish
-from kernels.lm_head.tpu.forward import forward as forward_kernel
-from kernels.lm_head.tpu.tiles import Tiles, case_of
+from .. import contract
+from ..contract import Gradients, Inputs, Options, Terms
+from ..live_rows import live_rows, over_waves, round_up, write
+from ..shapes import Array, Float
+from ..softmax import RowFactors, Slopes, Softmax, row_factors
+from . import backward, tiles
+from .forward import Others, finish
+from .forward import forward as forward_kernel
+from .tiles import Tiles, case_of
 
 _DEFAULT_WAVE = 1024  # rows whose exponentials are kept where the caller names no workspace
 

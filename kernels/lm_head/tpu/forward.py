@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Integer
 
-from kernels.lm_head.contract import Inputs, Options, capped, dot, number_of_columns
-from kernels.lm_head.softmax import FLOOR, Softmax
-from kernels.lm_head.tpu import tiles
-from kernels.lm_head.tpu.tiles import LANES, Case, Tiles, case_of
+from ..contract import Inputs, Options, capped, dot, number_of_columns
+from ..shapes import Array, Float, Integer
+from ..softmax import FLOOR, Softmax
+from . import tiles
+from .tiles import LANES, Case, Tiles, case_of
 
 SUBLANES = 8
 LOG2E = math.log2(math.e)

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.lm_head.contract import Inputs, Options, gradient_dtypes
-from kernels.lm_head.live_rows import round_up
+from ..contract import Inputs, Options, gradient_dtypes
+from ..live_rows import round_up
 
 KernelName = Literal["forward", "hidden", "weight", "kept", "pair"]
 """forward: statistics, with or without E_q[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept; pair:

@@ -1,42 +1,19 @@
-"""The sections `teacher` and `distill`: the model that is learned from, and what is learned from it."""
+"""The section `distill`: what is learned from a teacher; and the rules of distillation."""
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from mllm.config.model import ModelConfig
-from mllm.config.section import Section, impossible
+from mllm.algorithms.grpo.settings import GrpoConfig, packed_rows, rollout_faults
+from mllm.algorithms.sft.settings import example_faults, example_rows
+from mllm.config.schema import Config, Rows, Rules
+from mllm.config.section import Fault, Section
 
-
-class TeacherConfig(Section):
-    """A second model, which is frozen. Its tokenizer must have the student's tokens, with the same ids."""
-
-    source: str
-    """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
-    step: int | str | None = None
-    """The checkpoint of the run that is the source, as `model.step`."""
-    revision: str | None = None
-    """The commit or branch of a hub id, as `model.revision`."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The dtype of its parameters, activations and products."""
-
-    @model_validator(mode="after")
-    def check(self) -> Self:
-        if isinstance(self.step, str) and self.step not in ("newest", "best"):
-            raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
-        return self
-
-    def model(self, student: ModelConfig) -> ModelConfig:
-        """The model's settings; attention is the student's."""
-        return ModelConfig(
-            source=self.source,
-            step=self.step,
-            revision=self.revision,
-            dtype=self.dtype,
-            param_dtype=self.dtype,
-            remat="none",
-            attention=student.attention,
-        )
+UNREWARDED = ("scale_rewards", "dynamic_sampling", "beta", "reference")
+"""Settings of `grpo` that say how rewards are learned from, which distillation only logs."""
+POLICY_GRADIENT = ("epsilon", "epsilon_high", "dual_clip", "entropy_coef", "importance_sampling", "importance_cap")
+"""Settings of `grpo` that belong to its objective, which the sampled estimator alone has."""
 
 
 class DistillConfig(Section):
@@ -51,18 +28,49 @@ class DistillConfig(Section):
     estimator: Literal["full", "sampled"] = "full"
     """The divergence over the whole vocabulary, or the policy gradient of the sampled token with the advantage log
     teacher - log student, by the objective of `grpo`, which is reverse_kl and needs `grpo`."""
-    data_share: float | None = Field(default=None, gt=0, lt=1)
-    """The share of rollouts in place of which `data` is learned from; needed with `grpo` and `data`, and only then."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.kind != "jsd":
             self.reject_unused(f"with kind: {self.kind}", "beta")
         if self.estimator == "sampled":
-            self.reject_unused("with estimator: sampled", "kind", "data_share")
+            self.reject_unused("with estimator: sampled", "kind")
         return self
 
     @property
     def mixture(self) -> float:
         """The teacher's share in jsd's mixture."""
         return self.beta or 0.5
+
+
+class DistillRules(Rules):
+    implementation = "mllm.algorithms.distill.algorithm:make_distillation"
+    sections: ClassVar = {"distill": DistillConfig, "grpo": GrpoConfig}
+    needs = ("distill", "teacher")
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        distill, samples = config.section(DistillConfig), samples_completions(config)
+        if samples == (config.data is not None):
+            yield "data", "algorithm: distill learns either from data, or from task, rollout and grpo"
+        if distill.estimator == "full" and config.head.impl not in (None, "xla", "mosaic_tpu"):
+            yield "head.impl", f"{config.head.impl} has no divergences: xla and mosaic_tpu have"
+        if not samples:
+            if distill.estimator == "sampled":
+                yield "grpo", "distill.estimator: sampled needs this section"
+            yield from example_faults(config)
+            return
+        yield from config.missing("grpo under algorithm: distill", "task", "rollout")
+        unused = UNREWARDED if distill.estimator == "sampled" else UNREWARDED + POLICY_GRADIENT
+        because = f"by distill.estimator: {distill.estimator}"
+        yield from config.unused(because, *(f"grpo.{name}" for name in unused))
+        if distill.estimator == "full" and config.section(GrpoConfig).loss_type == "gspo":
+            yield "grpo.loss_type", "gspo is an objective, and distill.estimator: full has its own"
+        yield from rollout_faults(config)
+
+    def rows(self, config: Config) -> Rows:
+        return packed_rows(config) if samples_completions(config) else example_rows(config)
+
+
+def samples_completions(config: Config) -> bool:
+    """Whether the student's own completions are learned from, and not those of `data`."""
+    return any(isinstance(section, GrpoConfig) for _, section in config)

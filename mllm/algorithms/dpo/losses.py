@@ -19,20 +19,17 @@ and l the chosen and the rejected completion, s the sigmoid, e `label_smoothing`
 The loss of an update is the mean over its pairs, or over its labelled completions.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from kernels.lm_head import TokenLogprobs
 from mllm.algorithms.dpo.settings import DpoConfig
-from mllm.algorithms.grpo.losses import masked_mean
 from mllm.data.batch import Batch
-from mllm.train.head import Head, States
 
 LARGEST_LOGPROB = -(2.0**-24)  # float32's next number below 1 has this logarithm; the odds of 1 are infinite
-Sums = dict[str, tuple[Float[Any, ""], Float[Any, ""]]]
+Sums: TypeAlias = dict[str, tuple[Float[Any, ""], Float[Any, ""]]]
 """The sum of a metric over the examples that have it, and their number."""
 
 
@@ -53,7 +50,7 @@ def completions_of(
     """The segments 1 to S of each row, with their labels (1, -1, or 0 without any), and which of them there are."""
     counts = batch.weights > 0
     nothing = jnp.zeros_like(logprob)
-    reference, labels = (nothing if x is None else x for x in (batch.reference_logprobs, batch.advantages))
+    reference, labels = (nothing if x is None else x for x in (batch.inputs.reference_logprobs, batch.inputs.labels))
     # A sequence has two tokens or more, of which the first is not learned.
     most = 2 * max(1, logprob.shape[1] // 4)
 
@@ -110,14 +107,13 @@ def labelled_loss(
 
 
 def preference_loss(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
-    """The batch's share of the mean over all examples of the update, whose number the weights have."""
+    """The batch's share of the mean over all examples of the update."""
     completions, labels, there = completions_of(logprob, batch, config.per_token)
     if config.form == "labelled":
-        assert batch.old_logprobs is not None
-        losses = labelled_loss(config, completions.log_ratio, batch.old_logprobs[0, 0], labels)
+        losses = labelled_loss(config, completions.log_ratio, batch.inputs.kl[0], labels)
     else:
         losses, there = pair_loss(config, *pairs_of(completions)), there[:, ::2]
-    return jnp.max(batch.weights) * jnp.sum(jnp.where(there, losses, 0.0))
+    return batch.inputs.share[0] * jnp.sum(jnp.where(there, losses, 0.0))
 
 
 def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> Sums:
@@ -155,21 +151,3 @@ def means(sums: Sums) -> dict[str, Float[Array, ""]]:
         name: jnp.where(count > 0, value / jnp.maximum(count, 1), jnp.nan) for name, (value, count) in sums.items()
     }
     return {**found, "rewards/margins": found["rewards/chosen"] - found["rewards/rejected"]}
-
-
-class Dpo:
-    """DPO and its kin, an `Algorithm`."""
-
-    def __init__(self, config: DpoConfig) -> None:
-        self.config = config
-
-    def loss(
-        self, head: Head, states: States, batch: Batch, teacher: States | None = None
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """As GSPO's: a sequence's loss needs the log-probabilities of all its tokens, which are differentiated."""
-        outputs = head.logprobs(states, batch)
-        return preference_loss(self.config, outputs.logprob, batch), jax.lax.stop_gradient(outputs)
-
-    def metrics(self, batch: Batch, outputs: TokenLogprobs) -> dict[str, Float[Array, ""]]:
-        entropy = masked_mean(outputs.entropy, batch.weights > 0)
-        return {"entropy": entropy, **means(preference_sums(self.config, outputs.logprob, batch))}

@@ -1,14 +1,16 @@
-"""The section `dpo`: what is learned from preferences."""
+"""The section `dpo`: what is learned from preferences; and the rules of DPO and its kin."""
 
-from typing import Literal, Self, TypeAlias
+from collections.abc import Iterator
+from typing import ClassVar, Literal, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from mllm.config.section import Section
+from mllm.algorithms.sft.settings import example_faults, example_rows
+from mllm.config.data import PreferenceForm
+from mllm.config.schema import Config, Rows, Rules
+from mllm.config.section import Fault, Section
 
 LossType: TypeAlias = Literal["sigmoid", "ipo", "hinge", "simpo", "orpo", "kto"]
-PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
-"""What a record of preferences is: a prompt with two completions, or one completion with a label."""
 
 
 class DpoConfig(Section):
@@ -49,3 +51,20 @@ class DpoConfig(Section):
     def per_token(self) -> bool:
         """Whether the loss takes the mean log-probability of a completion's tokens, not their sum."""
         return self.loss_type in ("ipo", "simpo", "orpo")
+
+
+class DpoRules(Rules):
+    implementation = "mllm.algorithms.dpo.algorithm:Dpo"
+    sections: ClassVar = {"dpo": DpoConfig}
+    needs = ("data", "dpo")
+    unused = ("teacher",)
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        if config.head.workspace_mib is not None:
+            yield "head.workspace_mib", f"is not used by algorithm: {config.algorithm}: remove it"
+        if config.data and config.data.source == "task" and config.section(DpoConfig).form == "labelled":
+            yield "data.source", "a task has no labels, which dpo.loss_type: kto needs: give a file"
+        yield from example_faults(config)
+
+    def rows(self, config: Config) -> Rows:
+        return example_rows(config)

@@ -15,16 +15,31 @@ from tqdm import tqdm
 
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.sft.source import BatchPlan, RowBatches, SftSource
-from mllm.data.batch import Batch
+from mllm.data.batch import Batch, Floats
 from mllm.data.packing import add_sequence
-from mllm.data.source import WAY_OUT, Step
+from mllm.data.source import WAY_OUT, Fixed, Step
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.parallel.processes import raise_everywhere
+from mllm.parallel.processes import local_rows, raise_everywhere
 from mllm.stopwatch import Stopwatch
+from mllm.train.algorithm import Parts
+from mllm.train.step import logprobs_of
 
 LogprobPass = Callable[[Params, Batch], Float[np.ndarray, "B T"]]
 """The log-probabilities of the labels in this process's rows under any parameters; all processes must call it."""
+
+
+class PreferenceInputs(NamedTuple):
+    """`Batch.inputs` of DPO and its kin, float32; an array that the loss doesn't need is None."""
+
+    share: Float[Any, "B"]
+    """1 over the number of examples in the whole batch, in every row."""
+    reference_logprobs: Floats | None = None
+    """At a sequence's first learned token its log-probability under the reference, in nats; 0 elsewhere."""
+    labels: Floats | None = None
+    """At a completion's first learned token 1 or -1, as it is labelled true or false; 0 elsewhere."""
+    kl: Float[Any, "B"] | None = None
+    """KTO's z0, in every row."""
 
 
 class Preferences(NamedTuple):
@@ -42,10 +57,7 @@ class PreferenceBatches(RowBatches[Preferences]):
     """The reference's log-probabilities of all examples' sequences; None: they are not needed, or not yet known."""
 
     def make(self, plan: BatchPlan) -> Preferences:
-        """This process's rows; a sequence's log-probability under the reference, and its label, is at its first token.
-
-        That is the first token that is learned, where it is predicted.
-        """
+        """This process's rows; what is known of a sequence stands where its first learned token is predicted."""
         batch, own = self.empty(plan)
         examples = self.documents.read([index for index, _ in own])
 
@@ -59,10 +71,12 @@ class PreferenceBatches(RowBatches[Preferences]):
                     labels[row, predicts[0]] = 1 if example.desirable else -1
                     if self.reference is not None:
                         reference[row, predicts[0]] = self.reference[index, part]
-            return filled._replace(
-                reference_logprobs=None if self.reference is None else reference,
-                advantages=labels if self.documents.form == "labelled" else None,
+            inputs = PreferenceInputs(
+                np.full(len(batch.tokens), 1 / len(plan), np.float32),
+                None if self.reference is None else reference,
+                labels if self.documents.form == "labelled" else None,
             )
+            return filled._replace(inputs=inputs)
 
         return Preferences(fill(0), fill(1)) if self.documents.form == "labelled" else Preferences(fill(0, 1), None)
 
@@ -101,10 +115,12 @@ class PreferenceSource(SftSource):
     checksum: str | None = None
     """What the reference's parameters are known by; None: there is no reference."""
 
-    def __init__(self, dpo: DpoConfig, logprobs: LogprobPass, *arguments: Any, **options: Any) -> None:
-        """`logprobs` is the log-prob pass, the rest that of `SftSource`."""
-        self.form, self.logprobs = dpo.form, logprobs
-        super().__init__(*arguments, **options)
+    def __init__(self, dpo: DpoConfig, parts: Parts) -> None:
+        """UserError is raised as by `SftSource`."""
+        self.form = dpo.form
+        logprobs = logprobs_of(parts.forward)
+        self.logprobs: LogprobPass = lambda params, batch: local_rows(logprobs(params, batch))
+        super().__init__(parts)
         self.heldout: PreferenceBatches | None = None
         if self.validation is not None:
             size, config = self.batches.batch_size, self.batches.config
@@ -119,7 +135,7 @@ class PreferenceSource(SftSource):
         for batches in filter(None, (self.batches, self.heldout)):
             batches.reference = batches.compute_reference(params, self.logprobs)
 
-    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         preferences = self.read(watch)
         if preferences.mismatched is None:
             return self.step_of(preferences.batch, {})
@@ -138,8 +154,8 @@ class PreferenceSource(SftSource):
 
         It is over all of the update, whatever its micro-batches.
         """
-        assert mismatched.reference_logprobs is not None
-        ratio = np.sum(self.logprobs(params, mismatched), dtype=np.float64) - np.sum(mismatched.reference_logprobs)
+        ratio = np.sum(self.logprobs(params, mismatched), dtype=np.float64)
+        ratio -= np.sum(mismatched.inputs.reference_logprobs)
         here = float(ratio), int(mismatched.segments.max(1).sum())
         ratios, counts = zip(*self.rows.gather(here), strict=True)
         return max(0.0, sum(ratios) / sum(counts))
@@ -154,5 +170,5 @@ class PreferenceSource(SftSource):
 
 
 def with_kl(batch: Batch, kl: float) -> Batch:
-    """The batch with z0, everywhere in the place of the old policy."""
-    return batch._replace(old_logprobs=np.full(batch.tokens.shape, kl, np.float32))
+    """The batch with z0."""
+    return batch._replace(inputs=batch.inputs._replace(kl=np.full(len(batch.tokens), kl, np.float32)))

@@ -1,13 +1,41 @@
-"""The section `grpo`: what is learned from completions."""
+"""The section `grpo`: what is learned from completions; and the rules of GRPO and its kin."""
 
-from typing import Literal, Self, TypeAlias
+import math
+from collections.abc import Iterator
+from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from mllm.config.section import Section, impossible
+from mllm.config.schema import Config, Rows, Rules
+from mllm.config.section import Fault, Section, impossible
 
-LossType: TypeAlias = Literal["grpo", "dapo", "prompt_mean", "dr_grpo", "gspo", "cispo", "sapo"]
+LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
+RewardScale: TypeAlias = Literal["group", "batch", "none"]
 ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+class Limits(NamedTuple):
+    """What a loss type has in place of settings that are None, and which of them it reads."""
+
+    below: float | None = 0.2
+    """How far the probability ratio may fall below 1; None: `epsilon` and `dual_clip` aren't read."""
+    above: float | None = 0.2
+    """How far it may rise above 1, or where `below` is None its cap; None: `epsilon_high` isn't read."""
+    scale_rewards: RewardScale = "group"
+    with_one_update: LossType | None = None
+    """The loss type that it is where all ratios are 1, and where it is refused for that."""
+    by_sequence: bool = False
+    """Whether the ratio is that of a whole completion."""
+
+
+LIMITS: dict[LossType, Limits] = {
+    "grpo": Limits(),
+    "dapo": Limits(),
+    "dr_grpo": Limits(scale_rewards="none"),
+    "gspo": Limits(3e-4, 4e-4, with_one_update="grpo", by_sequence=True),  # its paper's section 5.1
+    "cispo": Limits(None, 5.0, with_one_update="dapo"),  # ScaleRL's cap (Khatri et al. 2025, arXiv:2510.13786)
+    "sapo": Limits(None, None, with_one_update="grpo"),
+}
 
 
 class GrpoConfig(Section):
@@ -17,11 +45,10 @@ class GrpoConfig(Section):
     """Completions of each prompt: the group whose rewards are compared, so 2 or more where they are learned from. It
     divides `batch_size`."""
     loss_type: LossType = "grpo"
-    """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), first over
-    the tokens of each prompt's completions (`prompt_mean`), or as a sum over a constant (`dr_grpo`); `gspo` is `grpo`
-    with the probability ratio of whole completions, `cispo` `dapo` with the capped ratio as a constant weight of the
-    log-probability, `sapo` `grpo` with a soft gate in place of the clip; these three need more than one update per
-    rollout."""
+    """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), or as a sum
+    over a constant (`dr_grpo`); `gspo` is `grpo` with the probability ratio of whole completions, `cispo` `dapo` with
+    the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip;
+    these three need more than one update per rollout."""
     updates_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
@@ -42,7 +69,7 @@ class GrpoConfig(Section):
     """The reference policy: the parameters that the run began with. Only with `beta` above 0."""
     entropy_coef: float = 0.0
     """Weight of the entropy, which a positive one rewards."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
+    scale_rewards: RewardScale | None = None
     """Which rewards' standard deviation divides the advantages: the group's, or the rollout's (`batch`); None: the
     group's, with `dr_grpo` none."""
     importance_sampling: ImportanceSampling = "token_truncate"
@@ -50,14 +77,8 @@ class GrpoConfig(Section):
     above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
     importance_cap: PositiveFloat | None = 2.0
     """The limit of the importance weight; None: no such weight."""
-    teacher_coef: float = Field(default=0.0, ge=0)
-    """How much of log teacher - log sampler of each token is added to its advantage; needs `teacher`. Not with
-    `distill`."""
     dynamic_sampling: PositiveInt = 1
     """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
-    filter_by: str | None = None
-    """The name of the reward whose equal values count as equal rewards, also where other rewards differ; None: the
-    weighted sum. Only with `dynamic_sampling` above 1."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
@@ -73,18 +94,15 @@ class GrpoConfig(Section):
             self.reject_unused("with beta: 0", "reference")
         if self.importance_cap is None:
             self.reject_unused("with importance_cap: null", "importance_sampling")
-        if self.dynamic_sampling == 1:
-            self.reject_unused("with dynamic_sampling: 1", "filter_by")
         if self.updates_per_rollout == 1:
             one = "with one update per rollout, whose ratios are all 1 (updates_per_generation * num_iterations)"
             self.reject_unused(one, "epsilon", "epsilon_high", "dual_clip")
-            if (same := {"gspo": "grpo", "sapo": "grpo", "cispo": "dapo"}.get(self.loss_type)) is not None:
+            if (same := self.limits.with_one_update) is not None:
                 what = f"{self.loss_type} is {same} {one}"
                 raise impossible("loss_type", f"{what}: set updates_per_generation to 2 or more")
-        if self.loss_type in ("cispo", "sapo"):
-            unused = ("epsilon", "dual_clip", "epsilon_high")[: 2 + (self.loss_type == "sapo")]
-            self.reject_unused(f"with loss_type: {self.loss_type}", *unused)
-        if self.loss_type == "cispo" and self.clip_range[1] < 1:
+        unread = ["epsilon", "dual_clip"] * (self.limits.below is None) + ["epsilon_high"] * (self.limits.above is None)
+        self.reject_unused(f"with loss_type: {self.loss_type}", *unread)
+        if self.clip_range[1] < 1:
             raise impossible("epsilon_high", f"{self.epsilon_high} is the cap of cispo's ratio itself: give 1 or more")
         return self
 
@@ -97,17 +115,22 @@ class GrpoConfig(Section):
         return self.updates_per_generation * batch_size // self.num_generations
 
     @property
-    def clip_range(self) -> tuple[float, float]:
-        """The lowest and highest probability ratio that are not clipped."""
-        if self.loss_type == "cispo":
-            return 0.0, self.epsilon_high or 5.0  # ScaleRL's (Khatri et al. 2025, arXiv:2510.13786)
-        low, high = (3e-4, 4e-4) if self.loss_type == "gspo" else (0.2, 0.2)  # GSPO: its paper's section 5.1
-        return 1 - (self.epsilon or low), 1 + (self.epsilon_high or self.epsilon or high)
+    def limits(self) -> "Limits":
+        """What the loss type has in place of settings that are None."""
+        return LIMITS[self.loss_type]
 
     @property
-    def reward_scale(self) -> Literal["group", "batch", "none"]:
+    def clip_range(self) -> tuple[float, float]:
+        """The lowest and highest probability ratio that are not clipped."""
+        below, above = self.limits.below, self.limits.above
+        if below is None or above is None:
+            return 0.0, self.epsilon_high or above or math.inf
+        return 1 - (self.epsilon or below), 1 + (self.epsilon_high or self.epsilon or above)
+
+    @property
+    def reward_scale(self) -> "RewardScale":
         """`scale_rewards`, or what the loss type implies."""
-        return self.scale_rewards or ("none" if self.loss_type == "dr_grpo" else "group")
+        return self.scale_rewards or self.limits.scale_rewards
 
     @property
     def needs_old_logprobs(self) -> bool:
@@ -133,4 +156,51 @@ class GrpoConfig(Section):
     @property
     def takes_sequences(self) -> bool:
         """Whether a token's loss takes the current log-probabilities of all of its completion."""
-        return self.loss_type == "gspo" or (self.weighs_sequences and not self.needs_old_logprobs)
+        return self.limits.by_sequence or (self.weighs_sequences and not self.needs_old_logprobs)
+
+
+class GrpoRules(Rules):
+    implementation = "mllm.algorithms.grpo.algorithm:Grpo"
+    sections: ClassVar = {"grpo": GrpoConfig}
+    needs = ("task", "rollout", "grpo")
+    unused = ("data", "teacher")
+
+    def faults(self, config: Config) -> Iterator[Fault]:
+        if config.section(GrpoConfig).num_generations < 2:
+            yield "grpo.num_generations", "1 leaves nothing to compare a reward with: 2 or more"
+        yield from rollout_faults(config)
+
+    def rows(self, config: Config) -> Rows:
+        return packed_rows(config)
+
+
+def packed_rows(config: Config) -> Rows:
+    """The rows of an update into which completions are packed."""
+    grpo, rollout = config.section(GrpoConfig), config.rollout
+    assert rollout is not None
+    length = grpo.row_length or rollout.total_length
+    # First-fit opens a row only when the others are too full: all but the last hold at least this many.
+    most = math.ceil(config.batch_size / (length // rollout.total_length))
+    micro = config.micro_batch_size or math.ceil(most / (16 * config.shards)) * config.shards
+    return Rows(length, micro, math.ceil(most / micro) * micro, config.shards)
+
+
+def rollout_faults(config: Config) -> Iterator[Fault]:
+    """What can't work, or has no effect, where sampled completions are learned from."""
+    grpo, rollout = config.section(GrpoConfig), config.rollout
+    assert rollout is not None
+    longest, group, updates = rollout.total_length, grpo.num_generations, grpo.updates_per_rollout
+    if grpo.row_length is not None and grpo.row_length < longest:
+        what = "max_prompt_length + max_completion_length" if rollout.turns == 1 else "max_total_length"
+        yield "grpo.row_length", f"{grpo.row_length} is less than rollout.{what} ({longest})"
+    if grpo.takes_sequences and config.head.workspace_mib is not None:
+        whole = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
+        yield "head.workspace_mib", f"is not used with {whole}: remove it"
+    if config.batch_size % group:
+        yield "batch_size", f"{config.batch_size} is not divisible by grpo.num_generations ({group})"
+    # A signal in an evaluation ends the run, and only between two rollouts can it be saved.
+    every = {"steps": config.steps, "checkpoint.every": config.checkpoint.every}
+    for key, steps in (every | {"eval.every": config.eval and config.eval.every}).items():
+        if steps and steps % updates:
+            product = f"grpo.updates_per_generation * num_iterations ({updates})"
+            yield key, f"{steps} is not divisible by {product}, the updates of a rollout"

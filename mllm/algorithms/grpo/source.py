@@ -1,38 +1,56 @@
 """GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Bool, Float
 
-from mllm.algorithms.distill.settings import DistillConfig
-from mllm.algorithms.grpo import losses as objectives
+from mllm.algorithms.grpo import groups
+from mllm.algorithms.grpo.batch import pack
+from mllm.algorithms.grpo.losses import sequence_weights
 from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.data.batch import Batch, Trajectory
-from mllm.data.packing import pack
 from mllm.data.prompts import PromptIterator
-from mllm.data.source import Step
+from mllm.data.source import Fixed, Step
 from mllm.data.tasks.task import Task
 from mllm.model.layout import Params
-from mllm.parallel.mesh import shard_batch
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
-from mllm.rewards.runner import RewardRunner, number
+from mllm.rewards.runner import RewardRunner
 from mllm.sampler import trajectories
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import round_size
 from mllm.stopwatch import Stopwatch
-from mllm.train.step import Forward, make_logprob_pass
+from mllm.train.step import Forward, logprobs_of
 
 log = logging.getLogger(__name__)
 
 
-TeacherPass = Callable[[Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]
-"""What `make_teacher_pass` makes, with the teacher's parameters."""
+class Drawn(NamedTuple):
+    """What a rollout has sampled, group by group."""
+
+    trajectories: list[Trajectory]
+    rewards: Float[np.ndarray, "G n"]
+    """Weighted sums; NaN in a group that failed."""
+    rounds: int
+    """In how many rounds dynamic sampling has drawn them."""
+
+
+class Judged(NamedTuple):
+    """The N completions that are learned from, group by group."""
+
+    trajectories: list[Trajectory]
+    advantages: Float[np.ndarray, "N"]
+    counts: Bool[np.ndarray, "N"]
+    """Which have a weight in the loss."""
+    failed: Bool[np.ndarray, "N"]
+    """Which have no advantage to log."""
+    frac_kept: float
+    """The share of the groups that were drawn which are learned from and have a signal."""
 
 
 class GrpoSource:
@@ -42,10 +60,10 @@ class GrpoSource:
     failed is left out of the loss. One rollout serves `updates_per_generation` batches, each `num_iterations` times; a
     checkpoint must fall between rollouts. Completions that can't have a gradient, because their advantage is 0 and
     there is neither a KL penalty nor an entropy bonus, are left out of the batch; the weights of the others are those
-    of the whole batch. Where a teacher is learned from all have a gradient; rewards are no part of it in distillation.
+    of the whole batch.
     """
 
-    validation = None
+    most_failed = trajectories.MOST_FAILED_GROUPS
 
     def __init__(
         self,
@@ -59,28 +77,23 @@ class GrpoSource:
         steps: int,
         seed: int,
         logged_samples: int | None = None,
-        distill: DistillConfig | None = None,
-        teacher_pass: TeacherPass | None = None,
     ) -> None:
         """`logged_samples` None: all. UserError is raised as by `PromptIterator`."""
         self.config = config
-        self.distill, self.teacher_pass = distill, teacher_pass
-        full = distill is not None and distill.estimator == "full"
-        self.needs_old_logprobs = config.needs_old_logprobs and not full
-        self.all_learned = bool(distill or teacher_pass or config.beta > 0 or config.entropy_coef)
+        self.needs_old_logprobs = config.needs_old_logprobs
+        self.all_learned = bool(config.beta > 0 or config.entropy_coef)
+        """Whether completions with an advantage of 0 have a gradient."""
         self.sampler = sampler
+        self.learned = sampler.renderer.form
         self.rewards = rewards
         self.batch_size = batch_size
         self.steps = steps
         self.logged_samples = logged_samples
-        self.update_rows = forward.rows
-        self.rows, groups = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
-        limit, ahead = sampler.options.max_prompt_length, 2 * groups
+        self.forward, self.update_rows = forward, forward.rows
+        self.rows, drawn = RowShare.of_mesh(forward.mesh), config.groups_per_rollout(batch_size)
+        limit, ahead = sampler.options.max_prompt_length, 2 * drawn
         self.prompts = PromptIterator(task, sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
-        logprob_pass = make_logprob_pass(forward)
-        self.logprob_pass: Callable[[Params, Batch], Float[Array, "B T"]] = lambda params, batch: logprob_pass(
-            params, shard_batch(forward.mesh, batch)
-        )
+        self.logprob_pass = logprobs_of(forward)
         self.num_tokens = 0
         self.updates_without_gradient = 0
         self.rollouts_without_signal = 0
@@ -88,104 +101,29 @@ class GrpoSource:
         self.parts: list[Step] = []
         """The data of the updates that share the current rollout."""
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.config.beta > 0
-
-    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         """The data of update `step`. Raises StepError where rewards failed in too many groups."""
         update = step % self.config.updates_per_rollout
         first = update == 0 or not self.parts
         if first:
-            self.parts = self.roll_out(params, reference, step, watch)
+            self.parts = self.roll_out(params, fixed, step, watch)
         part = self.parts[update % len(self.parts)]
         self.updates_without_gradient += part.metrics["frac_without_gradient"] == 1
         metrics = part.metrics | {"updates_without_gradient": self.updates_without_gradient}
         return replace(part, metrics=metrics, samples=part.samples if first else [])
 
-    def roll_out(self, params: Params, reference: Params | None, step: int, watch: Stopwatch) -> list[Step]:
-        """Sample and score completions, and make the batches of all updates that share them."""
-        drawn, rewards, rounds = self.draw(params, step, watch)
-        equal, names = self.without_signal(drawn, rewards), self.rewards.names
-        if equal.all() and not (self.distill or self.teacher_pass):
-            self.warn_without_signal(step)
-        # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
-        groups = np.sort(np.argsort(equal, kind="stable")[: self.config.groups_per_rollout(self.batch_size)])
-        members = np.arange(rewards.size).reshape(rewards.shape)[groups].reshape(-1)
-        chosen, failed = [drawn[member] for member in members], np.isnan(rewards).reshape(-1)[members]
-        advantages = objectives.advantages(rewards[groups], self.config.reward_scale)
-        advantages[equal[groups]] = 0  # also where `filter_by` alone finds a group's completions equal
-        advantages = advantages.reshape(-1)
-        counts = ~failed
-        if self.distill:  # rewards are only logged
-            advantages, counts, failed = np.zeros_like(advantages), np.ones_like(failed), np.ones_like(failed)
-        if self.config.mask_truncated_completions:
-            counts &= [trajectory.finished for trajectory in chosen]
+    def roll_out(self, params: Params, fixed: Fixed, step: int, watch: Stopwatch) -> list[Step]:
+        """The data of all updates that share a rollout: completions are drawn, judged, and packed into batches."""
+        drawn = self.draw(params, step, watch)
+        judged = self.judge(drawn, step)
+        return self.pack_updates(drawn, judged, params, fixed, watch)
 
-        self.num_tokens += sum(len(trajectory.tokens) for trajectory in drawn)
-        metrics: dict[str, Any] = {
-            **objectives.group_metrics(rewards),
-            "frac_groups_failed": float(np.isnan(rewards).all(axis=1).mean()),
-            **trajectories.completion_metrics(drawn, names),
-            "num_tokens": self.num_tokens,
-            "prompts_skipped": self.prompts.position - self.prompts.given,
-        }
-        if self.config.dynamic_sampling > 1:
-            kept = np.count_nonzero(~equal[groups]) / equal.size
-            metrics |= {"dynamic_sampling/rounds": rounds, "dynamic_sampling/frac_groups_kept": kept}
-        logged = zip(chosen[: self.logged_samples], np.where(failed, np.nan, advantages), strict=False)
-        samples = [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
-        has_gradient = (advantages != 0) | self.all_learned
-        lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
-        parts: list[Step] = []
-        mine = self.rows.part_of(self.update_rows.total)
-        for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
-            learnable = np.where(counts, lengths, 0)[part]  # all of a completion's tokens, or none
-            longest = self.sampler.options.turns * self.sampler.options.max_completion_length
-            weights = objectives.sequence_weights(
-                self.config.loss_type, learnable, self.config.num_generations, longest
-            )
-            learned = (weights > 0) & has_gradient[part]
-            with watch.phase("logprob"):
-                sequences = [chosen[i] for i in part[learned]]
-                whole = pack(sequences, weights[learned], advantages[part[learned]], self.update_rows)
-                batch = jax.tree.map(lambda array: array[mine], whole)
-                if self.needs_old_logprobs:
-                    first = not parts and self.config.first_is_current  # of the same form: one program for all updates
-                    old = np.full(batch.tokens.shape, objectives.CURRENT, np.float32) if first else None
-                    batch = batch._replace(old_logprobs=self.logprob_pass(params, batch) if old is None else old)
-                if self.needs_reference:
-                    batch = batch._replace(reference_logprobs=self.logprob_pass(reference, batch))
-                without = {"frac_without_gradient": float(1 - learned.mean())}
-                if self.teacher_pass:
-                    added, divergence = self.teacher_pass(batch)
-                    batch = batch._replace(advantages=added)
-                    without["kl" if self.distill else "teacher_kl"] = float(divergence)
-                batch = jax.block_until_ready(batch)
-            tokens = sum(len(chosen[i].tokens) for i in part)
-            parts.append(Step(batch, metrics | without, samples, tokens))
-        return parts
-
-    def warn_without_signal(self, step: int) -> None:
-        """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
-        self.rollouts_without_signal += 1
-        if self.rollouts_without_signal.bit_count() == 1 and is_writer():
-            log.warning(
-                "step %d: in no group do the rewards differ, so there is nothing to learn from (%d such rollouts so "
-                "far); see samples.jsonl, and try problems that are neither too easy nor too hard, a reward with part "
-                "marks, or a larger grpo.num_generations",
-                step + 1,
-                self.rollouts_without_signal,
-            )
-
-    def draw(
-        self, params: Params, step: int, watch: Stopwatch
-    ) -> tuple[list[Trajectory], Float[np.ndarray, "G n"], int]:
-        """Trajectories of all processes, group by group, their rewards, and in how many rounds they were drawn.
+    def draw(self, params: Params, step: int, watch: Stopwatch) -> Drawn:
+        """Sample and score completions of all processes.
 
         With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts whose completions have equal rewards are
         replaced by others in further rounds, until enough groups have a signal. DAPO draws whole batches again; here a
-        round draws about as many prompts as are missing. NaN stands for the rewards of a group that failed.
+        round draws about as many prompts as are missing.
         """
         wanted = missing = self.config.groups_per_rollout(self.batch_size)
         drawn: list[Trajectory] = []
@@ -204,21 +142,99 @@ class GrpoSource:
                 watch=watch,
                 group=self.config.num_generations,
             )
-            limit = 1.0 if self.distill else trajectories.MOST_FAILED_GROUPS  # distillation only logs them
-            rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations, limit)
-            missing = wanted - int(np.count_nonzero(~self.without_signal(drawn, rewards)))
+            rewards = trajectories.group_rewards(drawn, self.rewards, self.config.num_generations, self.most_failed)
+            missing = wanted - int(np.count_nonzero(~groups.equal_rewards(rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
                 break
-        return drawn, rewards, rounds
+        self.num_tokens += sum(len(trajectory.tokens) for trajectory in drawn)
+        return Drawn(drawn, rewards, rounds)
 
-    def without_signal(self, drawn: list[Trajectory], rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
-        """Which groups nothing is learned from: their rewards are equal, or those that `filter_by` names."""
-        equal, name = objectives.equal_rewards(rewards), self.config.filter_by
-        if name is None:
-            return equal
-        function = self.rewards.names.index(name)
-        judged = np.array([number(one.rewards[function]) for one in drawn]).reshape(rewards.shape)
-        return equal | objectives.equal_rewards(judged)
+    def judge(self, drawn: Drawn, step: int) -> Judged:
+        """Choose the groups that are learned from, and compare each completion with its group."""
+        equal = groups.equal_rewards(drawn.rewards)
+        if equal.all():
+            self.warn_without_signal(step)
+        # The first groups with a signal, filled up with the first without, in the order in which they were drawn.
+        wanted = self.config.groups_per_rollout(self.batch_size)
+        chosen = np.sort(np.argsort(equal, kind="stable")[:wanted])
+        members = np.arange(drawn.rewards.size).reshape(drawn.rewards.shape)[chosen].reshape(-1)
+        failed = np.isnan(drawn.rewards).reshape(-1)[members]
+        advantages = groups.advantages(drawn.rewards[chosen], self.config.reward_scale).reshape(-1)
+        kept = np.count_nonzero(~equal[chosen]) / equal.size
+        return Judged([drawn.trajectories[member] for member in members], advantages, ~failed, failed, kept)
+
+    def pack_updates(self, drawn: Drawn, judged: Judged, params: Params, fixed: Fixed, watch: Stopwatch) -> list[Step]:
+        """The data of each update: its part of the completions in packed rows, with further policies' opinions."""
+        chosen, counts = judged.trajectories, judged.counts
+        if self.config.mask_truncated_completions:
+            counts = counts & [trajectory.finished for trajectory in chosen]
+        metrics, samples = self.rollout_metrics(drawn, judged), self.sample_lines(judged)
+        has_gradient = (judged.advantages != 0) | self.all_learned
+        lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
+        longest = self.sampler.options.turns * self.sampler.options.max_completion_length
+        mine = self.rows.part_of(self.update_rows.total)
+        steps: list[Step] = []
+        for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
+            # All of a completion's tokens are learnable, or none.
+            weights = sequence_weights(self.config, np.where(counts, lengths, 0)[part], longest)
+            learned = (weights > 0) & has_gradient[part]
+            with watch.phase("logprob"):
+                sequences = [chosen[i] for i in part[learned]]
+                whole = pack(sequences, weights[learned], judged.advantages[part[learned]], self.update_rows)
+                batch = jax.tree.map(lambda array: array[mine], whole)
+                batch, more = self.ask_policies(batch, params, fixed, first=not steps)
+                batch = jax.block_until_ready(batch)
+            without = {"frac_without_gradient": float(1 - learned.mean())}
+            steps.append(Step(batch, metrics | without | more, samples, sum(len(chosen[i].tokens) for i in part)))
+        return steps
+
+    def ask_policies(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
+        """The batch with log-probabilities under the old and the reference policy, as far as the loss needs them.
+
+        The second value are metrics. Whether it is a rollout's `first` batch changes no shape: one program serves all.
+        """
+        inputs = batch.inputs
+        if self.needs_old_logprobs:
+            current = first and self.config.first_is_current
+            nothing = np.zeros(batch.tokens.shape, np.float32)
+            inputs = inputs._replace(old_logprobs=nothing if current else self.logprob_pass(params, batch))
+            if self.config.first_is_current:
+                inputs = inputs._replace(is_current=nothing + current)
+        if self.config.beta > 0:
+            inputs = inputs._replace(reference_logprobs=self.logprob_pass(fixed.reference, batch))
+        return batch._replace(inputs=inputs), {}
+
+    def rollout_metrics(self, drawn: Drawn, judged: Judged) -> dict[str, Any]:
+        """Rewards, lengths and what became of groups and prompts."""
+        metrics: dict[str, Any] = {
+            **groups.group_metrics(drawn.rewards),
+            "frac_groups_failed": float(np.isnan(drawn.rewards).all(axis=1).mean()),
+            **trajectories.completion_metrics(drawn.trajectories, self.rewards.names),
+            "num_tokens": self.num_tokens,
+            "prompts_skipped": self.prompts.position - self.prompts.given,
+        }
+        if self.config.dynamic_sampling > 1:
+            names = ("dynamic_sampling/rounds", "dynamic_sampling/frac_groups_kept")
+            metrics |= zip(names, (drawn.rounds, judged.frac_kept), strict=True)
+        return metrics
+
+    def sample_lines(self, judged: Judged) -> list[dict[str, Any]]:
+        """The lines of samples.jsonl."""
+        advantages = np.where(judged.failed, np.nan, judged.advantages)
+        logged = zip(judged.trajectories[: self.logged_samples], advantages, strict=False)
+        return [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
+
+    def warn_without_signal(self, step: int) -> None:
+        """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
+        self.rollouts_without_signal += 1
+        if self.rollouts_without_signal.bit_count() == 1 and is_writer():
+            log.warning(
+                "step %d: in no group do the rewards differ, so there is nothing to learn from (%d such rollouts so "
+                "far); see samples.jsonl, and try problems that are neither too easy nor too hard, a reward with part "
+                "marks, or a larger grpo.num_generations",
+                step + 1,
+                self.rollouts_without_signal,
+            )
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}

@@ -18,26 +18,25 @@ from typing import Any, TypeVar
 
 import grain
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int
 from tqdm import tqdm
 
-from mllm.algorithms.dpo.settings import PreferenceForm
-from mllm.config.data import DataConfig, names_files
+from mllm.config.data import DataConfig, PreferenceForm, names_files
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, bucket
 from mllm.data.cache import cached_documents, signed
 from mllm.data.dataset import DataIterator, training_order
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
-from mllm.data.source import WAY_OUT, Step
+from mllm.data.source import WAY_OUT, Fixed, Step
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.tokenizing import Document, Documents, encode_document, encode_preference
+from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_preference
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
+from mllm.train.algorithm import Parts
 
 log = logging.getLogger(__name__)
 
@@ -196,41 +195,31 @@ class SftBatches(RowBatches[Batch]):
 class SftSource:
     """A `mllm.data.source.Source` over training's batches."""
 
-    needs_reference = False
     form: PreferenceForm | None = None
     kind: type[RowBatches[Any]] = SftBatches
 
-    def __init__(
-        self,
-        config: DataConfig,
-        task: Task | None,
-        renderer: Renderer,
-        mesh: Mesh,
-        *,
-        batch_size: int,
-        steps: int | None,
-        warmup_steps: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, parts: Parts) -> None:
         """UserError is raised where there is too little data, or it is bad."""
-        self.rows = RowShare.of_mesh(mesh)
-        training, self.validation = load_documents(config, renderer, task, self.form)
+        config, data, steps = parts.config, parts.config.data, parts.config.steps
+        assert data is not None
+        self.rows = RowShare.of_mesh(parts.mesh)
+        training, self.validation = load_documents(data, parts.renderer, parts.task, self.form)
         self.learned = training.learned
-        self.batches = batches = self.kind(config, training, batch_size, seed, self.rows)
+        self.batches = batches = self.kind(data, training, config.batch_size, config.seed, self.rows)
         self.data = batches.train()
-        if steps is None and training.content is None and len(training) * (config.epochs or 1) > 2**24:
+        if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
         self.steps = batches.count(steps or LARGEST_NUMBER)
-        passes = f"data.epochs: {config.epochs} passes over the {len(training)} examples are {self.steps} batches"
-        if warmup_steps > self.steps:
-            longer = f"{warmup_steps} are more than the run has ({passes})"
+        passes = f"data.epochs: {data.epochs} passes over the {len(training)} examples are {self.steps} batches"
+        if config.optimizer.warmup_steps > self.steps:
+            longer = f"{config.optimizer.warmup_steps} are more than the run has ({passes})"
             raise UserError(f"optimizer.warmup_steps: {longer}: set fewer, or more epochs")
         if steps is not None and self.steps < steps:
             log.warning("%s: the run and its schedule end at step %d instead of %d", passes, self.steps, steps)
         self.num_tokens = 0
 
-    def next(self, params: Params, step: int, watch: Stopwatch, reference: Params | None = None) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         return self.step_of(self.read(watch), {})
 
     def read(self, watch: Stopwatch) -> Any:
@@ -294,9 +283,12 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
         messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
         try:
-            return encode_document(renderer, max_length, {"messages": messages})[0]
+            encoded = encode_document(renderer, max_length, {"messages": messages})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        if isinstance(encoded, Skipped):
+            raise UserError(f"{place}: {encoded.reason}")
+        return encoded[0]
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
@@ -319,9 +311,12 @@ def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documen
         answers = {"chosen": example.solution, "rejected": example.rejected}
         record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
         try:
-            made.append(encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})[0])
+            encoded = encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
+        if isinstance(encoded, Skipped):
+            raise UserError(f"{place}: {encoded.reason}")
+        made.append(encoded[0])
     content = hashlib.sha256(b"".join(signed(one).tobytes() for one in made)).hexdigest()
     sizes = np.array([one.size for one in made], np.int32)
     return Documents(sizes, lambda indices: [made[index] for index in indices], content, renderer.form, "pairs")

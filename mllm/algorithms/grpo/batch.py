@@ -1,0 +1,54 @@
+"""What GRPO's losses are given for each token of a batch, and how completions become one."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from mllm.config.schema import Rows
+from mllm.data.batch import Batch, Floats, Trajectory
+from mllm.data.packing import add_sequence, empty_batch, first_fit_decreasing, spread_rows
+
+
+class PolicyInputs(NamedTuple):
+    """`Batch.inputs` of GRPO and its kin: float32 [B, T]; an array that the settings don't need is None."""
+
+    advantages: Floats
+    sampler_logprobs: Floats | None = None
+    """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
+    old_logprobs: Floats | None = None
+    """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
+    is_current: Floats | None = None
+    """1 where the parameters before the first update are the current ones, whatever `old_logprobs` has, else 0; None:
+    they are so nowhere."""
+    reference_logprobs: Floats | None = None
+    """Log-probabilities under the reference policy."""
+    sequence_weights: Floats | None = None
+    """The importance weight of the token's whole completion, which the update computes; a batch has none."""
+
+
+def pack(
+    trajectories: Sequence[Trajectory],
+    weights: Float[np.ndarray, "B"],
+    advantages: Float[np.ndarray, "B"],
+    rows: Rows,
+) -> Batch:
+    """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.
+
+    Every sampled token has its trajectory's weight and advantage. The last token of a trajectory is only ever a label,
+    and takes no place.
+    """
+    lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
+    learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)
+    row = first_fit_decreasing(lengths, rows.length)
+    places = spread_rows(np.bincount(row, learned), rows)[row]
+    batch = empty_batch((rows.total, rows.length))
+    token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
+    for place, trajectory, weight, advantage in zip(
+        places.tolist(), trajectories, weights.tolist(), advantages, strict=True
+    ):
+        predicts = add_sequence(batch, place, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
+        token_advantages[predicts] = advantage
+        logprobs[predicts] = trajectory.logprobs
+    return batch._replace(inputs=PolicyInputs(token_advantages, logprobs))

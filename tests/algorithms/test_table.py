@@ -1,0 +1,51 @@
+"""The table of algorithms: one that is added in one file trains, resumes and is planned as all others are."""
+
+from pathlib import Path
+
+import pytest
+from reinforce import ReinforceRules
+from runs import assert_same_end, killed_after, records, run
+from tiny import config
+
+from mllm.algorithms.table import ALGORITHMS
+from mllm.config import load as configs
+from mllm.config.schema import Rules
+from mllm.errors import UserError
+from mllm.parallel.mesh import make_mesh
+from mllm.plan.programs import Programs
+
+SECTIONS = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "reinforce": {"reward_scale": 2.0}}
+
+
+@pytest.fixture
+def added(monkeypatch):
+    monkeypatch.setitem(ALGORITHMS, "reinforce", ReinforceRules())
+
+
+def test_an_algorithm_that_one_file_adds_trains_and_resumes_to_the_bit(added, tmp_path):
+    rewards = [{"name": "user_rewards:even_characters"}]
+    settings = config(
+        "reinforce", run_dir=str(tmp_path / "whole"), checkpoint={"every": 2}, task={"rewards": rewards}, **SECTIONS
+    )
+    assert run(settings) == 0
+    samples = records(settings, "samples.jsonl")
+    assert [line["advantage"] for line in samples] == [2 * line["reward"] for line in samples]
+    assert records(settings)[-1]["grad_norm"] > 0
+    again = killed_after(settings, 2, tmp_path / "killed")
+    assert run(again) == 0
+    assert_same_end(again, settings)
+
+
+def test_the_plan_and_the_schema_know_it_and_others_refuse_its_section(added):
+    settings = config("reinforce", **SECTIONS)
+    assert Programs(settings, make_mesh(settings.mesh)).batch(8).inputs.advantages.shape == (8, settings.rows.length)
+    given = config("sft").model_dump(mode="json") | {"reinforce": {}}
+    with pytest.raises(UserError, match="reinforce: is not used by algorithm: sft: remove it"):
+        configs.validate(given, Path("run.yaml"), ())
+    assert all(isinstance(rules, Rules) for rules in ALGORITHMS.values())
+
+
+def test_without_it_its_name_is_an_error_that_lists_the_others():
+    given = config("sft").model_dump(mode="json") | {"algorithm": "reinforce"}
+    with pytest.raises(UserError, match="algorithm: Input should be 'sft', 'grpo', 'dpo' or 'distill'"):
+        configs.validate(given, Path("run.yaml"), ())

@@ -1,0 +1,81 @@
+"""The head is a package of its own: what it installs, what it imports, what it needs, and what it sets for libtpu."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from lm_head import libtpu
+
+ROOT = Path(__file__).parents[2]
+OWN = dict.fromkeys(("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"), "own")
+JAX = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, {}),
+        ({"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}),
+        ({"TPU_SKIP_MDS_QUERY": "1", **OWN}, OWN),
+    ],
+    ids=["JAX has seen a TPU", "JAX has seen no TPU", "the user's own settings"],
+)
+def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none(environment, found, monkeypatch):
+    for name in ("TPU_SKIP_MDS_QUERY", *OWN):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    importlib.reload(libtpu)
+    assert {name: os.environ[name] for name in OWN if name in os.environ} == found
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of packages: JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
+    folder = tmp_path_factory.mktemp("site")
+    for name in JAX:
+        for part in {file.parts[0] for file in distribution(name).files or () if ".." not in file.parts}:
+            (folder / part).symlink_to(Path(str(distribution(name).locate_file(part))))
+    (folder / "kernels").mkdir()
+    (folder / "kernels/__init__.py").write_text("def get_kernel():\n    return 'of another project'\n")
+    source = tmp_path_factory.mktemp("source") / "kernels"  # pip builds where the source is
+    shutil.copytree(ROOT / "kernels", source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*pip, "--target", folder, source], check=True, stderr=subprocess.DEVNULL)
+    return folder
+
+
+def run(site: Path, program: str) -> str:
+    """What a program prints in an interpreter that has only the folder's packages."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-S", "-c", program]
+    return subprocess.run(command, cwd=site, env=environment, check=True, capture_output=True, text=True).stdout
+
+
+def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is_named_kernels(site: Path) -> None:
+    [lines] = re.findall(r"^```python\n(.*?)^```", (ROOT / "kernels/README.md").read_text(), re.DOTALL | re.MULTILINE)
+    said = run(
+        site,
+        f"{lines}\nimport sys, lm_head, kernels\n"
+        "print(float(value) > 0, dh.shape, dw.shape, kernels.get_kernel(), lm_head.__file__)\n"
+        "print(*sorted({'absl', 'jaxtyping', 'mllm', 'jax.experimental.pallas'} & sys.modules.keys()))",
+    )
+    assert said == f"True (64, 32) (1000, 32) of another project {site / 'lm_head/__init__.py'}\n\n"
+
+
+def test_the_tpu_s_engine_needs_jax_alone(site: Path) -> None:
+    assert run(site, "import lm_head.tpu.engine, lm_head.tpu.divergence; print('imported')") == "imported\n"
+
+
+def test_it_requires_jax_and_installs_one_package(site: Path) -> None:
+    [metadata] = site.glob("lm_head-*.dist-info/METADATA")
+    required = re.findall(r"^Requires-Dist: (?!.*extra)(\w+)", metadata.read_text(), re.MULTILINE)
+    assert required == ["jax"]
+    assert (metadata.parent / "top_level.txt").read_text().split() == ["lm_head"]
