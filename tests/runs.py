@@ -31,8 +31,9 @@ from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
 from mllm.store.run_store import tool_run
+from mllm.train import step as updates
 from mllm.train.optimizer import make_optimizer
-from mllm.train.step import Forward, abstract_state
+from mllm.train.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
 TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "store", "parallel"))]
@@ -137,13 +138,13 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def killed_after(config: Config, step: int, folder: Path) -> Config:
-    """The configuration of a copy of a finished run, as a kill after the checkpoint of `step` would have left it."""
+def killed_after(config: Config, last: int, folder: Path) -> Config:
+    """The configuration of a copy of a finished run, as a kill after checkpoint `last` would have left it."""
     copy = changed(config, run_dir=str(folder))
     shutil.copytree(config.run_dir, folder)
-    for newer in [number for number in checkpoints(config) if number > step]:
+    for newer in [number for number in checkpoints(config) if number > last]:
         shutil.rmtree(folder / "checkpoints" / str(newer))
-    assert checkpoints(copy)[-1] == step
+    assert checkpoints(copy)[-1] == last
     return copy
 
 
@@ -185,16 +186,17 @@ def share_programs() -> None:
     Tracing and lowering are half of a small run's seconds.
     """
     others = dict.fromkeys(("run_dir", "steps", "checkpoint", "log", "eval", "changes"))
-    made: dict[Any, Forward] = {}
+    made: dict[Any, updates.Forward] = {}
 
-    def forward_of(config: Config, graphdef: Any, mesh: Any, teacher: Any = None) -> Forward:
-        key = str({**config.model_dump(), **others}), graphdef, mesh, teacher
+    def forward_of(algorithm: Any, graphdef: Any, mesh: Any, teacher: Any = None) -> updates.Forward:
+        key = str({**algorithm.config.model_dump(), **others}), graphdef, mesh, teacher
         if key not in made:
-            made[key] = Forward.of(config, graphdef, mesh, teacher)
+            made[key] = updates.Forward.of(algorithm, graphdef, mesh, teacher)
         return made[key]
 
     build.Forward = SimpleNamespace(of=forward_of)
-    for name in ("make_optimizer", "make_schedule", "make_train_step", "make_logprob_pass"):
+    updates.make_logprob_pass = functools.cache(updates.make_logprob_pass)
+    for name in ("make_optimizer", "make_schedule", "make_train_step"):
         setattr(build, name, functools.cache(getattr(build, name)))
 
 
