@@ -267,6 +267,7 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     assert sorted(trained + held) == sorted(everything)
     assert held != everything[:8]
     assert [tokens for tokens, _ in training.sizes] == [len(text) for text in trained]
+    assert len({part.content for part in (documents, training, heldout)}) == 3
     with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
         hold_out(documents, 0.99)
 

@@ -71,7 +71,7 @@ def one_document_of(rows, time):
         ("cudnn", ONE, False, (3, 100, 4, 2, 64, jnp.float32), 1e-5),  # no mask: one document, and padding behind it
     ],
 )
-@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.nightly), 20])
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
     kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):
@@ -171,6 +171,8 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     on(platform)
     assert chosen(mesh=EIGHT, packed=packed) == (Attention(kernel, make_mesh(EIGHT), packed), "")
     assert chosen("xla", mesh=EIGHT) == (None, "model.attention asks for it")
+    sliding = dataclasses.replace(SMALL, sliding_window=20, layer_types=("sliding_attention", "full_attention") * 12)
+    assert chosen(architecture=sliding, packed=packed).attention == Attention(kernel, make_mesh(ONE), packed, window=20)
 
 
 @pytest.mark.parametrize(

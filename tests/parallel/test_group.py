@@ -68,7 +68,7 @@ def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
     assert ("Traceback" in said[1]) == (what == "bug")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stalled_process_that_trains_alone_ends_and_only_then():
     script = "import time; from mllm.parallel.group import *\nwith watched(1.0) as watch:\n    {}\n    print('done')"
     for body, code, said in (
@@ -83,7 +83,7 @@ def test_a_stalled_process_that_trains_alone_ends_and_only_then():
         assert output.startswith(said)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_missing_processes_and_a_port_that_is_taken_are_an_error_in_one_line(tmp_path):
     settings = config("sft", run_dir=str(tmp_path / "run"), mesh={"dp": 2, "fsdp": 2, "tp": 2})
     command = ["train.py", *arguments(settings), "--wait", "2", "--processes", "2"]

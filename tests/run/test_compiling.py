@@ -25,7 +25,7 @@ lru_cache.time = SimpleNamespace(time_ns=lambda: os._exit(9))  # which JAX calls
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest_programs_make_room(tmp_path):
     folder = tmp_path / "mllm" / "xla"
 

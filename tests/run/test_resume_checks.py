@@ -92,8 +92,12 @@ def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(done, tmp_pat
 # What lies outside of the run
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
 def edit(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(read_json(path) | values))
 
 
 def edit_template(model):
@@ -128,6 +132,13 @@ def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place,
             with pytest.raises(UserError, match=f"^{re.escape(name)} is not what .*other has begun with: put it back"):
                 checkpoints.check_dependencies(saved | {"frozen": {}})
         shutil.rmtree(place / "edited")
+
+
+def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
+    EDITS["model.source: what ends a completion"](place / "model")
+    with Run.build(beginning(place, "grpo")) as begun:
+        assert 43 in begun.sampler.stop_ids
+    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
 
 
 def other_lines(path):

@@ -27,7 +27,7 @@ def cells(line):
 # --- the command
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_be(monkeypatch, capsys):
     monkeypatch.setattr(head, "LEAST", 0.0)
     chosen = ["--methods", "optax", "mosaic_gpu, value", "--live", "0.25", "1", "--repeats", "2"]
