@@ -3,8 +3,7 @@
 import subprocess
 
 import pytest
-from runs import arguments, assert_same_end, killed_after, outputs, records, spawn
-from tiny import config
+from runs import outputs, spawn
 
 from mllm.stopwatch import CompileClock
 
@@ -77,28 +76,3 @@ def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, cap
         (clock.begin if begins else clock.end)(event, 1.0, fun_name="jit(decode)")
     assert clock.seconds == 3.0 + 1.0
     assert started == [(1, "compiling decode ..."), "cancelled"]
-
-
-@pytest.mark.nightly
-def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_or_damaged(tmp_path):
-    settings = config(
-        "sft", run_dir=str(tmp_path / "whole"), checkpoint={"every": 2, "keep": 3}, eval=None, rollout=None
-    )
-    cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-
-    def start(settings, **variables):
-        (said,) = outputs([spawn(["train.py", *arguments(settings)], subprocess.STDOUT, **variables)])
-        return said
-
-    assert "WARNING" not in start(settings, **cache)
-    assert records(settings, "timings.jsonl")[0]["time/compile"] > 0
-    folder = tmp_path / "cache" / "mllm" / "xla"
-    programs = list(folder.glob("*-cache"))
-    assert any("train_step" in path.name for path in programs)
-    for path in programs[::2]:
-        path.write_bytes(path.read_bytes()[:100])
-        path.with_name(path.name.removesuffix("cache") + "atime").unlink()
-    again = killed_after(settings, 2, tmp_path / "again")
-    start(again, **cache)
-    assert_same_end(settings, again)
-    assert any("train_step" in path.name for path in folder.glob("*-cache"))
