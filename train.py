@@ -165,7 +165,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         print(f"stopped by a signal after step {saved_step}; {what}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(report.summary(run.store, report.why_ended(state, source.steps)))
+        print(report.summary(run.store, report.why_ended(state, source.steps), run.algorithm.progress))
     return 0
 
 

@@ -99,12 +99,12 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
 
 def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
     """Each text's tokens and a stop token; where the model isn't there yet, its bytes."""
-    from mllm.model.load import find_model
-    from mllm.model.tokenizer import bytes_tokenizer, encode, load_tokenizer
+    from mllm.model.load import find_model, find_tokenizer
+    from mllm.model.tokenizer import bytes_tokenizer, encode
 
     try:
         folder, _ = find_model(model)
-        tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
+        tokenizer = find_tokenizer(model, folder)
     except UserError as error:
         log.warning("length and completion_ids are those of the text's bytes: %s", error)
         tokenizer = bytes_tokenizer()

@@ -1,20 +1,38 @@
-"""Shows what a GRPO run's completions earned: python tools/samples.py RUN
+"""Shows what a run will learn from, and what its completions earned.
 
-Writes RUN/samples.html, one page without anything from the network: filtered by step, reward and text, sorted, and a
-prompt's completions side by side between steps. With --print the newest go to the terminal instead.
+    python tools/samples.py --config NAME [key.sub=value ...]
+    python tools/samples.py RUN
+
+With --config the first examples are printed before any training, what is learned of them between ⟦ and ⟧: of SFT and
+distillation whole examples, of DPO pairs, of GRPO the prompts, of which nothing is learned.
+
+Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
+text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
 
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
+from mllm.algorithms.dpo.settings import DpoConfig
+from mllm.algorithms.sft.source import load_documents, origin_of
+from mllm.config import load as configs
+from mllm.config.schema import Config
+from mllm.data.prompts import task_renderer
+from mllm.data.records import sound_records
+from mllm.data.tasks.load import load as load_task
+from mllm.data.tokenizing import Document, Skipped, encode_records
 from mllm.errors import UserError
+from mllm.model.load import find_model, find_tokenizer
+from mllm.model.tokenizer import Renderer, encode_prompt
 from mllm.store.run_store import RunStore, tool_run
 
+EXAMPLES, SEARCHED = 3, 100
+"""How many examples are shown, of how many at the beginning of the data, some of which may have nothing to learn."""
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
 
@@ -45,12 +63,22 @@ class Sample(BaseModel):
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
-    parser.add_argument("run", metavar="RUN", help="a run_dir")
+    parser.add_argument("run", metavar="RUN", nargs="?", help="a run_dir; with --config a setting")
+    parser.add_argument("--config", metavar="NAME", help="a path, or a file in configs/: prints its first examples")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="with --config: settings that replace the file's"
+    )
     parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
     parser.add_argument("--step", type=int, help="with --print: only this step's")
     parser.add_argument("--prompt", metavar="TEXT", help="with --print: only prompts that contain the text")
     parser.add_argument("--limit", type=int, help="with --print: at most so many, the newest; default: 10")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
+    if options.config:
+        for line in examples(configs.load(options.config, [*filter(None, [options.run]), *options.overrides])):
+            print(line)
+        return 0
+    if options.run is None or options.overrides:
+        raise UserError("RUN: give one run_dir, or --config with a configuration's name")
     for name in () if options.print else ("step", "prompt", "limit"):
         if getattr(options, name) is not None:
             raise UserError(f"--{name}: is for --print; the page has filters of its own")
@@ -63,6 +91,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         write_page(samples, run)
     return 0
+
+
+def examples(config: Config) -> Iterator[str]:
+    """Lines on the first examples that a configuration trains on; UserError where one is bad."""
+    folder, _ = find_model(config.model)
+    renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
+    task = load_task(config.task, config.seed) if config.task else None
+    if config.data is None or config.data.source == "task":
+        assert config.task is not None
+        assert task is not None
+        renderer = task_renderer(config.task, task, renderer, None)
+    if config.data is None:
+        assert task is not None
+        for example in task.train[:EXAMPLES]:
+            prompt = encode_prompt(renderer, example.prompt)
+            yield from described(renderer, "prompt", prompt, [False] * len(prompt))
+        return
+    form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
+    if config.data.source == "task":
+        documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
+        first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
+    else:
+        origin = origin_of("data.source", config.data.source, config.data.subset, config.data.split)
+        encoded = encode_records(renderer, config.data.max_length, islice(origin.records(), SEARCHED), form)
+        sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
+        first = [document for document, *_ in islice(sound, EXAMPLES)]
+    for document in first:
+        if isinstance(document, Document):
+            yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())
+            continue
+        names = (
+            ("chosen", "rejected")
+            if document.desirable is None
+            else ("desirable" if document.desirable else "undesirable",)
+        )
+        for name, part in zip(names, document, strict=False):
+            yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
+
+
+def described(renderer: Renderer, name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:
+    """A sequence's text, in which what is learned is marked, behind a line of its numbers."""
+    yield f"{name}: {len(tokens)} tokens, {sum(learned)} learned"
+    text = ""
+    for is_learned, group in groupby(zip(tokens, learned, strict=True), lambda pair: pair[1]):
+        said = str(renderer.tokenizer.decode([token for token, _ in group]))
+        text += f"⟦{said}⟧" if is_learned else said
+    yield from (f"  {errors.printable(line)}" for line in text.split("\n"))
+    yield ""
 
 
 def read(run: RunStore) -> list[Sample]:

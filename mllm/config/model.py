@@ -2,11 +2,13 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from mllm.config.section import Section, impossible
 
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
+PEFT_NAMES = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")} | {"lm_head": "head"}
+"""What PEFT calls them."""
 
 
 class LoraConfig(Section):
@@ -25,11 +27,17 @@ class LoraConfig(Section):
     rslora: bool | None = None
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
-    """The products with an adapter, of q, k, v, o, gate, up, down and head; None: the source's, or all but head."""
-
+    """The products with an adapter, of q, k, v, o, gate, up, down and head, or by PEFT's names (`q_proj`); None:
+    the source's, or all but head."""
     base: Literal["int8"] | None = None
     """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
     scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def read_names(cls, given: Any) -> Any:
+        """Take PEFT's names, too."""
+        return [PEFT_NAMES.get(str(name), name) for name in given] if isinstance(given, list | tuple) else given
 
     @model_validator(mode="after")
     def check(self) -> Self:

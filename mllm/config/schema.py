@@ -40,7 +40,8 @@ class LogConfig(Section):
     """What GRPO logs besides the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
-    """How many completions of each step are written to samples.jsonl; None: all. Only for grpo."""
+    """How many completions of each step are written to samples.jsonl, the best and the worst of as many prompts as that
+    allows; None: all. Only where completions are sampled to learn from."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
     """The project of Weights & Biases to which metrics and timings are sent, too; None: nothing is sent."""
 

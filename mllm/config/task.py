@@ -93,7 +93,7 @@ class TaskConfig(Section):
     """gsm8k: a folder with train.jsonl and test.jsonl, also in a bucket; None: from the hub."""
     heldout: int | None = Field(default=None, ge=0)
     """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
-    that is less; 0: none."""
+    that is less, and without an `eval` section none; 0: none."""
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` and `reasoning_gym` append."""
     template_args: dict[str, Any] | None = None
@@ -158,6 +158,10 @@ class TaskConfig(Section):
     def converses(self) -> bool:
         """Whether a completion is a conversation: something answers the assistant."""
         return bool(self.environment or self.tools)
+
+    def of_run(self, evaluates: bool) -> "TaskConfig":
+        """The task of a run, which holds nothing out by default unless it `evaluates`."""
+        return self if evaluates or self.heldout is not None else self.model_copy(update={"heldout": 0})
 
     def heldout_of(self, problems: int = 10 * HELDOUT) -> int:
         """How many of so many problems are held out; by default the most that may be."""

@@ -1,10 +1,12 @@
 """What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer; preferences."""
 
+import json
 import re
 from typing import Any
 
 from mllm.data.records import Record
 from mllm.errors import UserError
+from mllm.strict_json import refuse
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
@@ -46,6 +48,7 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
 
     Other fields, as the assistant's `tool_calls`, are the template's; content beside those, or a tool's, may be null.
+    Nulls are left out, with which Arrow fills what other records have.
     """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -55,10 +58,59 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
         if (known := ROLES.get(role := text(message, names[0]))) is None:
             raise UserError(f"role {role!r} is none of system, user, assistant and tool")
-        others = {key: value for key, value in message.items() if value and key not in names}
+        others = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
+        if "tool_calls" in others:
+            others["tool_calls"] = [tool_call(call) for call in objects(others["tool_calls"], "tool_calls")]
         silent = not message.get(names[1]) and ("tool_calls" in others or known == "tool")
         chat.append(others | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without what is null in an object at any level."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parsed(value: Any, what: str) -> Any:
+    """The value, or what a text holds as JSON; UserError where it holds none."""
+    try:
+        return json.loads(value, parse_constant=refuse) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what} is no JSON ({error})") from None
+
+
+def objects(value: Any, what: str) -> list[dict[str, Any]]:
+    """The objects in a list, each of which, or all together, may be a text of JSON; else UserError."""
+    items = parsed(value, what)
+    items = [parsed(item, what) for item in items] if isinstance(items, list) else items
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise UserError(f"{what} must be a list of objects, or its JSON")
+    return items
+
+
+def tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool, whose arguments are an object: OpenAI's are a text of JSON."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise UserError("tool_calls must have a function with name and arguments")
+    arguments = parsed(function.get("arguments") or {}, "tool_calls: arguments")
+    if not isinstance(arguments, dict):
+        raise UserError("tool_calls: arguments must be an object, or its JSON")
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def tools_of(record: Record) -> list[dict[str, Any]]:
+    """The JSON schemas of the record's tools, which may be a text of JSON, too; none where it has no tools."""
+    tools = []
+    for tool in objects(record.get("tools") or [], "tools"):
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and "parameters" in function:
+            function = {**function, "parameters": parsed(function["parameters"], "tools: parameters")}
+        tools.append(without_nulls({**tool, "function": function} if "function" in tool else function))
+    return tools
 
 
 def pair_of(record: Record) -> tuple[Record, Record]:

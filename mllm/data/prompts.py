@@ -38,7 +38,7 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
     """The renderer of a task's prompts for what a model has learned; UserError if an argument would have no effect."""
     args = config.template_args or {}
     for name in args:
-        if name not in (renderer.tokenizer.chat_template or "") or renderer.rule == "never":
+        if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":
             raise UserError(f"task.template_args: no chat template that is used has a variable {name}: remove it")
     lists = [part for part in (task.train, task.heldout, task.test) if isinstance(part, list)]
     given_messages = any(example.conversational for part in lists for example in part)

@@ -46,6 +46,10 @@ class Source(Protocol):
     def learned(self) -> Form:
         """What its examples are: texts or chats."""
 
+    @property
+    def counts(self) -> str:
+        """How many examples it has, for the line that says what a run does."""
+
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         """The data of update `step`, counted from 0 and below `steps`; `params` are the policy's."""
 

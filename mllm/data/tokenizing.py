@@ -10,10 +10,11 @@ from jaxtyping import Bool, Int32
 
 from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
-from mllm.data.formats import labelled, messages_of, pair_of, text, turns
+from mllm.data.formats import labelled, messages_of, pair_of, text, tools_of, turns
 from mllm.data.records import BadRecord, Record, Records, read_records
 from mllm.errors import UserError
-from mllm.model.tokenizer import Message, Renderer, encode_example, encode_text, texts_of
+from mllm.model.examples import encode_example, encode_text
+from mllm.model.tokenizer import Message, Renderer, render, texts_of
 
 
 class Document(NamedTuple):
@@ -188,6 +189,9 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
         raise UserError(f"none of {known} is there")
     if rule == "never":
         return *encode_text(tokenizer, *texts_of(prompt + answer, "user", "assistant")), True
-    if record.get("tools"):
-        renderer = replace(renderer, args={**renderer.args, "tools": record["tools"]})
+    if tools := tools_of(record):
+        told = replace(renderer, args={**renderer.args, "tools": tools})
+        if render(told, prompt + answer) == render(renderer, prompt + answer):
+            raise UserError("tools: the tokenizer's chat template leaves them out: use one that renders tools")
+        renderer = told
     return *encode_example(renderer, prompt + answer, len(prompt)), False

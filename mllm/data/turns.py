@@ -14,7 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from mllm.errors import UserError, brief
-from mllm.model.tokenizer import Message, Renderer, Tokenizer, control_tokens, encode, encode_prompt, render
+from mllm.model.tokenizer import (
+    ANSWER,
+    Message,
+    Renderer,
+    Tokenizer,
+    control_tokens,
+    encode_after,
+    encode_prompt,
+    render,
+)
 from mllm.strict_json import check, refuse, whole_characters
 
 log = logging.getLogger(__name__)
@@ -24,8 +33,6 @@ Tools = list[dict[str, Any]]
 Call = tuple[str, dict[str, Any]]
 """The name of a function, and its arguments."""
 
-ANSWER = "The-answer-is-42."
-"""The known answer: nothing in it is trimmed, and no new message stands before it."""
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 LONGEST_ERROR = 1000
@@ -51,9 +58,8 @@ def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: b
     """
     text, start, end = after_answer(with_tools(renderer, tools), messages)
     if not ended or start == end:
-        return encode(renderer.tokenizer, text)
-    # With the token, and then without it: a tokenizer may treat the beginning of a text apart.
-    return encode(renderer.tokenizer, text[start:])[1:]
+        return encode_after(renderer.tokenizer, ANSWER, text)
+    return encode_after(renderer.tokenizer, text[start:end], text[end:])
 
 
 def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, int, int]:

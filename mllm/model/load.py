@@ -150,7 +150,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     if count(params) > MOST_PARAMETERS:
         where = "model.architecture" if folder is None else folder / "config.json"
         raise UserError(f"{where}: {count(params):,} parameters are more than any model has: correct its sizes")
-    tokenizer = load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
+    tokenizer = find_tokenizer(model, folder)
     check_fits(tokenizer, architecture.vocab_size)
     learned: Form | None = None
     if model.init == "pretrained" and folder:
@@ -171,6 +171,11 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         adapters=adapters,
         learned=learned,
     )
+
+
+def find_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
+    """The tokenizer of a model whose files are in a folder; UserError where there is none."""
+    return load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
 
 
 def find_model(config: ModelConfig) -> tuple[Path | None, Architecture]:

@@ -9,8 +9,8 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date
 from functools import lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,6 +40,11 @@ class Renderer:
     """Further variables of the template."""
 
     @property
+    def template(self) -> str:
+        """The chat template; with tools the one that is named `tool_use`, if the tokenizer has it."""
+        return self.tokenizer.get_chat_template(tools=self.args.get("tools"))
+
+    @property
     def form(self) -> Form:
         """What it makes of prompts."""
         return "texts" if self.rule == "never" else "chats"
@@ -64,8 +69,19 @@ BYTES_TEMPLATE = (
 )
 """It leaves out the roles: a tiny model pays for each token."""
 
-DATE = "26 Jul 2024"
-"""The date that Llama 3's templates write where the system has no clock."""
+DATE = date(2024, 7, 26)
+"""The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""
+CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBdHIjmMpSyY"} | {"%-d": str(DATE.day)}
+CLOCK = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f" | replace('{code}', '{text}')" for code, text in CODES.items())
+    + " }}{% endmacro %}"
+)
+"""Takes the place of the clock that transformers gives to templates."""
+BETWEEN = ("\n", ".", "a")
+"""Texts behind which another text is encoded as in the middle of one; the first that no token spans is taken."""
+ANSWER = "The-answer-is-42."
+"""A known answer: nothing in it is trimmed, and no template writes it."""
 
 
 class MessagesError(UserError):
@@ -90,7 +106,9 @@ def load_tokenizer(source: str) -> Tokenizer:
             raise ValueError("fast_tokenizer_files in tokenizer_config.json may name files elsewhere: remove it")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(folder), tokenizer_file=str(file))
         if isinstance(templates := tokenizer.chat_template, dict):  # the names of the others would be files of exports
-            tokenizer.chat_template = templates.get("default")
+            kept = {name: templates[name] for name in ("default", "tool_use") if name in templates}
+            tokenizer.chat_template = kept if len(kept) == 2 else templates.get("default")
+        tokenizer.clean_up_tokenization_spaces = False  # it would decode "x != y" as "x!= y"
         return tokenizer
     except BaseException as error:  # the Rust library raises many kinds
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -140,9 +158,9 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
                 raise UserError(f"{path}: eos_token_id: {token!r} is no id of the tokenizer: repair or remove it")
             ids.append(token)
     if tokenizer.chat_template:
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
         answered = render(Renderer(tokenizer), chat)
-        closing = control_tokens(tokenizer).findall(answered.rpartition(".")[2])
+        closing = control_tokens(tokenizer).findall(answered.rpartition(ANSWER)[2])
         ids += [cast(int, tokenizer.convert_tokens_to_ids(token)) for token in closing[:1]]
     for text in stop:
         encoded = encode(tokenizer, text)
@@ -176,12 +194,24 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
 def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
     """The ids of a prompt up to where the assistant begins, of its text if the rule is `never`; UserError for none."""
     if renderer.rule == "never":
-        ids = encode_text(renderer.tokenizer, texts_of(messages, "user")[0], "")[0][:-1]
+        ids = text_prompt(renderer.tokenizer, texts_of(messages, "user")[0])
     else:
         ids = encode(renderer.tokenizer, render(renderer, messages, add_generation_prompt=True))
     if not ids:
         raise MessagesError("messages: the tokenizer or its chat template makes nothing of them")
     return ids
+
+
+def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of a prompt that no template renders.
+
+    A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. UserError is raised if the text
+    has that of a control token.
+    """
+    if found := control_tokens(tokenizer).search(text):
+        raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")
+    begins = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
+    return [*begins, *encode(tokenizer, text)]
 
 
 def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:
@@ -191,81 +221,33 @@ def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:
     return [message["content"] for message in messages]
 
 
-def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-    """The ids of a text without a chat template and an end of sequence, and which of them are not the prompt's.
-
-    A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. The two pieces are tokenized
-    apart, as when the prompt is given and the completion sampled. UserError is raised if the tokenizer names no end of
-    sequence, or a piece has the text of a control token.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
-    for piece in (prompt, completion):
-        if found := control_tokens(tokenizer).search(piece):
-            raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")
-    begins = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
-    before, after = [*begins, *encode(tokenizer, prompt)], encode(tokenizer, completion)
-    return [*before, *after, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(after) + 1)
-
-
-def encode_example(
-    renderer: Renderer, messages: Sequence[Message], first_learned: int = 0
-) -> tuple[list[int], list[bool]]:
-    """The ids of a whole chat, and which of them are the assistant's, the token that ends each turn included.
-
-    Only the turns in `messages[first_learned:]` count, the first of which is the assistant's. Without
-    `{% generation %}` in the template, the text is cut at the borders of the assistant's turns, and each piece is
-    tokenized by itself, as in `encode_prompt`. UserError is raised if there is no template, it fails, or it doesn't
-    tell the assistant's turns from the others.
-    """
-    tokenizer, text = renderer.tokenizer, render(renderer, messages)
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()):
-        encoded: Any = apply_template(renderer, messages, return_dict=True, return_assistant_tokens_mask=True)
-        prompt = len(encode_prompt(renderer, messages[:first_learned])) if first_learned else 0
-        assistant = [bool(learned) for learned in encoded["assistant_masks"]]
-        return list(encoded["input_ids"]), [False] * prompt + assistant[prompt:]
-    borders, learned = [0], [False]
-    for turn, message in enumerate(messages):
-        if message["role"] == "assistant":
-            borders += assistant_span(renderer, messages, turn, text)
-            learned += [turn >= first_learned, False]
-    ids: list[int] = []
-    mask: list[bool] = []
-    for (start, stop), counts in zip(pairwise([*borders, len(text)]), learned, strict=True):
-        tokens = encode(tokenizer, text[start:stop])
-        ids += tokens
-        mask += [counts] * len(tokens)
-    return ids, mask
-
-
-def assistant_span(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> tuple[int, int]:
-    """Where in `text` (the rendered chat) the assistant's turn starts, and where its closing control token ends.
-
-    Text after that token, such as Qwen's newline, does not belong to the turn: sampling stops before it.
-    """
-    if turn == 0:
-        raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
-    before = render(renderer, messages[:turn], add_generation_prompt=True)
-    through, tokens = render(renderer, messages[: turn + 1]), control_tokens(renderer.tokenizer)
-    if text.startswith(through) and through.startswith(before):
-        closing = list(tokens.finditer(through, len(before)))
-        return len(before), closing[-1].end() if closing else len(through)
-    # Qwen3's template writes an empty thought into the turns after the last question, and into no earlier one.
-    said = text.find(messages[turn]["content"].strip(), len(before))
-    if text.startswith(before) and said >= 0 and (end := tokens.search(text, said)):
-        return len(before), end.end()
-    fault = "its chat template rewrites earlier turns, so the assistant's can't be told from the others"
-    raise UserError(f"model.tokenizer: {fault}: mark them in the template with {{% generation %}}")
-
-
 def render(renderer: Renderer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """The chat as the template renders it; UserError where there is no template, or it refuses the chat.
+    """The chat as the template renders it; UserError where there is no template, or it refuses the chat."""
+    return render_marked(renderer, messages, add_generation_prompt=add_generation_prompt)[0]
+
+
+def render_marked(
+    renderer: Renderer, messages: Sequence[Message], **options: Any
+) -> tuple[str, list[list[tuple[int, int]]]]:
+    """The chat as the template renders it, and with `return_assistant_tokens_mask` what `{% generation %}` marks.
 
     A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
-    if not renderer.tokenizer.chat_template:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    tokenizer = renderer.tokenizer
+    if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use one that has, or set chat_template: never")
-    return cast(str, apply_template(renderer, messages, add_generation_prompt=add_generation_prompt, tokenize=False))
+    for text in strings_in([*messages, {**renderer.args}]):
+        if found := control_tokens(tokenizer).search(text):
+            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
+    options |= {**tokenizer.special_tokens_map, "date_string": DATE.strftime("%d %b %Y"), **renderer.args}
+    try:
+        clock = CLOCK if "strftime_now" in renderer.template else ""
+        rendered: Any = render_jinja_template([list(messages)], chat_template=clock + renderer.template, **options)
+    except Exception as error:  # the template is a program, which may fail in any way
+        raise MessagesError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
+    return rendered[0][0], rendered[1]
 
 
 def strings_in(value: Any) -> list[str]:
@@ -274,17 +256,25 @@ def strings_in(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else [text for part in parts for text in strings_in(part)]
 
 
-def apply_template(renderer: Renderer, messages: Sequence[Message], **options: Any) -> Any:
-    """The result of `apply_chat_template`; UserError where the template fails."""
-    for text in strings_in([*messages, {**renderer.args}]):
-        if found := control_tokens(renderer.tokenizer).search(text):
-            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
-    # Llama 3.2's template would write today's date, and a run that resumes tomorrow would see other prompts.
-    options |= {"date_string": DATE, **renderer.args}
-    try:
-        return renderer.tokenizer.apply_chat_template(list(messages), **options)
-    except Exception as error:  # the template is a program, which may fail in any way
-        raise MessagesError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
+def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """The ids of a text that stands behind another one.
+
+    Some tokenizers, such as Llama 2's, begin a text with a space of their own, which stands nowhere else.
+    """
+    if before and marks_beginnings(tokenizer):
+        controls = [found for found in control_tokens(tokenizer).finditer(before) if found.end() == len(before)]
+        for anchor in [found.group() for found in controls] or BETWEEN:
+            first = encode(tokenizer, anchor)
+            ids = encode(tokenizer, anchor + text)
+            if ids[: len(first)] == first:
+                return ids[len(first) :]
+    return encode(tokenizer, text)
+
+
+@lru_cache(maxsize=8)
+def marks_beginnings(tokenizer: Tokenizer) -> bool:
+    """Whether a text is tokenized otherwise where it begins than behind other text."""
+    return any(encode(tokenizer, x + "a")[len(encode(tokenizer, x)) :] != encode(tokenizer, "a") for x in BETWEEN)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

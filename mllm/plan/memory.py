@@ -109,7 +109,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     largest, update = max(found, key=lambda phase: phase.peak), found[-1]
     fitting = fitting_micro_batches(update, config.rows, devices.memory)
     if largest.peak > devices.memory:
-        raise UserError(remedy(shapes, found, devices.memory, max(fitting, default=0)))
+        raise UserError(remedy(shapes, found, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
     if config.rollout is not None:
         tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
@@ -222,21 +222,25 @@ def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
     return [*filter(fits, divisors)]
 
 
-def remedy(shapes: Programs, found: Sequence[Phase], memory: int, rows: int) -> str:
+def remedy(shapes: Programs, found: Sequence[Phase], devices: Devices, rows: int) -> str:
     """One line: what does not fit, by how much, and the nearest setting that does, such as `rows` of a micro-batch."""
-    worst, mesh = max(found, key=lambda phase: phase.peak), shapes.config.mesh
+    worst, mesh, memory = max(found, key=lambda phase: phase.peak), shapes.config.mesh, devices.memory
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
     state = found[-1].parts["parameters"] + found[-1].parts["optimizer"]
     if state > memory:
         fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
-        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); mesh.fsdp={fsdp} spreads them"
+        problem = f"mesh: parameters and optimizer take {size(state)} a device ({missing})"
+        if (needed := mesh.dp * fsdp * mesh.tp) > devices.available:
+            return f"{problem}: {needed} devices with mesh.fsdp={fsdp} hold them, and here are {devices.available}"
+        return f"{problem}; mesh.fsdp={fsdp} spreads them"
     if worst.name in ("prefill", "decode"):
         shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
         fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards
         if fitting < shards or shapes.slots == shards:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
         return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); about {fitting} would"
-    way_out = f"; about {rows} would" if rows else ", nor does a smaller one; raise mesh.fsdp"
+    raised = "raise mesh.fsdp" if devices.available > devices.mesh.size else "more devices or model.lora would help"
+    way_out = f"; about {rows} would" if rows else f", nor does a smaller one; {raised}"
     return f"micro_batch_size: {shapes.rows.micro} does not fit ({missing}){way_out}"
 
 

@@ -54,7 +54,7 @@ class RewardRunner:
         self, config: TaskConfig, task: Task, max_completion_length: int, poll: Callable[[], None] = lambda: None
     ) -> None:
         converses = [ENVIRONMENT] * config.converses
-        self.names = [*(reward.name for reward in config.rewards), *converses]
+        self.names = [*short_names([reward.name for reward in config.rewards]), *converses]
         self.weights = np.array([*(reward.weight for reward in config.rewards), *(1.0 for _ in converses)])
         self.timeout = config.reward_timeout
         self.poll = poll
@@ -203,6 +203,12 @@ class Scoring:
                 row[-1] = sample.played.reward
         self.runner.warn(self.found)
         return self.found
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """What metrics call reward functions: by the function's own name, unless two would have the same."""
+    own = [name.rpartition(":")[2] for name in names]
+    return [one if own.count(one) == 1 and one != ENVIRONMENT else name for one, name in zip(own, names, strict=True)]
 
 
 def number(answer: Answer) -> float:

@@ -89,7 +89,8 @@ class Run:
             if not begun:
                 config = pin_teacher(source_run.pin(config) if source_run else pin_commit(config))
             self.config = config
-            self.task = load_task(config.task, config.seed) if config.task else None
+            task = config.task and config.task.of_run(evaluates=config.eval is not None)
+            self.task = load_task(task, config.seed) if task else None
             self.rewards: RewardRunner | None = None
             if config.task and self.task and config.rollout:
                 most = config.rollout.max_completion_length
@@ -245,7 +246,17 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            print(report.start_lines(self.mesh, policy, head, config.changes, state.step), file=sys.stderr)
-        log = RunLog(self.store, state.logged_step, self.source.steps, self.config, self.checkpoints.ends)
+            print(
+                report.start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step),
+                file=sys.stderr,
+            )
+        log = RunLog(
+            self.store,
+            state.logged_step,
+            self.source.steps,
+            self.config,
+            self.algorithm.progress,
+            self.checkpoints.ends,
+        )
         self.log = self.stack.enter_context(closing(log))
         return state

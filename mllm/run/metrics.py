@@ -33,15 +33,6 @@ MEASURED = {
     "test accuracy": "test/greedy_accuracy",
 }
 """What is measured beside the updates, by its name on the terminal."""
-LEARNED = {
-    "reward": "reward",
-    "length": "completions/mean_length",
-    "cut off": "completions/clipped_ratio",
-    "entropy": "entropy",
-}
-"""The numbers of GRPO's updates: `length` in tokens, `cut off` as a share of the completions."""
-WITHOUT_REWARDS = {"loss": "loss", "preferred": "rewards/accuracies"}
-"""Those of SFT's and DPO's: `preferred` is the share of pairs whose chosen completion has gained more."""
 
 
 class RunLog:
@@ -53,13 +44,14 @@ class RunLog:
         last_step: int,
         steps: int,
         config: Config | None = None,
+        progress: Mapping[str, str] | None = None,
         ends: Mapping[str, int] | None = None,
     ) -> None:
         """Open the files, and cut off what was written after the `ends` of a checkpoint from which a run goes on.
 
         `last_step` is the last one with lines there, -1 for a run that begins; `steps` is the number of the last one of
         all. The first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None:
-        there are no changes and no `log.wandb`.
+        there are no changes and no `log.wandb`. `progress` are the metrics that are printed, by their names there.
         """
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
@@ -68,7 +60,7 @@ class RunLog:
         if is_writer():
             for name in RECORDS:
                 self.files[name] = store.open_log(name, ends[name] if ends else 0)
-        self.steps, self.said = steps, -1.0
+        self.steps, self.said, self.progress = steps, -1.0, progress or {"loss": "loss"}
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         # Weights & Biases follows the events of files that are opened later.
         self.wandb = Wandb(store, config) if self.files and config and config.log.wandb else None
@@ -91,8 +83,7 @@ class RunLog:
         if now < self.said + 1 and step != self.steps:
             return
         self.said = now
-        shown = LEARNED if "reward" in metrics else WITHOUT_REWARDS
-        there = {name: metrics[key] for name, key in shown.items() if metrics.get(key) is not None}
+        there = {name: metrics[key] for name, key in self.progress.items() if metrics.get(key) is not None}
         # An update in which no token counts has no entropy; a loss that is NaN has to be seen.
         words = [f"{name} {x:.3f}" for name, x in there.items() if name == "loss" or math.isfinite(x)]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, harmonic_mean
 from typing import Any
 
@@ -13,12 +13,14 @@ from lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.layout import count
 from mllm.model.load import Policy
-from mllm.run.metrics import LEARNED, WITHOUT_REWARDS, functions_of, measured, number, read_records
+from mllm.run.metrics import functions_of, measured, number, read_records
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
 
-def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequence[Change], step: int) -> str:
+def start_lines(
+    mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
+) -> str:
     """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
     attention, whole, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
@@ -31,6 +33,7 @@ def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, changes: Sequenc
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),
+            examples,
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
@@ -48,11 +51,14 @@ def why_ended(state: RunState, steps: int) -> str:
     return f"after step {state.step:,} of {steps:,}: {validations} (data.validation.patience)"
 
 
-def summary(store: RunStore, ended: str) -> str:
-    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`."""
+def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
+    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`.
+
+    `shown` are the metrics that say what its updates have learned, by their names in the table.
+    """
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [("ended", ended), *held_out(metrics), *progress(metrics), *speed(timings), ("", ""), *places(store)]
+    lines = [("ended", ended), *held_out(metrics), *progress(metrics, shown), *speed(timings), ("", ""), *places(store)]
     width = max(18, *(len(name) for name, _ in lines))
     return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 
@@ -66,10 +72,10 @@ def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
         yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
-def progress(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """What updates learned from: the mean of the first and of the last tenth of the steps."""
     functions = dict(pair for record in metrics for pair in functions_of(record).items())
-    for name, key in ({**LEARNED, **functions} if present(metrics, "reward") else WITHOUT_REWARDS).items():
+    for name, key in {**shown, **(functions if "reward" in shown else {})}.items():
         if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])

@@ -4,9 +4,10 @@ Each has a folder in mllm/algorithms. Nothing else asks which algorithm a run ha
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,6 +66,8 @@ class Algorithm(ABC):
     teacher_in_update = False
     """Whether an update computes the teacher's distributions."""
     passes: tuple[Pass, ...] = ()
+    progress: Mapping[str, str] = MappingProxyType({"loss": "loss"})
+    """The metrics that a user sees on the terminal and in the table at the end, by their names there."""
     group = 1
     """How many sequences are compared with each other: `batch_size` is a multiple of it."""
     completions = 0

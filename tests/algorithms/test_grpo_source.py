@@ -12,6 +12,7 @@ from tiny import config
 
 from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
+from mllm.algorithms.grpo.source import telling_samples
 from mllm.data.batch import Trajectory
 from mllm.data.source import Fixed
 from mllm.errors import StepError
@@ -141,7 +142,7 @@ def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty
 
 def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_out_of_the_means():
     sound, _, _ = roll_out()
-    step, _, completions = roll_out(bad=[2], samples=5)
+    step, _, completions = roll_out(bad=[2])
     assert step.metrics.keys() == sound.metrics.keys()
     assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
     assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
@@ -151,11 +152,25 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
     assert step.metrics["num_tokens"] == step.tokens
     assert all(np.isfinite(field).all() for field in jax.tree.leaves(step.batch))
-    assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4"]
-    assert [sample["rewards"]["exact_match"] for sample in step.samples] == [0, 1, None, 9, 16]
+    assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4", "5", "6", "7"]
+    assert [sample["rewards"]["exact_match"] for sample in step.samples[:5]] == [0, 1, None, 9, 16]
     assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
     assert step.samples[GROUP]["advantage"] < 0
     assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
+
+
+def test_the_samples_that_are_logged_are_the_best_and_the_worst_of_several_prompts():
+    advantages = np.array([0.0, 1, -1, 0.5, 3, 2, 1, 4, 0, 0, 0, 0])
+    for most, expected in (
+        (None, [*range(12)]),
+        (4, [1, 2, 6, 7]),
+        (6, [1, 2, 6, 7, 8, 11]),
+        (5, [1, 2, 6, 7, 8]),
+        (9, [1, 2, 3, 4, 6, 7, 8, 9, 11]),
+        (1, [1]),
+        (0, []),
+    ):
+        assert telling_samples(advantages, 4, most) == expected
 
 
 def test_a_sample_s_line_has_each_reward_under_its_name():
@@ -177,13 +192,13 @@ def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp
     assert run(settings) == 2
     assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
         "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "user_rewards:tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:66); correct "
+        "tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:66); correct "
         "the function (saved after step 4: the same command resumes)"
     ]
     assert checkpoints(settings) == [4]
     assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
     # What the function logged meanwhile.
-    assert [line["rewards/user_rewards:tires/calls"] for line in records(settings)] == [4.5, 4.5, 12.5, 12.5]
+    assert [line["rewards/tires/calls"] for line in records(settings)] == [4.5, 4.5, 12.5, 12.5]
     assert [line["extra"] for line in records(settings, "samples.jsonl")] == [{"call": n + 1} for n in range(16)]
 
 

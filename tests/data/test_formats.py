@@ -98,7 +98,7 @@ def test_a_call_of_tools_may_have_no_content_and_reaches_the_template_with_the_t
     with pytest.raises(UserError, match="content must be a string"):
         marked({"messages": [{**SAID[0], "content": None}, SAID[1]]})
     with pytest.raises(UserError, match="is a control token"):
-        marked({"messages": [SAID[0], {**call, "tool_calls": [{"<|im_end|>": "add"}]}]})
+        marked({"messages": [SAID[0], {**call, "tool_calls": [{"name": "<|im_end|>"}]}]})
     with pytest.raises(UserError, match="only one of the user, and its answer"):
         marked({"messages": [SAID[0], call]}, BYTES, "never")
 

@@ -12,12 +12,12 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from mllm.errors import UserError
+from mllm.model.examples import encode_example
 from mllm.model.tokenizer import (
     BYTES_TEMPLATE,
     Renderer,
     bytes_tokenizer,
     control_tokens,
-    encode_example,
     encode_prompt,
     load_tokenizer,
     stop_ids,
@@ -133,7 +133,7 @@ def test_tokenizing_turn_by_turn_changes_no_token_of_the_rendered_text() -> None
     ("template", "message"),
     [
         (5, "chat template refuses them"),
-        ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "rewrites earlier turns"),
+        ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "leaves out what the assistant"),
     ],
 )
 def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: str) -> None:

@@ -115,8 +115,16 @@ def test_the_error_names_the_nearest_setting_that_fits(shapes, phase, mib, missi
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
     rows = max(memory.fitting_micro_batches(found, shapes.rows, 100 * MIB), default=0)
-    said = memory.remedy(shapes, [found], 100 * MIB, rows)
+    devices = memory.Devices("eight", shapes.mesh, 8, 100 * MIB, None)
+    said = memory.remedy(shapes, [found], devices, rows)
     assert message.replace("MISSING", f"{missing}.0 MiB too much in {phase}") in said
+
+
+def test_a_mesh_that_is_not_there_is_not_named_as_the_way_out(shapes):
+    parts = dict.fromkeys(memory.COLUMNS, 0) | {"parameters": 300 * MIB}
+    devices = memory.Devices("two", shapes.mesh, 2, 100 * MIB, None)
+    said = memory.remedy(shapes, [memory.Phase("update", parts)], devices, 0)
+    assert said.endswith(": 8 devices with mesh.fsdp=8 hold them, and here are 2")
 
 
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):

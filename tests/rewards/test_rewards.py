@@ -90,7 +90,7 @@ def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and
         assert score(runner, "result = 'jax' in sys.modules")[0][0] == ("value", 0)
         assert runner.workers[0].process.pid == pid
     assert [own for own, *_ in found] == [("value", pid), ("value", 1), ("value", 1)]
-    files = {HOSTILE: Path(hostile_rewards.__file__), "own_rewards:late": Path("own_rewards.py")}
+    files = {"hostile": Path(hostile_rewards.__file__), "late": Path("own_rewards.py")}
     assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
 
 
@@ -116,7 +116,7 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert half == (("value", 1.0), *[("timed_out", "took longer than 4.5 s")] * 2)
     assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
     assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
-    (failed,) = [record.getMessage() for record in caplog.records if "own_rewards:late" in record.getMessage()]
+    (failed,) = [record.getMessage() for record in caplog.records if "reward late" in record.getMessage()]
     assert failed == "reward own_rewards:late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
     with opened("batch") as runner:
         score(runner, "", "")

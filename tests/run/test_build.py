@@ -66,7 +66,9 @@ def test_every_random_number_depends_on_the_run_s_seed(built):
         assert [*run.source.batches.order] == [*order]
     else:
         first = training_order(len(run.task.train), SEED)[0]
+        position = run.source.position()
         assert next(run.source.prompts).example == run.task.train[first]
+        run.source.seek(position)
     assert run.policy.seed == SEED
 
 

@@ -8,6 +8,7 @@ import time
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from mllm.algorithms.grpo.algorithm import Grpo
 from mllm.run import report
 from mllm.run.events import Events
 from mllm.run.metrics import RunLog, last_logged_step
@@ -86,7 +87,7 @@ def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_la
 
 def test_the_line_of_a_grpo_step_has_its_reward_length_and_entropy(tmp_path, capsys):
     metrics = {"reward": 0.5, "loss": -0.0, "completions/mean_length": 12.25, "completions/clipped_ratio": 0.125}
-    log = RunLog(RunStore(tmp_path), -1, 3)
+    log = RunLog(RunStore(tmp_path), -1, 3, progress=Grpo.progress)
     for step, entropy in ((1, 0.25), (3, math.nan)):
         log.write_timings(step, {"tokens_per_second": 5.0}, {**metrics, "entropy": entropy})
     log.close()
@@ -124,7 +125,7 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
     for step, speed in (2, 1000.0), (3, 3000.0):  # as of a step with a rollout, and of one that takes the same again
         log.write_timings(step, {"tokens_per_second": speed}, {})
     log.close()
-    lines = report.summary(store, "after all 3 steps").splitlines()
+    lines = report.summary(store, "after all 3 steps", {"loss": "loss"}).splitlines()
     assert lines[1:10] == [
         "ended              after all 3 steps",
         "held-out reward    0.250 at step 0, 0.750 at step 3",
@@ -149,7 +150,10 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
         exact = dict.fromkeys(("eval/greedy_accuracy", "eval/avg@4", "eval/pass@4", "test/avg@4"), 0.0)
         log.write(step, {**exact, "eval/reward": value, "reward": value, **paid, **lengths})
     log.close()
-    found = [re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1) for line in report.summary(store, "").splitlines()]
+    found = [
+        re.sub(r"(?<=\S) +(?=\d\.)", "  ", line, count=1)
+        for line in report.summary(store, "", Grpo.progress).splitlines()
+    ]
     assert found[1:10] == [
         "ended",
         "held-out reward  0.250 at step 0, 1.000 at step 2",
@@ -164,5 +168,5 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
 
 
 def test_progress_is_the_mean_of_the_first_and_of_the_last_tenth_of_the_steps():
-    lines = dict(report.progress([{"step": step, "loss": float(step)} for step in range(1, 31)]))
+    lines = dict(report.progress([{"step": step, "loss": float(step)} for step in range(1, 31)], {"loss": "loss"}))
     assert lines == {"loss": "2.000 in the first tenth, 29.000 in the last of 30 steps"}

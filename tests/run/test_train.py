@@ -217,7 +217,7 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
     assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "reward", "advantage", "length", "truncated"}
     for values, metric in (
-        ([sample["rewards"][EVEN] for sample in samples], "reward"),
+        ([sample["rewards"]["even_characters"] for sample in samples], "reward"),
         ([sample["reward"] for sample in samples], "reward"),
         ([sample["length"] for sample in samples], "completions/mean_length"),
         ([sample["truncated"] for sample in samples], "completions/clipped_ratio"),

@@ -294,7 +294,7 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
     assert capsys.readouterr().out == f"curves             {copy / 'curves.png'}\n"
     topics = ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", "Tokens per second"]
     assert list(drawn(run=plot.read_run(RunStore(copy)))) == topics
-    assert str(copy / "curves.png") in summary(RunStore(copy), "")
+    assert str(copy / "curves.png") in summary(RunStore(copy), "", {})
     assert plot.main([str(copy), "--out", str(copy / "pictures" / "other.png")]) == 0
     assert (copy / "pictures" / "other.png").stat().st_size
 

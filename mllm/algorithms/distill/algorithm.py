@@ -3,7 +3,8 @@
 The sampled estimator is GRPO's objective with the teacher's opinion of the sampled token as the advantage.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from mllm.algorithms.distill.settings import DistillConfig, samples_completions
-from mllm.algorithms.grpo.algorithm import Grpo
+from mllm.algorithms.grpo.algorithm import LENGTHS, Grpo
 from mllm.algorithms.grpo.losses import MAX_LOG_RATIO
 from mllm.algorithms.grpo.source import Drawn, GrpoSource, Judged
 from mllm.algorithms.sft.algorithm import example_evaluations
@@ -49,6 +50,7 @@ class Distillation(Algorithm):
     """The divergence over the whole vocabulary, over given completions."""
 
     teacher_in_update = True
+    progress: Mapping[str, str] = MappingProxyType({"kl": "kl", "agreement": "teacher_agreement", "entropy": "entropy"})
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -107,6 +109,8 @@ class OwnSource(GrpoSource):
 class OwnDistillation(Distillation):
     """The divergence over the whole vocabulary, over the student's own completions."""
 
+    progress = MappingProxyType({**Distillation.progress, **LENGTHS})
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.sampling = Grpo(config, OwnSource)
@@ -138,6 +142,8 @@ class SampledSource(OwnSource):
 
 class SampledDistillation(Grpo):
     """GRPO's objective, whose advantages are log teacher - log student of the sampled token."""
+
+    progress = MappingProxyType({"kl": "kl", "entropy": "entropy", **LENGTHS})
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, SampledSource)

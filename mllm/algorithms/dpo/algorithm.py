@@ -1,6 +1,7 @@
 """DPO and its kin: the loss of a micro-batch of preferences, its metrics, and the validation."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from mllm.train.step import Forward, loop
 
 
 class Dpo(Algorithm):
+    progress: Mapping[str, str] = MappingProxyType({"loss": "loss", "preferred": "rewards/accuracies"})
+    """`preferred` is the share of pairs whose chosen completion has gained more."""
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.settings = config.section(DpoConfig)

@@ -1,6 +1,8 @@
 """GRPO and its kin: the loss of a micro-batch of completions, its metrics, and what a run holds for it."""
 
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +19,13 @@ from mllm.data.source import Source
 from mllm.train.algorithm import Algorithm, Metrics, Parts, Pass
 from mllm.train.head import Head, States
 
+LENGTHS = {"length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
+"""In tokens, and as a share of the completions."""
+
 
 class Grpo(Algorithm):
+    progress: Mapping[str, str] = MappingProxyType({"reward": "reward", **LENGTHS, "entropy": "entropy"})
+
     def __init__(self, config: Config, source: type[GrpoSource] = GrpoSource) -> None:
         super().__init__(config)
         self.source = source

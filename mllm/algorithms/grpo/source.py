@@ -79,7 +79,7 @@ class GrpoSource:
         logged_samples: int | None = None,
     ) -> None:
         """`logged_samples` None: all. UserError is raised as by `PromptIterator`."""
-        self.config = config
+        self.config, self.task = config, task
         self.needs_old_logprobs = config.needs_old_logprobs
         self.all_learned = bool(config.beta > 0 or config.entropy_coef)
         """Whether completions with an advantage of 0 have a gradient."""
@@ -100,6 +100,11 @@ class GrpoSource:
         """Since the process began: for warnings only."""
         self.parts: list[Step] = []
         """The data of the updates that share the current rollout."""
+
+    @property
+    def counts(self) -> str:
+        tested = f", {len(self.task.test):,} in the test set" if self.task.test else ""
+        return f"{len(self.task.train):,} problems to train on, {len(self.task.heldout):,} held out{tested}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         """The data of update `step`. Raises StepError where rewards failed in too many groups."""
@@ -221,8 +226,8 @@ class GrpoSource:
     def sample_lines(self, judged: Judged) -> list[dict[str, Any]]:
         """The lines of samples.jsonl."""
         advantages = np.where(judged.failed, np.nan, judged.advantages)
-        logged = zip(judged.trajectories[: self.logged_samples], advantages, strict=False)
-        return [trajectories.sample_line(trajectory, self.rewards, advantage) for trajectory, advantage in logged]
+        logged = telling_samples(judged.advantages, self.config.num_generations, self.logged_samples)
+        return [trajectories.sample_line(judged.trajectories[i], self.rewards, advantages[i]) for i in logged]
 
     def warn_without_signal(self, step: int) -> None:
         """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
@@ -250,3 +255,19 @@ class GrpoSource:
 
     def resumable(self, step: int) -> bool:
         return step % self.config.updates_per_rollout == 0
+
+
+def telling_samples(advantages: Float[np.ndarray, "N"], group: int, most: int | None) -> list[int]:
+    """Which of the completions, `group` of each prompt, are logged, in their order: at most `most`; None: all.
+
+    They are of as many prompts as can have two, the best and the worst.
+    """
+    size = len(advantages)
+    if most is None or most >= size:
+        return list(range(size))
+    each = min(group, most, max(2, most // (size // group)))
+    chosen: list[int] = []
+    for begin in range(0, size, group):
+        order = begin + np.argsort(-advantages[begin : begin + group], kind="stable")
+        chosen += sorted([*order[: -(-each // 2)].tolist(), *order[len(order) - each // 2 :].tolist()])
+    return chosen[:most]

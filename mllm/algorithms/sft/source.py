@@ -219,6 +219,11 @@ class SftSource:
             log.warning("%s: the run and its schedule end at step %d instead of %d", passes, self.steps, steps)
         self.num_tokens = 0
 
+    @property
+    def counts(self) -> str:
+        heldout = f", {len(self.validation):,} for validation" if self.validation else ""
+        return f"{len(self.batches.documents):,} examples to train on{heldout}"
+
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         return self.step_of(self.read(watch), {})
 
@@ -281,9 +286,9 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
         place = example.place or f"{task.name}[{index}]"
         if example.solution is None:
             raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
-        messages = [*example.prompt, {"role": "assistant", "content": example.solution}]
+        completion = [{"role": "assistant", "content": example.solution}]
         try:
-            encoded = encode_document(renderer, max_length, {"messages": messages})
+            encoded = encode_document(renderer, max_length, {"prompt": example.prompt, "completion": completion})
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         if isinstance(encoded, Skipped):

@@ -105,6 +105,10 @@ def split_task(name: str, problems: Sequence[Example], heldout: int, test: Seque
         beside = " that are not in its test set" if tested else ""
         fault = f"{heldout} of task {name}'s {len(listed)} problems{beside} leave none to train on"
         raise UserError(f"task.heldout: {fault}: set it lower, or give more problems")
+    if repeated := len(hashes) - len({*hashes}):
+        log.warning(
+            "task %s: %d problems repeat another's prompt, and are held out with it or not at all", name, repeated
+        )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
     every = (*problems, *(test or ()))

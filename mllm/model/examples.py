@@ -1,0 +1,202 @@
+"""Examples in tokens: the ids of a text or a chat, and which of them are learned.
+
+In a chat the assistant's content is learned, with the token that ends its turn. Templates rewrite messages (they trim
+them, drop thoughts, write calls of tools), so no message is looked for by its content: the template renders the chat
+once more with other words in one of the assistant's messages, and what differs is what it made of that message. Each
+learned piece is tokenized by itself, as it is sampled.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
+
+from mllm.errors import UserError
+from mllm.model.tokenizer import (
+    ANSWER,
+    Message,
+    MessagesError,
+    Renderer,
+    Tokenizer,
+    control_tokens,
+    encode_after,
+    render,
+    render_marked,
+    text_prompt,
+)
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+REWORDED = ("Quartz.", "Fjord!", "Waltz;")
+"""Other words for a message: of three, one begins and ends otherwise than the message."""
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""The names of a message's thought."""
+
+
+class Span(NamedTuple):
+    """A part of a text."""
+
+    start: int
+    end: int
+
+
+def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
+    """The ids of a text without a chat template and an end of sequence, and which of them are not the prompt's.
+
+    The two pieces are tokenized apart, as when the prompt is given and the completion sampled. UserError is raised if
+    the tokenizer names no end of sequence, or a piece has the text of a control token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
+    before = text_prompt(tokenizer, prompt)
+    text_prompt(tokenizer, completion)
+    after = encode_after(tokenizer, prompt, completion)
+    return [*before, *after, tokenizer.eos_token_id], [False] * len(before) + [True] * (len(after) + 1)
+
+
+def encode_example(
+    renderer: Renderer, messages: Sequence[Message], first_learned: int = 0
+) -> tuple[list[int], list[bool]]:
+    """The ids of a whole chat, and which of them are learned: the assistant's in `messages[first_learned:]`.
+
+    Where the template has `{% generation %}`, it says what is learned of these messages. UserError is raised if there
+    is no template, it fails, leaves a learned message out, or doesn't tell the assistant's turns from the others.
+    """
+    text = render(renderer, messages)
+    turns = [turn for turn in range(first_learned, len(messages)) if messages[turn]["role"] == "assistant"]
+    find_spans = marked_spans if GENERATION.search(renderer.template) else turn_spans
+    borders = [0, *chain.from_iterable(find_spans(renderer, messages, turns, text)), len(text)]
+    if borders != sorted(borders):
+        raise UserError(MIXED_TURNS)
+    ids: list[int] = []
+    mask: list[bool] = []
+    for number, (start, end) in enumerate(pairwise(borders)):
+        tokens = encode_after(renderer.tokenizer, text[:start], text[start:end])
+        ids += tokens
+        mask += [number % 2 == 1] * len(tokens)
+    return ids, mask
+
+
+MIXED_TURNS = (
+    "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told from the others: "
+    "mark them in the template with {% generation %}"
+)
+
+
+def turn_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[int], text: str) -> Iterator[Span]:
+    """The parts of `text` (the rendered chat) that are the assistant's, from where it begins to where its turn ends.
+
+    Text behind the token that ends a turn, such as Qwen's newline, does not belong to it: sampling stops before.
+    """
+    for turn in turns:
+        if turn == 0:
+            raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
+        content = content_span(renderer, messages, turn, text)
+        start, end = turn_start(renderer, messages, turn, text), turn_end(renderer, messages, turn, text, content)
+        if not start <= content.start:
+            raise UserError(MIXED_TURNS)
+        yield Span(start, end)
+
+
+def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[int], text: str) -> Iterator[Span]:
+    """The parts of `text` that the template marks with `{% generation %}` in these of the assistant's messages."""
+    _, (marked,) = render_marked(renderer, messages, return_assistant_tokens_mask=True)
+    limits = []
+    for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
+        content = content_span(renderer, messages, turn, text)
+        limits.append((turn, content, turn_end(renderer, messages, turn, text, content)))
+    for start, end in marked:
+        overlapped = [limit for limit in limits if start < limit[2] and limit[1].start < end]
+        # Transformers counts wrongly inside of a macro: what is marked then begins and ends too early.
+        if not overlapped or any(start < content.start and end < content.end for _, content, _ in overlapped):
+            raise UserError(
+                "model.tokenizer: its chat template has {% generation %} in a macro, or around other messages: move it"
+            )
+        for turn, _, last in overlapped:
+            try:
+                first = turn_start(renderer, messages, turn, text)
+            except UserError:  # only the template knows
+                first = start
+            if turn in turns:
+                yield Span(max(start, first), min(end, last))
+
+
+def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, prompts: bool = False) -> Span:
+    """What the template made of a message in `text`: what changes with the message's words.
+
+    The text is the rendered chat, or the prompt that it is. UserError is raised where the template leaves out the
+    message, or its calls of tools.
+    """
+    message = messages[turn]
+    said, calls = message["content"].strip(), message.get("tool_calls")
+    words = next(words for words in REWORDED if words[0] != said[:1] and words[-1] != said[-1:])
+
+    def reworded(**changes: Any) -> str:
+        chat = [*messages[:turn], {**message, **changes}, *messages[turn + 1 :]]
+        return render(renderer, chat, add_generation_prompt=prompts)
+
+    changes: dict[str, Any] = {"content": words} if said or not calls else {}
+    changes |= {name: words for name in THOUGHTS if message.get(name)}
+    if calls:
+        changes["tool_calls"] = [reworded_call(call, words) for call in calls]
+        if reworded(tool_calls=changes["tool_calls"]) == text:
+            raise MessagesError("messages: the tokenizer's chat template leaves out tool calls: use one that has them")
+    changed = reworded(**changes)
+    if changed == text:
+        raise MessagesError(f"messages: the tokenizer's chat template leaves out what the {message['role']} says")
+    start = common(text, changed)
+    return Span(start, len(text) - common(text[start:][::-1], changed[start:][::-1]))
+
+
+def reworded_call(call: Message, words: str) -> Message:
+    """A call of another tool with another argument, in the same form."""
+    name = re.sub(r"\W", "", words)
+    other = {"name": name, "arguments": {name: words}}
+    if "function" in call:
+        return {**call, "function": {**call["function"], **other}}
+    return {**call, **other}
+
+
+def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> int:
+    """Where the assistant begins in `text`: behind what the template adds to a prompt."""
+    before = render(renderer, messages[:turn], add_generation_prompt=True)
+    if text.startswith(before):
+        return len(before)
+    if turn == 0:
+        raise UserError(MIXED_TURNS)
+    # Earlier messages are rendered otherwise than in a prompt, but what follows the last of them is the same, except
+    # for the thought that a prompt may open.
+    last = content_span(renderer, messages, turn - 1, text).end
+    behind = before[content_span(renderer, messages[:turn], turn - 1, before, prompts=True).end :]
+    for opening in (behind, behind.partition("<think>")[0]):
+        if text.startswith(opening, last):
+            return last + len(opening)
+    raise UserError(MIXED_TURNS)
+
+
+def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
+    """Where the control token behind the assistant's content ends; the content's end where the template writes none."""
+    if not (turn == len(messages) - 1 or ends_turns(renderer.tokenizer, renderer.template)):
+        return content.end
+    tokens = control_tokens(renderer.tokenizer).finditer(text, content.start)
+    return next((token.end() for token in tokens if token.end() > content.end), len(text))
+
+
+@lru_cache(maxsize=8)
+def ends_turns(tokenizer: Tokenizer, template: str) -> bool:
+    """Whether the template writes a control token behind each of the assistant's turns, not only behind the last."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    behind = [render(Renderer(tokenizer), messages).rpartition(ANSWER)[2] for messages in (chat, [*chat, chat[0]])]
+    return control_tokens(tokenizer).search(behind[0], 0, common(*behind)) is not None
+
+
+def common(one: str, other: str) -> int:
+    """How many characters the beginnings of two texts have in common."""
+    same, most = 0, min(len(one), len(other))
+    while same < most:
+        middle = (same + most + 1) // 2
+        if one[same:middle] == other[same:middle]:
+            same = middle
+        else:
+            most = middle - 1
+    return same

@@ -1,0 +1,220 @@
+"""What is learned of a chat is the assistant's, by any template: the judge gives each message its own alphabet."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from templates import PUBLIC, Public
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from mllm.errors import UserError
+from mllm.model import examples
+from mllm.model.examples import Span, encode_example, encode_text
+from mllm.model.tokenizer import Renderer, control_tokens, encode_prompt, load_tokenizer, render
+
+TEXTS = ["Yes", " Yes\n", "Yes.\n\nNo", "user\nYes", "USER: Yes ASSISTANT: No", "assistant", "\n\nä, b?", "</s"]
+THOUGHTS = ["<think>\nhm\n</think>\n\nYes", "<think>Yes</think>No", "a </think> b"]
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+LETTERS = re.compile(r"</?think>|[a-zA-Z]")
+
+
+def some_chat(public: Public, rng: Random) -> list[dict[str, Any]]:
+    chat: list[dict[str, Any]] = []
+    if public.system and rng.random() < 0.5:
+        chat.append({"role": "system", "content": rng.choice(TEXTS)})
+    for _ in range(rng.randint(1, 3)):
+        chat.append({"role": "user", "content": rng.choice(TEXTS)})
+        while public.calls and rng.random() < 0.4:
+            calls = [call(rng) for _ in range(rng.randint(1, 2))]
+            chat.append({"role": "assistant", "content": "", "tool_calls": calls})
+            chat.append({"role": "tool", "content": rng.choice(TEXTS)})
+        chat.append({"role": "assistant", "content": rng.choice(TEXTS + THOUGHTS)})
+    return chat
+
+
+def call(rng: Random) -> dict[str, Any]:
+    function = {"name": rng.choice(["add", "Yes"]), "arguments": {"x": rng.choice(["Yes", 3, {"y": None}])}}
+    return rng.choice([function, {"type": "function", "function": function}])
+
+
+def signed(value: Any, number: int) -> Any:
+    """The value with its letters in the alphabet of a message, but for tags that templates look for."""
+    if isinstance(value, str):
+        return LETTERS.sub(lambda m: m[0] if m[0][0] == "<" else chr(0xE000 + 256 * number + ord(m[0])), value)
+    if isinstance(value, dict):
+        return {name: item if name == "type" else signed(item, number) for name, item in value.items()}
+    return [signed(item, number) for item in value] if isinstance(value, list) else value
+
+
+def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> None:
+    """Assert what must hold of a chat's tokens and of which of them are learned."""
+    tokenizer = renderer.tokenizer
+    ids, mask = encode_example(renderer, chat, first)
+    text, owned = (
+        render(renderer, chat),
+        render(renderer, [signed(m, n) | {"role": m["role"]} for n, m in enumerate(chat)]),
+    )
+    assert (tokenizer.decode(ids), len(owned)) == (text, len(text))
+    owners = [(ord(c) - 0xE000) // 256 if c >= "\ue000" else None for c in owned]
+    place, runs = 0, []
+    for learned, group in groupby(zip(ids, mask, strict=True), lambda pair: pair[1]):
+        end = place + len(tokenizer.decode([token for token, _ in group]))
+        runs += [(place, end)] if learned else []
+        place = end
+    turns = [turn for turn in range(first, len(chat)) if chat[turn]["role"] == "assistant"]
+    assert [{*owners[start:end]} - {None} for start, end in runs] == [{turn} for turn in turns]
+    header = render(renderer, chat[: turns[0]], add_generation_prompt=True)
+    header = header.removeprefix(render(renderer, chat[: turns[0]])).partition("<think>")[0]
+    controls = [found.span() for found in control_tokens(tokenizer).finditer(text)]
+    for turn, (start, end) in zip(turns, runs, strict=True):
+        letters = [place for place, owner in enumerate(owners) if owner == turn]
+        assert start <= letters[0] <= letters[-1] < end
+        assert text[:start].endswith(header)
+        inside = [span for span in controls if start <= span[0] and span[1] <= end]
+        opening, closing = ([s for s in inside if (s[0] > letters[-1]) == behind] for behind in (False, True))
+        assert [text[a:b] for a, b in opening] == ["[TOOL_CALLS]"] * ("[TOOL_CALLS]" in text[start:end])
+        is_ended = turn == len(chat) - 1 or "ASSISTANT" not in tokenizer.chat_template
+        assert [span[1] for span in closing] == [end] * is_ended
+        if "tool_calls" not in chat[turn]:  # what the template adds is white, or an empty thought
+            added = owned[start : letters[0]] + owned[letters[-1] + 1 : closing[0][0] if closing else end]
+            assert not re.search("[a-zA-Z]", re.sub("</?think>|</s$", "", added))
+    prompt = encode_prompt(renderer, chat[: turns[0]])
+    if text.startswith(tokenizer.decode(prompt)):
+        assert (ids[: len(prompt)], mask.index(True)) == (prompt, len(prompt))
+
+
+def chats(name: str, count: int) -> list[tuple[Renderer, list[dict[str, Any]], int]]:
+    public, rng = PUBLIC[name], Random(name)
+    renderer, found = Renderer(public.tokenizer()), []
+    for _ in range(count):
+        chat = some_chat(public, rng)
+        told = Renderer(renderer.tokenizer, args={"tools": TOOLS}) if public.calls and rng.random() < 0.5 else renderer
+        answers = [turn for turn, message in enumerate(chat) if message["role"] == "assistant"]
+        found.append((told, chat, rng.choice([0, *answers])))
+    return found
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_assistant_s_turns_of_random_chats_and_nothing_else_are_learned(name: str) -> None:
+    for renderer, chat, first in chats(name, 60):
+        judge(renderer, chat, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "bug"),
+    [
+        ("turn_end", lambda right, *given: right(*given) + 1),
+        ("turn_end", lambda right, *given: given[-1].end),
+        ("turn_end", lambda right, *given: given[-2].find("<|im_end|>") + 10),
+        ("turn_start", lambda right, *given: right(*given) - 1),
+        ("turn_start", lambda right, *given: len(render(given[0], given[1][: given[2]]))),
+        ("content_span", lambda right, *given, **_: found(*given)),
+        ("ends_turns", lambda right, *given: True),
+        ("encode_after", lambda right, tokenizer, before, text: right(tokenizer, before, text.strip())),
+    ],
+)
+def test_the_judge_finds_planted_bugs(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examples, name, partial(bug, getattr(examples, name)))
+    caught = 0
+    for template in PUBLIC:
+        for renderer, chat, first in chats(template, 20):
+            try:
+                judge(renderer, chat, first)
+            except (AssertionError, UserError):
+                caught += 1
+    assert caught
+
+
+def found(renderer: Renderer, messages: list[dict[str, Any]], turn: int, text: str) -> Span:
+    """Where the message's content stands in the text at first."""
+    content = messages[turn]["content"].strip()
+    return Span(start := max(0, text.find(content)), start + len(content))
+
+
+def learned(tokenizer: Any, chat: list[dict[str, Any]], first: int = 0) -> list[str]:
+    """The learned pieces of a chat."""
+    ids, mask = encode_example(Renderer(tokenizer), chat, first)
+    groups = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in group]) for is_learned, group in groups if is_learned]
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def test_a_question_that_repeats_an_answer_is_not_learned() -> None:
+    thought = "<think>\nhm\n</think>\n\nYes"
+    chat = turns("a", thought, f"You said {thought}?", thought)
+    assert learned(PUBLIC["qwen3"].tokenizer(), chat) == ["Yes<|im_end|>", f"{thought}<|im_end|>"]
+
+
+def test_a_marked_template_learns_a_first_message_of_the_assistant_and_the_same_as_without_marks() -> None:
+    public = PUBLIC["smollm3"]
+    chat = [{"role": "assistant", "content": "Hello"}, *turns("a", "b")]
+    assert learned(public.tokenizer(), chat) == ["Hello<|im_end|>", "<think>\n\n</think>\nb<|im_end|>"]
+    bare = public.tokenizer(re.sub("{% (end)?generation %}", "", public.template))
+    for renderer, chat, first in chats("smollm3", 20):
+        assert encode_example(replace(renderer, tokenizer=bare), chat, first) == encode_example(renderer, chat, first)
+
+
+def test_a_mark_in_a_macro_that_transformers_counts_wrongly_is_an_error() -> None:
+    template = (
+        "{% macro say(m) %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endmacro %}"
+        "{% for m in messages %}{{ say(m) }}{% endfor %}"
+    )
+    with pytest.raises(UserError, match="generation %} in a macro"):
+        learned(PUBLIC["qwen3"].tokenizer(template), turns("a", "Yes"))
+
+
+def test_only_the_chat_s_end_ends_a_turn_where_the_template_writes_it_there_alone() -> None:
+    assert learned(PUBLIC["vicuna"].tokenizer(), turns("a", "Yes", "b", "No")) == ["Yes", "No</s>"]
+
+
+def test_a_template_without_tool_calls_is_an_error_and_one_that_trims_changes_nothing() -> None:
+    chat = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}]
+    with pytest.raises(UserError, match="leaves out tool calls"):
+        learned(PUBLIC["phi"].tokenizer(), chat)
+    assert learned(PUBLIC["gemma3"].tokenizer(), turns("a", "\nYes ")) == ["Yes<end_of_turn>"]
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_a_piece_from_the_middle_is_not_encoded_as_if_it_began_a_text(scheme: str) -> None:
+    """Metaspace's own space before a text stands neither before an answer nor before a completion."""
+    pieces = ["<unk>", "<s>", "</s>", "\u2581a", *"\u2581\nab[]INST/"]
+    vocabulary = [(piece, -float(number)) for number, piece in enumerate(pieces)]
+    backend = Tokenizer(models.Unigram(vocabulary, unk_id=0))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    backend.add_special_tokens(["<s>", "</s>"])
+    said = "{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
+    template = "{% for m in messages %}" + said + "{% endfor %}"
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+    names = {name: tokenizer.convert_tokens_to_ids(name) for name in ("a", "</s>")}
+    for ids, mask in (encode_example(Renderer(tokenizer), turns("b", "a")), encode_text(tokenizer, "b", "a")):
+        assert [token for token, is_learned in zip(ids, mask, strict=True) if is_learned] == [*names.values()]
+    assert tokenizer.tokenize("a") == ["\u2581a"]
+
+
+def test_every_template_has_the_same_date() -> None:
+    prompt = render(Renderer(PUBLIC["smollm3"].tokenizer()), turns("a"))
+    assert "Today Date: 26 July 2024" in prompt
+
+
+def test_decoding_never_cleans_spaces_and_the_template_for_tools_is_kept(tmp_path: Path) -> None:
+    public = PUBLIC["qwen3"]
+    tokenizer = public.tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.chat_template = {"default": public.template, "tool_use": "tools! " + public.template, "rag": "no"}
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.decode(loaded.encode("x != y , z")) == "x != y , z"
+    told = Renderer(loaded, args={"tools": TOOLS})
+    assert render(told, turns("a")).startswith("tools! <|im_start|>system")
+    assert render(Renderer(loaded), turns("a")).startswith("<|im_start|>user")
+    assert "rag" not in loaded.chat_template
