@@ -95,6 +95,7 @@ def check_against_masked(attend, sizes, tolerance, window=None):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", False)])
 def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
     segments = (segments_of(2, 128) if packed else one_document_of(2, 128)).at[1].set(0)
@@ -128,6 +129,7 @@ def train_gradient(mesh, data=None, **model):
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
 
 
+@pytest.mark.slow
 def test_lowered_for_tpus_the_update_calls_splash_attention(monkeypatch):
     monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     gradient, arguments = train_gradient(make_mesh(EIGHT))
@@ -200,6 +202,7 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
     assert planned == (None, "cudnn can't be used: cuDNN picks its kernel on the GPU, which is not here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "one document"])
 def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(packing, on):
     on("gpu")

@@ -22,6 +22,7 @@ from mllm.model.decoder import Decoder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")
+FAST_FIRST = ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "gemma3")]
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
@@ -46,7 +47,7 @@ def sharded(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FAST_FIRST)
 def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
     params, config = load_weights(FIXTURES / name), weights.read_config(FIXTURES / name)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16 if "bfloat16" in name else jnp.float32)

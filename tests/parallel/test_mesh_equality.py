@@ -87,6 +87,7 @@ def compute_copies(shape):
     return jax.tree.map(np.asarray, (decoding_weights(policy.graphdef, params), of_trainer(params)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
 def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))

@@ -58,6 +58,7 @@ def test_given_completions_are_distilled_in_a_run_that_ends_as_one_that_was_neve
     assert all(np.isfinite(line["kl"]) and "reward" not in line for line in records(settings))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_no_other_teacher(finished, tmp_path, capsys):
     settings = finished("distill")
     lines = records(settings)
@@ -119,7 +120,10 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
         ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
         ({"head": {"impl": "full_logits"}}, "head.impl: full_logits has no divergences"),
         ({"algorithm": "grpo", "distill": None}, "teacher: is not used by algorithm: grpo"),
-        ({"algorithm": "grpo", "distill": None, "grpo": {"num_generations": 1}}, "grpo.num_generations: 1 leaves"),
+        (
+            {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 1}},
+            "grpo.num_generations: 1 leaves",
+        ),
         ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
         ({"grpo": {"loss_type": "gspo", "num_iterations": 2}}, "grpo.loss_type: gspo is an objective, and distill.est"),
     ],

@@ -69,7 +69,9 @@ def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp
     assert lines[3]["validation/rewards/margins"] != 0
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", "kto", "orpo"])
+@pytest.mark.parametrize(
+    "loss_type", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sigmoid", "orpo"))]
+)
 def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its_reference(
     tmp_path, loss_type, monkeypatch
 ):

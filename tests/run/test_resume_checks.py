@@ -114,7 +114,9 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize(
+    "algorithm", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dpo"))]
+)
 def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place, algorithm):
     settings = beginning(place, algorithm)
     with Run.build(settings) as begun:

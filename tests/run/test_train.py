@@ -61,7 +61,7 @@ STOPS = {
 """The phase in which a signal comes, how often it was entered by then, and the checkpoints that are left."""
 
 
-@pytest.mark.parametrize("method", ["sft", *(pytest.param(name, marks=nightly) for name in METHODS if name != "sft")])
+@pytest.mark.parametrize("method", [pytest.param(name, marks=slow if name == "sft" else nightly) for name in METHODS])
 def test_a_run_in_a_bucket_that_a_signal_stops_and_that_loses_a_checkpoint_ends_as_one_on_a_disk(
     method, finished, tmp_path, monkeypatch
 ):

@@ -76,6 +76,7 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
     assert found.train.params["embed"].sharding == like(mesh).params["embed"].sharding
 
 
+@pytest.mark.slow
 @disk
 def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store):
     """In a process of one device that can't import it, of a checkpoint of eight."""

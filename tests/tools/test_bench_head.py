@@ -83,6 +83,7 @@ def wrong(hidden, weight, labels, weights, *rest):
 NONE = pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "options", "expected"),
     [
