@@ -169,7 +169,7 @@ class Config(Section):
         return next(value for _, value in self if isinstance(value, kind))
 
     def missing(self, because: str, *names: str) -> Iterator[Fault]:
-        """The faults of those of the sections `names` that are missing."""
+        """A fault for each of the sections `names` that is missing."""
         for name in names:
             if getattr(self, name) is None:
                 yield name, f"{because} needs this section"

@@ -61,7 +61,7 @@ class Programs:
             config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
         self.config = config
         self.tokens: int | None = None
-        """How many tokens the cache holds over all devices; None: those of all slots at their limit."""
+        """How many tokens the cache holds over all devices; None: as many as all slots have at their limit."""
         self.mesh = mesh
         self.policy = load_policy(config, mesh)
         self.teacher = self.load_teacher()

@@ -228,7 +228,7 @@ class Run:
         return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
-        """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
+        """The state from which the run goes on: the newest checkpoint's, or a new run's.
 
         The source is at its position then, and the log ends with its last line.
         """

@@ -296,7 +296,7 @@ def read_arrays(
 
 
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of a run's checkpoint, that of `step` or the newest; UserError where it can't be read.
+    """The step and parameters of the checkpoint of `step`, or of the newest; UserError where it can't be read.
 
     All processes must call this.
     """

@@ -27,7 +27,7 @@ def room_that_fits(
     memory: int | None = None,
     teacher: Policy | None = None,
 ) -> Room:
-    """What the memory in bytes a device (None: that of the devices at hand) holds beside training.
+    """What `memory`, in bytes a device, holds beside training; None: the memory of the devices at hand.
 
     There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
     optimizer's moments, a teacher, and a reference where the objective compares with one.

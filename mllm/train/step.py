@@ -85,7 +85,7 @@ class Forward:
         return self.head_loss(self.states(params, batch), batch, scored)
 
     def head_loss(self, states: States, batch: Batch, teacher: States | None = None) -> tuple[Float[Array, ""], Any]:
-        """The same from what the head takes."""
+        """The loss of `loss` from hidden states and vocabulary matrices."""
         return self.algorithm.loss(self.head, states, batch, teacher)
 
     def states(self, params: Params, batch: Batch) -> States:

@@ -271,7 +271,7 @@ class SftSource:
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, form: PreferenceForm | None = None
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, with a `form` preferences, and those of the validation if there is one.
+    """The documents to train on, with a `form` preferences, and the validation's documents, if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
@@ -301,7 +301,7 @@ def load_documents(
 def load_mix(
     config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, form: PreferenceForm | None
 ) -> tuple[Documents, Documents | None]:
-    """The documents of several sources, and those of a `validation.share` of each."""
+    """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
     loaded = []
     for one in mix:
         own = config.model_copy(update={"columns": one.columns or config.columns})
