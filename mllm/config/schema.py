@@ -74,7 +74,7 @@ class Rules(ABC):
     """What an algorithm says of a configuration before JAX is imported; mllm/algorithms/table.py lists them all."""
 
     implementation: ClassVar[str]
-    """Its `mllm.train.algorithm.Algorithm`, `package.module:Class`."""
+    """Its `mllm.training.algorithm.Algorithm`, `package.module:Class`."""
     sections: ClassVar[Mapping[str, type[Section]]] = {}
     """The sections that it adds to the schema, by their keys. Several algorithms may have the same one."""
     needs: ClassVar[tuple[str, ...]] = ()

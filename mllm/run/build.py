@@ -49,11 +49,11 @@ from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.sampler.sampler import Sampler
 from mllm.store.checksum import checksums
-from mllm.train.algorithm import Parts, make_algorithm
-from mllm.train.head import choose_head
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.room import room_that_fits
-from mllm.train.step import (
+from mllm.training.algorithm import Parts, make_algorithm
+from mllm.training.head import choose_head
+from mllm.training.optimizer import make_optimizer, make_schedule
+from mllm.training.room import room_that_fits
+from mllm.training.step import (
     Forward,
     abstract_state,
     init_state,

@@ -31,7 +31,7 @@ from mllm.run.state import RunState
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
-from mllm.train.step import TrainState
+from mllm.training.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that say what is on a disk; after all others of the system the disk or the machine has failed."""

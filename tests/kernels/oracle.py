@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of the three statistics of each token; where the entropy's is None, it has none."""
+    """A derivative by each of a token's three statistics; where the entropy's is None, it has none."""
 
     logprob: Any
     lse: Any

@@ -36,7 +36,7 @@ from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
-from mllm.train.algorithm import Parts
+from mllm.training.algorithm import Parts
 
 log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.train.algorithm import Algorithm, Metrics
-from mllm.train.head import Head, States
-from mllm.train.optimizer import update_count, update_key, updated
+from mllm.training.algorithm import Algorithm, Metrics
+from mllm.training.head import Head, States
+from mllm.training.optimizer import update_count, update_key, updated
 
 Carry = TypeVar("Carry")
 NONE_FROZEN: Params = nnx.State({})

@@ -22,7 +22,7 @@ from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.rewards.runner import RewardRunner
 from mllm.sampler.sampler import Sampler
-from mllm.train.head import Head, States
+from mllm.training.head import Head, States
 
 Metrics = dict[str, Float[Array, ""]]
 Evaluate = Callable[[Params, int], dict[str, float]]
@@ -48,7 +48,7 @@ class Parts:
     renderer: Renderer
     """The renderer of the examples; the sampler has a renderer for prompts."""
     forward: Any
-    """The `mllm.train.step.Forward` of the algorithm."""
+    """The `mllm.training.step.Forward` of the algorithm."""
     poll: Callable[[], None]
     """All processes call it between two batches of an evaluation; what it raises ends that."""
     sampler: Sampler | None = None
