@@ -1,6 +1,6 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, GRPO, table and curves
-# make test [WORKERS=2]            all tests but those of the next three targets; FAST=1 leaves the slow ones out
+# make test [WORKERS=2]            the daily tests; FAST=1 leaves the slow ones out, ALL=1 adds the nightly ones
 # make faults                      the long campaigns: kills, faults of two processes, fuzzing, endurance
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
@@ -40,15 +40,16 @@ demo: setup
 	$(BIN)/python train.py --config tiny_grpo.yaml seed=$(SEED) run_dir=$(RUNS)/grpo model.source=$(RUNS)/sft
 	$(BIN)/python tools/plot.py $(RUNS)/grpo
 
+# Shapes and types are checked nightly, and wherever pytest is started by hand.
 test: setup
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-	  -m "not aot and not aot_gpu and not faults$(if $(FAST), and not slow)"
+	SHAPES=$(if $(ALL),1,0) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  -m "not aot and not aot_gpu and not faults$(if $(ALL),, and not nightly)$(if $(FAST), and not slow)"
 
 faults: setup
 	$(BIN)/python -m pytest -m faults
 
 aot: .venv/aot-installed
-	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not slow)"
+	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not nightly and not slow)"
 
 .venv/aot-installed: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu]'

@@ -1,4 +1,6 @@
-"""Train Qwen2.5 by SFT, GRPO, DPO or distillation: python train.py --config qwen25_3b_grpo.yaml [key.sub=value ...]
+"""Train Qwen2.5, Qwen3, Llama 3, Gemma 3 and kin by SFT, GRPO, DPO or distillation:
+
+    python train.py --config qwen25_3b_grpo.yaml [key.sub=value ...]
 
 The same command again resumes from the newest checkpoint in run_dir, and ends as a run that was never stopped.
 

@@ -1,8 +1,9 @@
-"""Every test sees eight virtual CPU devices, and shapes are checked at every call of the project's functions.
+"""Every test sees eight virtual CPU devices. Shapes are checked at every call of a function, unless SHAPES=0.
 
 Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
 """
 
+import fcntl
 import gc
 import os
 import signal
@@ -39,14 +40,14 @@ ROOT = Path(__file__).parent.parent
 SOURCES = {"mllm": ROOT, "lm_head": ROOT / "kernels"}
 FILES = [path.relative_to(root) for name, root in SOURCES.items() for path in (root / name).rglob("*.py")]
 MODULES = {".".join(path.with_suffix("").parts) for path in FILES}
-checker = "beartype.beartype" if find_spec("beartype") else None  # a GPU's machine may lack it
 if find_spec("hypothesis"):
     from hypothesis import settings
 
     settings.register_profile("patient", deadline=None)  # other processes may take the processor
     settings.load_profile("patient")
 SECTIONS = {name for name in MODULES if name.startswith("mllm.config.") or name.endswith("settings")}
-install_import_hook(sorted(MODULES - UNCHECKED - SECTIONS), checker)
+if find_spec("beartype") and os.environ.get("SHAPES") != "0":  # checking takes a seventh of all seconds
+    install_import_hook(sorted(MODULES - UNCHECKED - SECTIONS), "beartype.beartype")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,3 +61,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with a slow test come first, so that the workers, who take a file at a time, end together."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Makes the configuration of a finished run by its name in `tiny.METHODS`.
+
+    A session trains each once: a worker that wants the same at the same time waits. Tests go on from copies.
+    """
+    from runs import changed, run
+    from tiny import METHODS
+
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "finished"
+    folder.mkdir(exist_ok=True)
+
+    def make(name):
+        settings, done = changed(METHODS[name], run_dir=str(folder / name)), folder / f"{name}.done"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not done.exists():
+                assert run(settings) == 0
+                done.touch()
+        return settings
+
+    return make

@@ -1,5 +1,6 @@
 """Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
 
+import functools
 import gc
 import hashlib
 import os
@@ -10,6 +11,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +23,7 @@ from mllm.config.load import dump
 from mllm.config.schema import Config
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
+from mllm.run import build
 from mllm.run.checkpoint import by_name, read_arrays, with_leaves
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
@@ -27,6 +31,7 @@ from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
 from mllm.store.run_store import tool_run
+from mllm.train import step as updates
 from mllm.train.optimizer import make_optimizer
 from mllm.train.step import abstract_state
 
@@ -133,13 +138,13 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def killed_after(config: Config, step: int, folder: Path) -> Config:
-    """The configuration of a copy of a finished run, as a kill after the checkpoint of `step` would have left it."""
+def killed_after(config: Config, last: int, folder: Path) -> Config:
+    """The configuration of a copy of a finished run, as a kill after checkpoint `last` would have left it."""
     copy = changed(config, run_dir=str(folder))
     shutil.copytree(config.run_dir, folder)
-    for newer in [number for number in checkpoints(config) if number > step]:
+    for newer in [number for number in checkpoints(config) if number > last]:
         shutil.rmtree(folder / "checkpoints" / str(newer))
-    assert checkpoints(copy)[-1] == step
+    assert checkpoints(copy)[-1] == last
     return copy
 
 
@@ -165,11 +170,34 @@ def assert_same_end(one: Config, other: Config) -> None:
         assert tool_run(one.run_dir).read_log(name) == tool_run(other.run_dir).read_log(name), name
 
 
-def assert_same_metrics(mine: Config, yours: Config) -> None:
+def assert_same_metrics(mine: Config, yours: Config, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """The same lines of metrics, to rounding."""
     assert len(records(mine)) == len(records(yours)) > 1
     for line, expected in zip(records(mine), records(yours), strict=True):
         assert line.keys() == expected.keys()
         for name, value in line.items():
             numbers = np.float64(value), np.float64(expected[name])  # null is NaN
-            np.testing.assert_allclose(*numbers, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {line['step']}")
+            np.testing.assert_allclose(*numbers, rtol=rtol, atol=atol, err_msg=f"{name}, {line['step']}")
+
+
+def share_programs() -> None:
+    """Let runs of the same settings share what this process has traced, as other processes share what was compiled.
+
+    Tracing and lowering are half of a small run's seconds.
+    """
+    others = dict.fromkeys(("run_dir", "steps", "checkpoint", "log", "eval", "changes"))
+    made: dict[Any, updates.Forward] = {}
+
+    def forward_of(algorithm: Any, graphdef: Any, mesh: Any, teacher: Any = None) -> updates.Forward:
+        key = str({**algorithm.config.model_dump(), **others}), graphdef, mesh, teacher
+        if key not in made:
+            made[key] = updates.Forward.of(algorithm, graphdef, mesh, teacher)
+        return made[key]
+
+    build.Forward = SimpleNamespace(of=forward_of)
+    updates.make_logprob_pass = functools.cache(updates.make_logprob_pass)
+    for name in ("make_optimizer", "make_schedule", "make_train_step"):
+        setattr(build, name, functools.cache(getattr(build, name)))
+
+
+share_programs()

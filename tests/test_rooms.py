@@ -89,6 +89,7 @@ def test_imports_form_no_circle() -> None:
     TopologicalSorter(graph).prepare()  # its error lists the files of a circle
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_each_package_can_be_imported_alone(package: str) -> None:
     """In a fresh interpreter; empty packages import nothing."""

@@ -59,8 +59,18 @@ def config(algorithm: str = "grpo", **sections) -> Config:
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
 TEACHER = {"source": str(Path(__file__).parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
 METHODS = {
+    "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}),
+    "grpo": config(
+        steps=10,
+        model={"dtype": "bfloat16"},  # whose masters are dithered
+        grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
+        task={"rewards": [{"name": "user_rewards:even_characters"}]},
+        checkpoint={"every": 2, "keep": 5},
+        eval={"every": 6, "samples": 1},
+    ),
     "turns": config(
         **FOUR_STEPS,
+        mesh={"dp": 2},
         task={
             "environment": "user_rewards:Counter",
             "rewards": [{"name": "user_rewards:even_characters"}],
@@ -73,14 +83,16 @@ METHODS = {
     "distill": config(
         "distill",
         **FOUR_STEPS,
+        mesh={"dp": 2},
+        model={"lora": {"rank": 2, "alpha": 2}},
         data=None,
         grpo={"num_generations": 2},
         distill={},
         teacher=TEACHER,
     ),
-    "dpo": config("dpo", **FOUR_STEPS, rollout=None, dpo={}),
+    "dpo": config("dpo", **FOUR_STEPS, mesh={"dp": 2}, rollout=None, dpo={}),
 }
-"""Runs of four steps, with a checkpoint in the middle."""
+"""Runs with several checkpoints, which `finished` in conftest.py makes once a session."""
 
 
 def make_trainer(settings: Config, mesh=None):

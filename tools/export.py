@@ -57,6 +57,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     from mllm.model.compute_copy import Rounding
     from mllm.model.folder import README, REPLACED
     from mllm.model.lora import merge_all_adapters
+    from mllm.model.tokenizer import save_tokenizer
 
     merged, dithered = merge_all_adapters(params, policy.lora), Rounding.of(config.model).dithered
     line = ""
@@ -68,7 +69,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
 
     def add_files(folder: Path) -> None:
-        policy.tokenizer.save_pretrained(folder)
+        save_tokenizer(policy.tokenizer, folder)
         (folder / README).write_text(text, encoding="utf-8")
 
     weights.save(
@@ -80,6 +81,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
         stop_ids=policy.stop_ids,
         stop_texts=policy.stop_texts,
         pad_id=policy.tokenizer.pad_token_id,
+        bos_id=policy.tokenizer.bos_token_id,
         learned=policy.learned,
         also=add_files,
     )

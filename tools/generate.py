@@ -248,7 +248,7 @@ def converse(
     add_modules(Path())
     examples = [Example(chat, None, conversational=sum(one["role"] != "system" for one in chat) > 1) for chat in chats]
     games, alone = Task("", examples, []), task.model_copy(update={"rewards": ()})
-    with RewardRunner(alone, games, sampler.options.max_completion_length) as runner:
+    with RewardRunner(alone, games, sampler.options.sampled_length) as runner:
         talk = Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0)
         given: dict[str, Any] = {"step": 0, "greedy": not options.temperature, "conversations": talk}
         with talk:

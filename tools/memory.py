@@ -4,7 +4,7 @@
 
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
 chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
-adapters are trained: those of model.lora, without it of rank 32. For micro-batches of 1 to 64 sequences a shard (a
+adapters are trained, as model.lora says, or of rank 32 without it. For micro-batches of 1 to 64 sequences a shard (a
 device or, with tp, those that share its rows), the table and the picture say what a device holds at its peak (in
 brackets where it does not fit), and what holds it:
 
@@ -13,7 +13,7 @@ brackets where it does not fit), and what holds it:
     head          the peak above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
-The figures are those of the compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there:
+The compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there gives the figures:
 nothing runs. --out FILE writes the picture FILE.png.
 """
 
@@ -55,7 +55,7 @@ RANK = 32
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GIB = 2**30
 Bar = dict[str, int]
-"""Bytes on a device by `PARTS`, and those of "peak" and "head alone"."""
+"""Bytes on a device: by `PARTS`, "peak" and "head alone"."""
 
 
 @errors.command

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configs.load(options.config)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
-    task, most = load_task(config.task, config.seed), config.rollout.max_completion_length
+    task, most = load_task(config.task, config.seed), config.rollout.sampled_length
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
         tokens = token_ids(config.model, [completion for _, completion in pairs])

@@ -14,22 +14,16 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, groupby, islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
-from mllm.algorithms.dpo.settings import DpoConfig
-from mllm.algorithms.sft.source import load_documents, origin_of
-from mllm.config import load as configs
-from mllm.config.schema import Config
-from mllm.data.prompts import task_renderer
-from mllm.data.records import sound_records
-from mllm.data.tasks.load import load as load_task
-from mllm.data.tokenizing import Document, Skipped, encode_records
 from mllm.errors import UserError
-from mllm.model.load import find_model, find_tokenizer
-from mllm.model.tokenizer import Renderer, encode_prompt
 from mllm.store.run_store import RunStore, tool_run
+
+if TYPE_CHECKING:
+    from mllm.model.tokenizer import Renderer
 
 EXAMPLES, SEARCHED = 3, 100
 """How many examples are shown, of how many at the beginning of the data, some of which may have nothing to learn."""
@@ -74,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="with --print: at most so many, the newest; default: 10")
     options = parser.parse_intermixed_args(arguments)
     if options.config:
-        for line in examples(configs.load(options.config, [*filter(None, [options.run]), *options.overrides])):
+        for line in examples(options.config, [*filter(None, [options.run]), *options.overrides]):
             print(line)
         return 0
     if options.run is None or options.overrides:
@@ -93,8 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def examples(config: Config) -> Iterator[str]:
+def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     """Lines on the first examples that a configuration trains on; UserError where one is bad."""
+    from mllm.algorithms.dpo.settings import DpoConfig
+    from mllm.algorithms.sft.source import load_documents, origin_of
+    from mllm.config import load as configs
+    from mllm.data.prompts import task_renderer
+    from mllm.data.records import sound_records
+    from mllm.data.tasks.load import load as load_task
+    from mllm.data.tokenizing import Document, Skipped, encode_records
+    from mllm.model.load import find_model, find_tokenizer
+    from mllm.model.tokenizer import Renderer, encode_prompt
+
+    config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
     task = load_task(config.task, config.seed) if config.task else None
@@ -130,7 +135,7 @@ def examples(config: Config) -> Iterator[str]:
             yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
 
 
-def described(renderer: Renderer, name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:
+def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:
     """A sequence's text, in which what is learned is marked, behind a line of its numbers."""
     yield f"{name}: {len(tokens)} tokens, {sum(learned)} learned"
     text = ""
@@ -179,7 +184,7 @@ def embedded(data: object) -> str:
 
 
 def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
-    """Print samples of a step, or of all, whose prompt contains a text: the newest, of which the last is the last."""
+    """Print samples of a step, or of all, whose prompt contains a text: the newest, the last one last."""
     found = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
     if not found:
         raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")

@@ -6,9 +6,15 @@ from pydantic import Field, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
-FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
+FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
 """What a record of preferences is: a prompt with two completions, or one completion with a label."""
+
+
+Column: TypeAlias = Literal[
+    *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "label", "text", "tools")
+]
+"""The fields of an example; docs/training.md says what they hold."""
 
 
 class ValidationConfig(Section):
@@ -39,12 +45,15 @@ class DataConfig(Section):
     """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
 
     source: str
-    """A file or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket (gs://), a hub id, or
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or
     `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
     """The split of a data set on the hub; not with files."""
+    columns: dict[Column, str] | None = None
+    """What the data calls the fields of an example, where it has other names: for Alpaca's `{question: instruction,
+    input: input, answer: output}`, of which the `input` follows the question behind an empty line."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
     packing: bool = True
@@ -64,7 +73,7 @@ class DataConfig(Section):
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":
-            self.reject_unused("with source: task", "cache")
+            self.reject_unused("with source: task", "cache", "columns")
         if self.validation and self.validation.split and (self.source == "task" or names_files(self.source)):
             raise impossible("validation.split", f"is not used with source: {self.source}: give a source or a share")
         if self.validation and self.validation.share and self.source == "task":

@@ -28,6 +28,7 @@ TABLE = (
     ("lora_dropout", "adapters have no dropout, since the sampler has none"),
     ("use_liger_kernel use_liger_loss", "head.impl, fused by default"),
     ("dataset dataset_name train_files", "data.source; under GRPO task.name with task.train, or hub with task.id"),
+    ("dataset_text_field", "data.columns, what the data calls text, question, answer and so on"),
     ("val_files eval_dataset", "data.validation; under GRPO eval and task.test"),
     ("max_seq_length", "data.max_length; under GRPO the two lengths of rollout"),
     ("response_length max_response_length max_new_tokens", "rollout.max_completion_length"),

@@ -1,6 +1,7 @@
 """Reads a configuration from a YAML file and `key.sub=value` overrides, explains errors in one line, and writes YAML.
 
-Tags, anchors and merges, with which one line can fill the memory, are refused; a date is a text.
+Plain values are YAML 1.2's (https://yaml.org/spec/1.2.2/#1032-tag-resolution): 1e-3 is a number, 010 is ten, `no`, 1:40
+and dates are texts. Tags, anchors and merges, with which one line can fill the memory, are refused.
 """
 
 import difflib
@@ -78,7 +79,7 @@ def read(path: Path) -> dict[str, Any]:
 def dump(config: Config) -> str:
     """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
     escaped = r"\x85" in repr(config)  # unless it is escaped, PyYAML reads this character as another line break
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=not escaped)
+    return yaml.dump(config.model_dump(mode="json"), Dumper=PlainDumper, sort_keys=False, allow_unicode=not escaped)
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -147,7 +148,9 @@ class PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        value = self.construct_yaml_int(node) if node.tag.endswith(":int") else self.construct_yaml_float(node)
+        is_decimal = node.value[:2] not in ("0o", "0x")
+        text = node.value.replace(".inf", "inf").replace(".nan", "nan")
+        value = float(text) if node.tag.endswith(":float") else int(text, 10 if is_decimal else 0)
         if not abs(value) < 2**63:  # NaN and infinity among them
             raise ValueError(f"{place(node)}: {node.value:.40} is no number that settings take")
         return value
@@ -158,9 +161,24 @@ def place(found: Any) -> str:
     return f"line {found.start_mark.line + 1}"
 
 
+class PlainDumper(yaml.SafeDumper):
+    """Quotes a text that would be another value in YAML 1.1 or 1.2."""
+
+
+PLAIN = {
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+    "null": r"~|null|Null|NULL|",
+    "merge": "<<",  # not of 1.2, and refused
+}
+"""YAML 1.2's plain values that are no texts, the first that matches."""
+PlainLoader.yaml_implicit_resolvers = {}
+for kind, pattern in PLAIN.items():
+    for resolver in (PlainLoader, PlainDumper):
+        resolver.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None)
 PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_number)
 PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_number)
-PlainLoader.add_constructor("tag:yaml.org,2002:timestamp", lambda loader, node: node.value)
 
 
 def explain(error: ValidationError) -> str:

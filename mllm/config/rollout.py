@@ -56,6 +56,11 @@ class RolloutConfig(Section):
         return self.max_total_length or longest
 
     @property
+    def sampled_length(self) -> int:
+        """The most sampled tokens of a completion, those of all its turns."""
+        return min(self.turns * self.max_completion_length, self.total_length)
+
+    @property
     def truncates(self) -> bool:
         """Whether tokens may be excluded by top-k, top-p or min-p."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p is not None

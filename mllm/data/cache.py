@@ -58,20 +58,20 @@ def cached_documents(
         raise UserError(f"{origin.key}: {which}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form])]
+        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form, config.columns])]
         folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         if (summary := read_summary(folder)) is None:
             with locked(folder):
                 if (summary := read_summary(folder)) is None:  # no other process has made it meanwhile
                     prune(place for place in caches.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
-                    encoded = encode_records(renderer, config.max_length, origin.records(), form)
+                    encoded = encode_records(renderer, config.max_length, origin.records(), form, config.columns)
                     summary = make(folder, origin, encoded, content)
     except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
     with suppress(OSError):  # it may be another user's
-        (folder / LOCK).touch()  # its time is that of the last use
+        (folder / LOCK).touch()  # it says when the cache was last used
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
     for what, count in counts.items():
@@ -209,7 +209,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
             tokenizer.save_pretrained(folder)
             for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
                 digest.update(f"{path.name} {file_digest(path)}".encode())
-    except Exception as error:  # those of the package tokenizers are no OSErrors
+    except Exception as error:  # the package tokenizers' errors are no OSErrors
         raise UserError(f"TMPDIR: the tokenizer can't be written there ({brief(error)}): make room") from None
     return digest.hexdigest()
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from mllm.data.records import Record
@@ -10,6 +11,21 @@ from mllm.strict_json import refuse
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
+
+
+def renamed(columns: Mapping[str, str], record: Record) -> Record:
+    """The record with the fields of an example under their own names; UserError where a column is missing.
+
+    An `input` that is not blank follows the question behind an empty line.
+    """
+    named = dict(record)
+    for ours, theirs in columns.items():
+        if theirs not in record and ours != "input":
+            raise UserError(f"{theirs} is missing, which data.columns.{ours} names")
+        named[ours] = record.get(theirs)
+    if "input" in columns and isinstance(given := named["input"], str) and given.strip():
+        named["question"] = f"{text(named, 'question')}\n\n{given}"
+    return named
 
 
 def text(record: Record, key: str) -> str:
@@ -114,7 +130,7 @@ def tools_of(record: Record) -> list[dict[str, Any]]:
 
 
 def pair_of(record: Record) -> tuple[Record, Record]:
-    """A preference's two examples, of which the first was chosen; UserError where there are no such two.
+    """The two examples of a preference, the chosen one first; UserError where the record has none.
 
     `chosen` and `rejected` are texts or lists of messages, behind a `prompt` (or `question`) of either kind. Without a
     list `prompt`, lists begin with what they have in common, which is the prompt; then a text `prompt` only repeats it.

@@ -25,7 +25,7 @@ from mllm.store.fetch import fetch_files
 T = TypeVar("T")
 Record = dict[str, Any]
 
-FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .csv or .parquet"
+FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
 LISTED_PLACES = 3
 """How many bad lines an error lists."""
 PARQUET_ROWS = 64
@@ -187,7 +187,20 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
             yield line
 
 
-READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".parquet": read_parquet, ".csv": read_csv}
+def read_json(path: Path, key: str) -> Iterator[Record]:
+    """The objects of a file that holds one list of them; UserError where it holds anything else."""
+    with open_file(path, key, ValueError) as file:
+        rows = json.loads(file.read().decode("utf-8-sig"))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{key}: {path} is no list of objects: give JSON lines the ending .jsonl")
+    yield from rows
+
+
+READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
+    ".parquet": read_parquet,
+    ".csv": read_csv,
+    ".json": read_json,
+}
 """What reads a file with this ending; `read_lines` any other."""
 
 

@@ -1,6 +1,6 @@
 """Turns records into documents of tokens."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int32
 
 from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
-from mllm.data.formats import labelled, messages_of, pair_of, text, tools_of, turns
+from mllm.data.formats import labelled, messages_of, pair_of, renamed, text, tools_of, turns
 from mllm.data.records import BadRecord, Record, Records, read_records
 from mllm.errors import UserError
 from mllm.model.examples import encode_example, encode_text
@@ -83,10 +83,16 @@ Encoded = tuple[str, tuple[Document | Preference, bool, bool] | Skipped | BadRec
 
 
 def encode_records(
-    renderer: Renderer, max_length: int, records: Records, form: PreferenceForm | None = None
+    renderer: Renderer,
+    max_length: int,
+    records: Records,
+    form: PreferenceForm | None = None,
+    columns: Mapping[str, str] | None = None,
 ) -> Iterator[Encoded]:
-    """The documents of records, in their order; with a `form` they are preferences."""
+    """The documents of records, in their order; with a `form` they are preferences. `columns` name their fields."""
     encode = partial(encode_preference, form) if form else encode_document
+    if columns:
+        records = read_records(records, partial(renamed, columns))
     encoded = read_records(records, partial(encode, renderer, max_length))
     return mismatched(encoded, max_length) if form == "labelled" else encoded
 
@@ -169,8 +175,14 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
     counts. The renderer's rule may make a chat of a prompt and its completion, and the reverse.
     """
-    tokenizer, rule = renderer.tokenizer, renderer.rule
+    tokenizer, rule, tools = renderer.tokenizer, renderer.rule, tools_of(record)
     prompt: list[Message] = []
+
+    def as_texts(*pieces: str) -> tuple[list[int], list[bool], bool]:
+        if tools:
+            raise UserError("tools: texts have no chat template that renders them: give messages, or no tools")
+        return *encode_text(tokenizer, *pieces), True
+
     if not {"messages", "conversations", "question"}.isdisjoint(record):
         answer = messages_of(record)
     elif isinstance(record.get("prompt"), list):
@@ -178,18 +190,18 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     elif "completion" in record:
         asked, given = text(record, "prompt"), text(record, "completion")
         if rule != "always":
-            return *encode_text(tokenizer, asked, given), True
+            return as_texts(asked, given)
         answer = [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
     elif "text" in record:
         if rule == "always":
             raise UserError("text has no turns, which chat_template: always renders: give prompt and completion")
-        return *encode_text(tokenizer, "", text(record, "text")), True
+        return as_texts("", text(record, "text"))
     else:
         known = "messages, conversations, question and answer, prompt and completion, text"
-        raise UserError(f"none of {known} is there")
+        raise UserError(f"none of {known} is there: data.columns says what they are called")
     if rule == "never":
-        return *encode_text(tokenizer, *texts_of(prompt + answer, "user", "assistant")), True
-    if tools := tools_of(record):
+        return as_texts(*texts_of(prompt + answer, "user", "assistant"))
+    if tools:
         told = replace(renderer, args={**renderer.args, "tools": tools})
         if render(told, prompt + answer) == render(renderer, prompt + answer):
             raise UserError("tools: the tokenizer's chat template leaves them out: use one that renders tools")

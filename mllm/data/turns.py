@@ -3,13 +3,13 @@
 What was sampled is never decoded and encoded again. The template says what follows: it renders a known answer with the
 new messages, and what it writes behind the answer is encoded. Only thoughts between <think> and </think> are known as
 such. Tool calls are parsed here, since transformers does it for tokenizers with a `response_template` alone, which
-those of Qwen, Llama 3 and Hermes lack.
+Qwen's, Llama 3's and Hermes's lack.
 """
 
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,15 @@ Call = tuple[str, dict[str, Any]]
 
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+TAG, ENDS = re.compile(r"</?think>|<tool_call>|<function="), re.compile(r"</?tool_call>")
+NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
+CALLED = {"type", "name", "parameters", "arguments"}
+"""The fields of a call without tags: an answer may be JSON that has a name, too."""
+FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
+VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
+CALL_ENDS = re.compile(r"</parameter>\s*(?=</function>\s*(?:</tool_call>|<function=|\Z))")
+"""What ends a value: `</parameter>` with structure behind it, best the end of the whole call."""
 LONGEST_ERROR = 1000
 DEEPEST = 40
 """The most levels of a tool call, which crosses to the trainer in a message of a few more."""
@@ -76,7 +85,7 @@ def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, 
 
 
 def readable(tokenizer: Tokenizer, message: Message) -> Message:
-    """The message in which no text is that of a control token, and no character a half one."""
+    """The message with a space in the text of each control token, and without half characters."""
 
     def broken(found: re.Match[str]) -> str:
         return f"{found.group()[0]} {found.group()[1:]}"
@@ -134,62 +143,133 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
     return schemas
 
 
-def tool_calls(text: str) -> list[Call]:
-    """The names and arguments of the calls in an answer, behind its thoughts; none where it calls no tool.
+def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]:
+    """The calls in an answer, in their order, and an error, with a message for the model, for each that can't be read.
 
-    Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` of Qwen and Hermes, any number of them;
-    Qwen3-Coder's `<function=...>` in these tags, whose values are JSON or else texts; Llama 3's
-    `{"name": ..., "parameters": {...}}` as the whole answer, several with semicolons between. ValueError is raised,
-    with a message for the model, where a call doesn't parse.
+    Thoughts call nothing, also those that never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+    of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
+    `{"name": ..., "parameters": {...}}` as the whole answer, several with semicolons between. A value is read where it
+    begins, and a closing tag counts where structure follows it, so that arguments may have the texts of tags.
     """
-    said = text.rpartition("</think>")[2].strip()
-    if "<tool_call>" in said:
-        calls = list[Call]()
-        for part in said.split("<tool_call>")[1:]:
-            body, closed, _ = part.partition("</tool_call>")
-            if not closed:
-                raise ValueError("a tool call has no </tool_call> at its end")
-            calls += [tagged_call(body)] if body.lstrip().startswith("<function=") else json_calls(body)
-        return calls
-    if said.startswith("<|python_tag|>") or re.match(r'\{\s*"(type|name)"\s*:', said):
-        return json_calls(said.removeprefix("<|python_tag|>"))
-    return []
+    tools = tools or []
+    for rest in (text.strip(), text.partition("</think>")[2].strip()):
+        if (calls := whole_answer(rest, tools)) is not None:
+            return calls
+    found: list[Call | ValueError] = []
+    place, has_thought = 0, False
+    while tag := TAG.search(text, place):
+        place = tag.end()
+        if tag.group() == "<think>":
+            place = text.find("</think>", place) + len("</think>")
+            if place < len("</think>"):
+                break
+            has_thought = True
+        elif tag.group() == "</think>":
+            found = found if has_thought else []  # the prompt has opened the thought
+            has_thought = True
+        elif tag.group() == OPEN:
+            calls, place = tagged_calls(text, place, tools)
+            found += calls
+        else:
+            try:
+                call, place = function_call(text, tag.start(), tools)
+                found.append(call)
+            except ValueError as error:
+                found.append(error)
+    return found
 
 
-def json_calls(text: str) -> list[Call]:
-    """The calls that a text consists of, one or more with semicolons between; ValueError where it has anything else."""
-    calls, rest = list[Call](), text.strip()
-    while rest or not calls:
-        try:
-            value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(rest)
-            arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
-            if isinstance(arguments, str):  # as OpenAI's
-                arguments = json.loads(arguments, parse_constant=refuse)
-            check([value, arguments], DEEPEST)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"a tool call is not JSON: {error}") from None
-        if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
-            raise ValueError('a tool call must be {"name": a text, "arguments": an object}')
-        calls.append((value["name"], arguments))
-        rest = rest[end:].lstrip("; \n")
-    return calls
+def whole_answer(text: str, tools: Tools) -> list[Call | ValueError] | None:
+    """The calls that an answer without tags consists of; None where it is none of calls, be it JSON."""
+    must_call = text.startswith("<|python_tag|>")
+    named = NAMED.match(text)
+    is_known = named is not None and any(tool["function"]["name"] == named[1] for tool in tools)
+    calls: list[Call | ValueError] = []
+    place = len("<|python_tag|>") if must_call else 0
+    try:
+        while place < len(text) and (must_call or text[0] == "{"):
+            value, call, place = json_call(text, place)
+            if not (must_call or (value.keys() <= CALLED and not value.keys().isdisjoint(("parameters", "arguments")))):
+                return None
+            calls.append(call)
+            place = behind_space(text, place)
+    except ValueError as error:
+        return [error] if must_call or is_known else None
+    return calls or None
 
 
-def tagged_call(text: str) -> Call:
-    """The call `<function=NAME><parameter=NAME>VALUE</parameter>...</function>`; ValueError where it is none."""
-    head, *parts = text.partition("</function>")[0].split("<parameter=")
+def tagged_calls(text: str, place: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
+    """The calls in a `<tool_call>` that opens before `place`, and the place behind it."""
+    calls: list[Call | ValueError] = []
+    try:
+        while not text.startswith(CLOSE, place := behind_space(text, place)):
+            if place == len(text) or text.startswith(OPEN, place):
+                return [ValueError(f"a tool call has no {CLOSE} at its end")], place
+            if text.startswith("<function=", place):
+                call, place = function_call(text, place, tools)
+            else:
+                _, call, place = json_call(text, place)
+            calls.append(call)
+    except ValueError as error:
+        closed = [match.start() if match.group() == OPEN else match.end() for match in ENDS.finditer(text, place)]
+        return [*calls, error], min(closed, default=len(text))
+    return calls or [ValueError("a tool call is not JSON: it is empty")], place + len(CLOSE)
+
+
+def behind_space(text: str, place: int) -> int:
+    """The place behind white space and semicolons."""
+    return len(text) - len(text[place:].lstrip("; \t\r\n"))
+
+
+def json_call(text: str, place: int) -> tuple[dict[str, Any], Call, int]:
+    """The object that begins in a text, the call that it is, and the place behind it; ValueError where it is none."""
+    try:
+        value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(text, place)
+        arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+        if isinstance(arguments, str):  # as OpenAI's
+            arguments = json.loads(arguments, parse_constant=refuse)
+        check([value, arguments], DEEPEST)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"a tool call is not JSON: {error}") from None
+    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+        raise ValueError('a tool call must be {"name": a text, "arguments": an object}')
+    return value, (value["name"], arguments), end
+
+
+def function_call(text: str, place: int, tools: Tools) -> tuple[Call, int]:
+    """The call `<function=NAME><parameter=NAME>VALUE</parameter>...</function>` at a place, and the place behind it."""
+    if not (head := FUNCTION.match(text, place)):
+        raise ValueError("a tool call must be <function=NAME>")
+    name, place = head[1], head.end()
+    schemas = [tool["function"].get("parameters", {}) for tool in tools if tool["function"]["name"] == name]
+    properties = schemas[0].get("properties", {}) if schemas else {}
     arguments: dict[str, Any] = {}
-    for part in parts:
-        name, _, rest = part.partition(">")
-        value, closed, _ = rest.partition("</parameter>")
-        if not closed:
-            raise ValueError(f"the parameter {name:.40} has no </parameter> at its end")
-        try:
-            arguments[name] = json.loads(value, parse_constant=refuse)
-            check(arguments[name], DEEPEST)
-        except (ValueError, RecursionError):
-            arguments[name] = value.removeprefix("\n").removesuffix("\n")
-    return head.strip().removeprefix("<function=").removesuffix(">"), arguments
+    while parameter := PARAMETER.match(text, place):
+        end = VALUE_ENDS.search(text, parameter.end())
+        last = CALL_ENDS.search(text, parameter.end())
+        if end and last and end.start() < last.start() and OPEN not in text[end.end() : last.start()]:
+            end = last if not PARAMETER.match(text, end.end()) else end
+        if not end:
+            raise ValueError(f"the parameter {parameter[1]:.40} has no </parameter> at its end")
+        value = text[parameter.end() : end.start()].removeprefix("\n").removesuffix("\n")
+        arguments[parameter[1]] = typed(value, properties.get(parameter[1], {}))
+        place = end.end()
+    if not text.startswith(("</function>", CLOSE), place):
+        raise ValueError("a tool call has no </function> at its end")
+    return (name, arguments), place + len("</function>") * text.startswith("</function>", place)
+
+
+def typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """The value of an argument that is written without quotes: a text where the schema allows one, else JSON's."""
+    kinds = schema.get("type", [])
+    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
+        return None if text == "null" and schema.get("nullable") else text
+    try:
+        value = json.loads(text, parse_constant=refuse)
+        check(value, DEEPEST)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text, text)
+    return value
 
 
 def failed_call(error: Exception) -> str:

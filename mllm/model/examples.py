@@ -144,6 +144,9 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
     changed = reworded(**changes)
     if changed == text:
         raise MessagesError(f"messages: the tokenizer's chat template leaves out what the {message['role']} says")
+    most = len(changes) + (len(calls) - 1 if calls else 0)
+    if changed.count(words) - text.count(words) > most:
+        raise MessagesError(f"messages: the tokenizer's chat template writes what the {message['role']} says twice")
     start = common(text, changed)
     return Span(start, len(text) - common(text[start:][::-1], changed[start:][::-1]))
 

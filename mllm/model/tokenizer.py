@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mllm.config.task import ChatTemplate, Form
 from mllm.errors import UserError, brief
-from mllm.model.folder import SMALL, local_folder, read_json
+from mllm.model.folder import SMALL, local_folder, read_json, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -78,6 +78,8 @@ CLOCK = (
     + " }}{% endmacro %}"
 )
 """Takes the place of the clock that transformers gives to templates."""
+TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
+"""What `mllm.data.turns` reads; in some tokenizers these are control tokens."""
 BETWEEN = ("\n", ".", "a")
 """Texts behind which another text is encoded as in the middle of one; the first that no token spans is taken."""
 ANSWER = "The-answer-is-42."
@@ -115,6 +117,17 @@ def load_tokenizer(source: str) -> Tokenizer:
             raise
         way_out = "give a folder with tokenizer.json, a hub id, or bytes"
         raise UserError(f"model.tokenizer: none can be read from {source} ({brief(error)}): {way_out}") from None
+
+
+def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the files from which transformers 4 and 5 load the tokenizer: names that are 5's alone get 4's, too."""
+    tokenizer.save_pretrained(folder)
+    settings = read_json(path := folder / "tokenizer_config.json")
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(names := settings.pop("extra_special_tokens", None), list):
+        settings["additional_special_tokens"] = names
+    write_json(path, settings)
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -206,7 +219,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt that no template renders.
 
     A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. UserError is raised if the text
-    has that of a control token.
+    contains a control token.
     """
     if found := control_tokens(tokenizer).search(text):
         raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")
@@ -283,6 +296,19 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of sampled tokens without control tokens, but with those that stand around a thought or a tool call."""
+    left_out = left_out_of_texts(tokenizer)
+    return cast(str, tokenizer.decode([token for token in tokens if token not in left_out]))
+
+
+@lru_cache(maxsize=8)
+def left_out_of_texts(tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids of the control tokens that a completion's text does not have."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token for token, name in added if name.special and name.content not in TAGS)
 
 
 @lru_cache(maxsize=8)

@@ -204,20 +204,21 @@ def save(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     pad_id: int | None = None,
+    bos_id: int | None = None,
     learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
     Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
-    replaced as `replacing` says. `also` writes further files into the folder (`tokenizer.save_pretrained`). UserError
+    replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). UserError
     is raised as by `replacing`.
     """
     with replacing(place) as unfinished:
         write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
         if also is not None:
             also(unfinished)
-        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, learned)
+        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned)
 
 
 def write_settings(
@@ -227,10 +228,17 @@ def write_settings(
     stop_ids: Sequence[int] = (),
     stop_texts: Sequence[str] = (),
     pad_id: int | None = None,
+    bos_id: int | None = None,
     learned: Form | None = None,
 ) -> None:
-    """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion."""
-    ours = {LEARNED: learned} if learned == "texts" else {}
+    """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion.
+
+    Where a tokenizer's ids are known, config.json has them, null where there is none: a class has defaults of its own.
+    """
+    ours: dict[str, Any] = {LEARNED: learned} if learned == "texts" else {}
+    if stop_ids:
+        eos = [*stop_ids] if len(stop_ids) > 1 else stop_ids[0]
+        ours |= {"bos_token_id": bos_id, "eos_token_id": eos, "pad_token_id": pad_id}
     write_json(folder / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
     ends = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id, "stop_strings": list(stop_texts)}
     write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})

@@ -1,7 +1,7 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programs.py) and given to the compiler: that of the devices at hand, or, for
-devices that aren't there, that of `targets.py`. The head is the compiler's figure for the head's temporaries,
+The run's programs are made from shapes (programs.py) and given to a compiler, for the devices at hand or, as
+`targets.py` has it, for devices that aren't there. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
 holds. All lengths are at their limits. Time, the host's memory and fragmentation are left out.
 """

@@ -256,7 +256,9 @@ def parse_account(report: str, assignment: str) -> Account:
     """The account, from the compiler's report of memory and its list of allocations."""
     total = _TOTAL.search(report)
     if total is None:
-        raise ValueError("the compiler's report has another form; is the compiler that of make aot or make aot-gpu?")
+        raise ValueError(
+            "the compiler's report has another form; was it written by the compiler of make aot or make aot-gpu?"
+        )
     return Account(sum(map(int, _TEMPORARY.findall(assignment))), int(total[1]))
 
 

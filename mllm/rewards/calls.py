@@ -156,7 +156,7 @@ class Reward:
     @property
     def code(self) -> str:
         """The CRC-32 of the file; empty without one."""
-        return f"{zlib.crc32(Path(self.file).read_bytes()):08x}" if os.path.isfile(self.file) else ""
+        return code_of([self.file])
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
@@ -217,6 +217,12 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
 def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *given: Any) -> list[Reward]:
     """The reward functions of these names and `args`; the others are as for `bind`."""
     return [bind(name, args, *given) for name, args in named]
+
+
+def code_of(files: Sequence[str]) -> str:
+    """The CRC-32 of the files that are there; empty where none is."""
+    contents = [Path(file).read_bytes() for file in dict.fromkeys(files) if os.path.isfile(file)]
+    return f"{zlib.crc32(b''.join(contents)):08x}" if contents else ""
 
 
 def file_of(function: Callable[..., Any]) -> str:

@@ -18,7 +18,7 @@ from mllm import strict_json
 from mllm.data.tasks.task import Example
 from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.rewards.calls import Notes, Reward, file_of, judge
+from mllm.rewards.calls import Notes, code_of, file_of, judge
 from mllm.rewards.functions import imported
 from mllm.strict_json import whole_characters
 
@@ -42,9 +42,10 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What came of a move, beside the reward: the new messages, or where a conversation begins those of its prompt."""
+    """What came of a move, beside the reward."""
 
     messages: Messages
+    """The new messages; where a conversation begins, its prompt."""
     done: bool = False
     calls: Sequence[Mapping[str, Any]] = ()
     """The assistant's tool calls, each a name and arguments."""
@@ -58,19 +59,16 @@ class Player:
     """Holds the conversations of a process; called with a move, it returns the reward, and notes the `Turn`."""
 
     batched = False
-    code = Reward.code
 
     def __init__(self, environment: str | None, tools: Sequence[str], seconds: float) -> None:
         """`seconds` may a move take. UserError is raised where something can't be imported or is no environment."""
         self.seconds = seconds
         self.make: Callable[..., Any] = object
         kind: Any = object
-        self.file = ""
         if environment:
             self.make = kind = imported("task.environment", environment)
             if not isinstance(kind, type):
                 raise UserError(f"task.environment: {environment} is not a class")
-            self.file = file_of(kind)
         functions = [imported("task.tools", name) for name in tools]
         public = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
         step = getattr(kind, "step", None)
@@ -84,9 +82,23 @@ class Player:
         except UserError as error:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
+        self.files = [file_of(used) for used in (*([kind] if environment else ()), *functions)]
+        names = [function.__name__ for function in described]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
         self.held: dict[int, tuple[Any, Messages]] = {}
         """The environment and the messages of each conversation."""
         self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold what belongs to it
+
+    @property
+    def code(self) -> str:
+        """The CRC-32 of the files of the environment and the tools; empty without any."""
+        return code_of(self.files)
+
+    @property
+    def file(self) -> str:
+        """The file whose lines are quoted where it fails."""
+        return self.files[0]
 
     def __call__(self, moves: Sequence[Move], notes: Notes) -> Any:
         playing = self.play(moves[0], notes)
@@ -113,7 +125,7 @@ class Player:
             return None
         try:
             if move.example:
-                await self.close(number)  # that of a rollout that was interrupted
+                await self.close(number)  # an interrupted rollout has left it
                 turn, reward = await self.begin(move, move.example), None
             elif number not in self.held:
                 raise LookupError("its environment was lost with its process")
@@ -156,13 +168,14 @@ class Player:
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
             tools = self.functions | {name: getattr(environment, name) for name in self.methods}
-            try:
-                calls = tool_calls(move.completion) if tools else []
-            except ValueError as error:
-                errors, said = 1, [{"role": "tool", "content": failed_call(error)}]
-            for name, arguments in calls:
-                content, failed = await answer_call(tools, name, arguments)
-                said.append({"role": "tool", "name": name, "content": content})
+            for found in tool_calls(move.completion, self.schemas) if tools else []:
+                if isinstance(found, ValueError):
+                    said.append({"role": "tool", "content": failed_call(found)})
+                    errors += 1
+                    continue
+                calls.append(found)
+                content, failed = await answer_call(tools, *found)
+                said.append({"role": "tool", "name": found[0], "content": content})
                 errors += failed
             if not said and self.has_step:
                 observation, reward, done = outcome(await call(environment, "step", move.completion))

@@ -87,7 +87,7 @@ def overlong(length: int, max_completion_length: int, cache: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, which falls to -1 over the last `cache` tokens."""
     if not 0 < cache <= max_completion_length:
         raise ValueError(f"cache is {cache}, expected 1 to rollout.max_completion_length ({max_completion_length})")
-    return min(0.0, (max_completion_length - cache - length) / cache)
+    return max(-1.0, min(0.0, (max_completion_length - cache - length) / cache))
 
 
 BUILT_IN: dict[str, Callable[..., float]] = {

@@ -31,7 +31,7 @@ from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import UserError
 from mllm.model.layout import Params
-from mllm.model.tokenizer import Renderer, warn_of_mismatch
+from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh
@@ -93,7 +93,7 @@ class Run:
             self.task = load_task(task, config.seed) if task else None
             self.rewards: RewardRunner | None = None
             if config.task and self.task and config.rollout:
-                most = config.rollout.max_completion_length
+                most = config.rollout.sampled_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
             self.policy = policy = load_policy(config, self.mesh, source_run)
@@ -143,9 +143,9 @@ class Run:
     def write_model(self, learned: Form | None, place: Path) -> None:
         """Write the files of the model's folder but its parameters, with which tools and other runs find them."""
         policy, dtype = self.policy, self.config.model.dtype
-        policy.tokenizer.save_pretrained(place)
-        pad = policy.tokenizer.pad_token_id
-        write_settings(place, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, pad, learned)
+        save_tokenizer(policy.tokenizer, place)
+        ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
+        write_settings(place, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
 
     def make_source(self) -> tuple[Source, Sampler | None]:
         """The source of the algorithm's batches, and the sampler where something is sampled.

@@ -46,7 +46,7 @@ def make_evaluation(
     """
     what = f"{prefix.strip('/')} prompts of task {task.name}"
     prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, what)
-    sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows)
+    sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows, fixed=True)
     answered = all(prompt.example.answer is not None for prompt in prompts)
 
     def evaluate(params: Params, step: int) -> dict[str, float]:

@@ -3,10 +3,10 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from mllm.config.rollout import RolloutConfig
-from mllm.model.tokenizer import Renderer
+from mllm.model.tokenizer import Renderer, decode
 from mllm.sampler.schedule import Room
 from mllm.sampler.slots import CHUNK
 
@@ -93,7 +93,7 @@ class SamplerSettings:
         """The text of a completion's last turn, up to the first of the stop texts."""
         turn = completion.turn
         own = turn[: len(turn) - (turn[-1] in self.stop_ids)]
-        text = cast(str, self.renderer.tokenizer.decode(own.tolist(), skip_special_tokens=True))
+        text = decode(self.renderer.tokenizer, own.tolist())
         return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
 
     def stopped_length(self, tokens: "array[int]") -> int | None:

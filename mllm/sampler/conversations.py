@@ -16,7 +16,7 @@ from typing import Any
 
 from mllm.config.rollout import RolloutConfig
 from mllm.data.prompts import Prompt
-from mllm.data.tasks.task import Example
+from mllm.data.tasks.task import Example, prompt_hash
 from mllm.data.turns import observation_tokens, prompt_tokens
 from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
@@ -98,11 +98,15 @@ class Conversations:
         *,
         step: int,
         first_sequence: int = 0,
+        fixed: bool = False,
     ) -> None:
-        """`group` conversations in turn begin in the same state, by (seed, step, first_sequence, group's number)."""
+        """`group` conversations in turn begin in the same state, by (seed, step, first_sequence, group's number).
+
+        Where it is `fixed`, by the problem alone, as in evaluation: it is the same at each step.
+        """
         self.runner, self.renderer, self.options = runner, renderer, options
         self.rows, self.group = rows, group
-        self.seeds = f"{seed} {step} {first_sequence}"
+        self.seeds = None if fixed else f"{seed} {step} {first_sequence}"
         self.tools = [*runner.tools] or None
         self.closing = stop_ids(renderer.tokenizer)
         self.found: list[Conversation] = []
@@ -143,8 +147,8 @@ class Conversations:
         self.found = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
         self.mine = range(len(prompts))[self.rows.part_of(len(prompts), self.group)]
         for number, prompt in enumerate(prompts):
-            name = f"{self.seeds} {number // self.group}".encode()
-            seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest()) >> 1
+            name = f"{self.seeds} {number // self.group}" if self.seeds else prompt_hash(prompt.example, fields=True)
+            seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
             self.move(Move(number, prompt.example, seed))
         for number, answer in self.collect(range(len(prompts))).items():
             conversation, limit = self.found[number], self.options.max_prompt_length

@@ -37,6 +37,7 @@ def sample_trajectories(
     watch: Stopwatch,
     greedy: bool = False,
     group: int = 1,
+    fixed: bool = False,
 ) -> list[Trajectory]:
     """Complete and score each prompt once; each process scores its share, and learns the scores of all.
 
@@ -44,7 +45,8 @@ def sample_trajectories(
 
     No `group` of prompts is scored in parts: a batched function may compare its completions.
 
-    Prompt i draws from the stream (seed, step, first_sequence + i).
+    Prompt i draws from the stream (seed, step, first_sequence + i). Environments begin as `Conversations` says, `fixed`
+    or not.
     """
     mine = range(len(prompts))[rows.part_of(len(prompts), group)]
     tokens = [prompt.tokens for prompt in prompts]
@@ -64,7 +66,9 @@ def sample_trajectories(
             where: dict[str, Any] = {"step": step, "first_sequence": first_sequence}
             how: dict[str, Any] = {**where, "greedy": greedy, "ended": ended}
             if rewards.environments:
-                talk = Conversations(rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where)
+                talk = Conversations(
+                    rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where, fixed=fixed
+                )
                 how["conversations"] = stack.enter_context(talk)
                 tokens = talk.start(prompts)
             completions = sampler.complete(params, tokens, **how)

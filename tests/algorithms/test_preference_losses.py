@@ -1,6 +1,6 @@
 """The losses and metrics of preferences: against the papers' formulas in float64, and against TRL's trainers.
 
-tests/make_preferences.py has measured TRL's; the formulas are written as loops over sequences.
+TRL's are stored in tests/fixtures/preferences.json; the formulas are written as loops over sequences.
 """
 
 import json
@@ -217,8 +217,10 @@ def log_prob_pass():
     return make_logprob_pass(make_forward(DpoConfig()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["sigmoid", "ipo", "hinge", "kto", "simpo", "orpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sigmoid", "ipo", "hinge", "simpo", "orpo"))],
+)
 def test_losses_gradients_and_metrics_are_trl_s(name):
     """All of it: packed rows, the reference's pass over them, z0, and the loss with its gradient in micro-batches."""
     trl = measured_by_trl()["trl"][name]

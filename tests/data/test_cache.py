@@ -1,9 +1,7 @@
 """A source is tokenized once, by whichever process comes first; a stale, damaged or unfinished cache is not used."""
 
-import os
 import resource
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +14,6 @@ from mllm.data.records import Origin
 from mllm.data.tokenizing import Document
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
-from mllm.store import fetch
 
 
 @pytest.fixture
@@ -111,6 +108,7 @@ def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkey
     assert len(contents(open_cache(source))) == 20
 
 
+@pytest.mark.slow
 def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, opened, capfd):
     """Locks belong to open files, so threads wait for one another as processes do."""
     open_cache, made = opened
@@ -122,28 +120,6 @@ def test_of_several_at_once_one_makes_the_cache_and_the_others_wait(tmp_path, op
         thread.join()
     assert len(made) == 1
     assert got == [got[0]] * 3
-
-
-def test_caches_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(tmp_path, opened, monkeypatch):
-    open_cache, made = opened
-    other = tmp_path / "cache" / ("0" * 32) / "mine"
-    other.parent.mkdir(parents=True)
-    other.write_text("no cache of ours")
-    sources = [write(tmp_path, [qa(name, "a")], f"{name}.jsonl") for name in ("old", "used", "week")]
-    for source in sources:
-        open_cache(source)
-    for folder, days in zip([*made, other.parent], (31, 31, 7, 31), strict=True):
-        for path in folder.iterdir():
-            os.utime(path, (time.time() - days * 86400,) * 2)
-    open_cache(sources[1])
-    open_cache(write(tmp_path, some(1)))
-    there = [(folder / cache.SUMMARY).exists() for folder in made]
-    assert (there, other.exists()) == ([False, True, True, True], True)
-    monkeypatch.setattr(fetch, "MOST_BYTES", 0)
-    open_cache(write(tmp_path, some(2)))
-    there = [(folder / cache.SUMMARY).exists() for folder in made]
-    assert (there, other.exists()) == ([False, True, False, True, True], True)
-    assert len(contents(open_cache(sources[0]))) == 1
 
 
 def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):

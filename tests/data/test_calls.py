@@ -90,6 +90,8 @@ def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silenc
     assert encode_record(Renderer(tokenizer()), record)[0][:9] == [*b'[{"type":']
     with pytest.raises(UserError, match="tools: the tokenizer's chat template leaves them out"):
         encode_record(Renderer(tokenizer(tools="")), record)
+    with pytest.raises(UserError, match="tools: texts have no chat template"):
+        encode_record(Renderer(tokenizer()), {"text": "a", "tools": [TOOL]})
     with pytest.raises(UserError, match="tools must be a list of objects"):
         encode_record(Renderer(tokenizer()), {**record, "tools": "7"})
 

@@ -313,6 +313,7 @@ def test_the_number_game_is_won_by_the_middle_of_what_is_left_and_seldom_by_chan
     assert 0.12 < won[0] < 0.18 < 0.53 < won[guess.SKILL] < 0.62
 
 
+@pytest.mark.slow
 def test_chats_with_the_calculator_are_conversations_as_they_run_and_its_problems_are_others(tmp_path: Path) -> None:
     assert calculator.main([str(tmp_path / "chats.jsonl")]) == 0
     chats = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]

@@ -1,6 +1,6 @@
 """Readers of input take it or refuse it in one line, in time, whatever is in it.
 
-`make test` tries the same few hundred inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
+`make test` tries the same thirty inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
 makes the inputs, shows the smallest that fails, and tries it again in the next run. Left out: coverage as a guide.
 """
 
@@ -24,10 +24,8 @@ from mllm.algorithms.table import schema
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.section import keys_of
-from mllm.config.task import AnswerForm, TaskConfig
-from mllm.data.prompts import PromptIterator
+from mllm.config.task import AnswerForm
 from mllm.data.tasks.answers import final_answer
-from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example
 from mllm.errors import LONGEST, UserError
 from mllm.model import tokenizer, weights
@@ -162,24 +160,6 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     np.testing.assert_array_equal(*(None if batch is None else batch.tokens for batch in (second, again)))
 
 
-LISTED = [
-    {"prompt": "1+1=", "answer": 2, "level": [None, 1.5, {"a": "b"}]},
-    {"prompt": CHAT[:2], "answer": None},
-    {"messages": CHAT, "answer": "It is $\\boxed{4}$.\n#### 4"},
-]
-
-
-def read_listed(folder: Path, given: tuple[bytes, AnswerForm]) -> None:
-    """No problem is held out and trained on, and prompts are made of all."""
-    content, form = given
-    (folder / "problems.jsonl").write_bytes(content)
-    train = str(folder / "problems.jsonl")
-    task = load_task(TaskConfig(name="jsonl", train=train, heldout=1, answer_form=form), seed=0)
-    assert task.heldout[0].prompt not in [example.prompt for example in task.train]
-    prompts = PromptIterator(task, tokenizer.Renderer(BYTES), max_prompt_length=300, seed=0)
-    assert prompts.get_state()["content"] == task.content
-
-
 # Completions
 
 PIECES = (
@@ -267,7 +247,6 @@ READERS = {
     "a configuration": (st.tuples(contents, st.just([])), read_config),
     "overrides": (st.tuples(st.just(CONFIGS[-1].encode()), st.lists(overrides, max_size=3)), read_config),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
-    "a task's file": (st.tuples(json_lines(LISTED), st.sampled_from(get_args(AnswerForm))), read_listed),
     "the files of a model": (models, read_model),
     "a checkpoint's document": (documents, read_documents),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
@@ -276,7 +255,7 @@ READERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-@pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
+@pytest.mark.parametrize("examples", [30, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
 def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):
     inputs, read = READERS[name]
     outcomes = set()
@@ -284,7 +263,7 @@ def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp
     def stop(*_: object) -> None:
         raise TimeoutError
 
-    @settings(max_examples=examples, derandomize=examples == 100, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, derandomize=examples == 30, suppress_health_check=list(HealthCheck))
     @given(inputs)
     def read_or_refuse(value: Any) -> None:
         said = ""

@@ -1,4 +1,4 @@
-"""Ten faults of two processes that train together: both end, and the same command ends as an undisturbed run.
+"""Nine faults of two processes that train together: both end, and the same command ends as an undisturbed run.
 
 What a fault adds to one of the processes is gone when the run is started again.
 """
@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,11 +26,11 @@ KILLED, MISTAKE = {-signal.SIGKILL}, {2}
 TIMES = ["--heartbeat", "10", "--wait", "15"]
 
 
-def launch(settings, numbers=(0, 1), given: Sequence[str] = (), program: Path = ROOT) -> list[subprocess.Popen]:
-    """Start these processes of the run; the last one has further arguments, or its program in another folder."""
+def launch(settings, numbers=(0, 1), program: Path = ROOT) -> list[subprocess.Popen]:
+    """Start these processes of the run; the last one may have its program in another folder."""
     command = [*arguments(settings), "--coordinator", free_address(), "--processes", "2", *TIMES]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    last = {numbers[-1]: ([str(program / "train.py"), *command, *given])}
+    last = {numbers[-1]: ([str(program / "train.py"), *command])}
     commands = [[*last.get(number, ["train.py", *command]), "--process", str(number)] for number in numbers]
     return [spawn(command, subprocess.STDOUT, **flags) for command in commands]
 
@@ -39,8 +38,6 @@ def launch(settings, numbers=(0, 1), given: Sequence[str] = (), program: Path = 
 def strike(fault: str, settings, rng: random.Random, folder: Path) -> list[subprocess.Popen]:
     """Start the run, and let the fault befall it."""
     kind, _, number = fault.rpartition(" ")
-    if kind == "other settings in":
-        return launch(settings, given=["optimizer.learning_rate=0.5"])
     if kind == "other code in":
         for room in ("kernels", "mllm"):
             shutil.copytree(ROOT / room, folder / room)
@@ -71,7 +68,6 @@ FAULTS = {
     "SIGSTOP of 0": (LOST, LOST),
     "SIGSTOP of 1": (LOST, LOST),
     "SIGTERM to 1": ({143}, {143}),
-    "other settings in 1": (MISTAKE, MISTAKE),
     "other code in 1": (MISTAKE, MISTAKE),
     "late 1": ({RESTART},),
 }

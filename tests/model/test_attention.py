@@ -71,7 +71,7 @@ def one_document_of(rows, time):
         ("cudnn", ONE, False, (3, 100, 4, 2, 64, jnp.float32), 1e-5),  # no mask: one document, and padding behind it
     ],
 )
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.nightly), 20])
 def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
     kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):
@@ -95,6 +95,7 @@ def check_against_masked(attend, sizes, tolerance, window=None):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kernel", "packed"), [("splash", True), ("cudnn", False)])
 def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
     segments = (segments_of(2, 128) if packed else one_document_of(2, 128)).at[1].set(0)
@@ -128,6 +129,7 @@ def train_gradient(mesh, data=None, **model):
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
 
 
+@pytest.mark.slow
 def test_lowered_for_tpus_the_update_calls_splash_attention(monkeypatch):
     monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     gradient, arguments = train_gradient(make_mesh(EIGHT))
@@ -171,6 +173,8 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     on(platform)
     assert chosen(mesh=EIGHT, packed=packed) == (Attention(kernel, make_mesh(EIGHT), packed), "")
     assert chosen("xla", mesh=EIGHT) == (None, "model.attention asks for it")
+    sliding = dataclasses.replace(SMALL, sliding_window=20, layer_types=("sliding_attention", "full_attention") * 12)
+    assert chosen(architecture=sliding, packed=packed).attention == Attention(kernel, make_mesh(ONE), packed, window=20)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +202,7 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
     assert planned == (None, "cudnn can't be used: cuDNN picks its kernel on the GPU, which is not here")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "one document"])
 def test_lowered_for_gpus_the_update_calls_cudnn_with_a_mask_only_where_rows_are_packed(packing, on):
     on("gpu")

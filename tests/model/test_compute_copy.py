@@ -68,6 +68,7 @@ def test_other_numbers_become_a_neighbour_the_farther_one_where_their_last_bits_
     assert ((copied(values) == cut(values, 0)) | (copied(values) == cut(values, 0xFFFF))).all()
 
 
+@pytest.mark.slow
 def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_parameters(bits):
     """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of these."""
     assert 0.51 < len(np.unique(bits)) / 65536 < 0.55

@@ -184,6 +184,13 @@ def test_a_template_without_tool_calls_is_an_error_and_one_that_trims_changes_no
     assert learned(PUBLIC["gemma3"].tokenizer(), turns("a", "\nYes ")) == ["Yes<end_of_turn>"]
 
 
+def test_a_template_that_writes_an_answer_twice_is_an_error() -> None:
+    quoted = "{% if loop.index0 > 1 %}You said {{ messages[loop.index0 - 1].content }}: {% endif %}{{ m.content }}"
+    template = PUBLIC["phi"].template.replace("{{ m.content }}", quoted)
+    with pytest.raises(UserError, match="writes what the assistant says twice"):
+        learned(PUBLIC["phi"].tokenizer(template), turns("a", "Yes", "b", "No"))
+
+
 @pytest.mark.parametrize("scheme", ["first", "always"])
 def test_a_piece_from_the_middle_is_not_encoded_as_if_it_began_a_text(scheme: str) -> None:
     """Metaspace's own space before a text stands neither before an answer nor before a completion."""

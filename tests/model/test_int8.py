@@ -34,10 +34,12 @@ def test_each_row_has_its_own_scale_and_nothing_is_off_by_more_than_half_a_step(
     assert (np.abs(dequantized(found) - exact) <= 0.501 * np.asarray(found.scales)[:, None]).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "model"),
-    [({"fsdp": 2, "tp": 2}, {"lora": LORA}), ({}, {"architecture": {"tie_word_embeddings": False}})],
+    [
+        pytest.param({"fsdp": 2, "tp": 2}, {"lora": LORA}, marks=pytest.mark.nightly),
+        pytest.param({}, {"architecture": {"tie_word_embeddings": False}}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, model):

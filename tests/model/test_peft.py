@@ -1,6 +1,6 @@
 """Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
 
-tests/fixtures/peft and peft_gemma3 were written by peft (tests/make_fixtures.py).
+tests/fixtures/peft and peft_gemma3 were written by peft (tests/fixtures/README.md).
 """
 
 import json
@@ -38,6 +38,7 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     return graphdef, *split_adapters(layout.abstract_parameters(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "model", "targets"), [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1])])
 def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(
     name: str, model: str, targets: tuple[LoraTarget, ...]

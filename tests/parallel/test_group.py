@@ -53,8 +53,9 @@ ENDS = {
 """What goes wrong in process 1; the exit code with which all end, and the line."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ENDS)
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=pytest.mark.slow if what == "killed" else pytest.mark.nightly) for what in ENDS]
+)
 def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
     code, line = ENDS[what]
     script = f"import test_group; from mllm.errors import *; run_main(command(lambda: test_group.ends({what!r})))"
@@ -67,6 +68,7 @@ def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
     assert ("Traceback" in said[1]) == (what == "bug")
 
 
+@pytest.mark.nightly
 def test_a_stalled_process_that_trains_alone_ends_and_only_then():
     script = "import time; from mllm.parallel.group import *\nwith watched(1.0) as watch:\n    {}\n    print('done')"
     for body, code, said in (
@@ -81,6 +83,7 @@ def test_a_stalled_process_that_trains_alone_ends_and_only_then():
         assert output.startswith(said)
 
 
+@pytest.mark.nightly
 def test_missing_processes_and_a_port_that_is_taken_are_an_error_in_one_line(tmp_path):
     settings = config("sft", run_dir=str(tmp_path / "run"), mesh={"dp": 2, "fsdp": 2, "tp": 2})
     command = ["train.py", *arguments(settings), "--wait", "2", "--processes", "2"]

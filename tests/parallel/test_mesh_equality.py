@@ -52,8 +52,13 @@ def compute_results(family, shape):
     return jax.device_get((loss, gradient, make_logprob_pass(forward)(params, batch)))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "shape"), MESHES.items())
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        pytest.param("qwen3", MESHES["qwen3"], marks=pytest.mark.slow),
+        pytest.param("qwen2", MESHES["qwen2"], marks=pytest.mark.nightly),
+    ],
+)
 def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
     loss, gradients, logprobs = compute_results(family, shape)
     expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
@@ -82,7 +87,8 @@ def compute_copies(shape):
     return jax.tree.map(np.asarray, (decoding_weights(policy.graphdef, params), of_trainer(params)))
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
 def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
     of_both = (layers, embedded, head), (sampler.layers, *[sampler.outer["embed"][...]] * 2)

@@ -14,11 +14,11 @@ from lm_head import xla
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
 from mllm.plan.programs import Programs
-from mllm.sampler import schedule
 from mllm.sampler.decoding import merge_and_gather
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
 from mllm.sampler.slots import CHUNK, insert, resize
+from mllm.train import room
 from mllm.train.room import room_that_fits
 from mllm.train.step import make_logprob_pass
 
@@ -109,10 +109,11 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
 
 
 def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
-    monkeypatch.setattr(schedule, "gather_objects", lambda own: [own, 2**28, 2**30])
+    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])
     assert fitting_room(policy) == fitting_room(policy, 2**28)
 
 
+@pytest.mark.slow
 def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
     called = []
     for name in ("forward", "gradients", "loss_and_gradients"):

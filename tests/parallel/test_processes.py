@@ -30,9 +30,11 @@ from runs import (
     start_two,
 )
 from states import like, make_state, opened, save
-from tiny import config
+from tiny import METHODS, config
 
+import train
 from mllm.config.data import DataConfig
+from mllm.config.load import load
 from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
@@ -58,7 +60,7 @@ from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
 from mllm.store.holder import hold, hold_folder
-from mllm.store.run_store import RunStore
+from mllm.store.run_store import RunStore, tool_run
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -82,7 +84,7 @@ GRPO = config(
 # Training
 
 
-@pytest.mark.faults
+@pytest.mark.nightly
 def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_same_examples(tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
@@ -99,7 +101,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
     assert newest(many).position == newest(one).position
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(tmp_path):
     one, two = (changed(GRPO, run_dir=str(tmp_path / name)) for name in ("one", "two"))
     processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_HOLDS=two.run_dir)
@@ -161,9 +163,16 @@ def test_processes_share_json_and_arrays_to_the_bit_and_run_nothing_that_they_re
     assert not Path("executed").exists()
 
 
-def check_rows_and_reading(path):
-    """Runs in each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
+def train_and_check(configs, path):
+    """Runs in each of two processes, whose start is most of the time that any check takes."""
     join_group()
+    for one in configs:
+        assert train.train(load(one)) == 0
+    check_rows_and_reading(path)
+
+
+def check_rows_and_reading(path):
+    """Values are gathered, rows shared, and each process reads its part of data and weights."""
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
@@ -261,7 +270,28 @@ def check_rows_and_reading(path):
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
+LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+
+
 @pytest.mark.slow
-def test_each_process_has_the_rows_of_its_devices_and_reads_its_part_of_data_and_weights(tmp_path):
-    path = str(tmp_path / "run")
-    outputs(start_two(["-c", f"import test_processes; test_processes.check_rows_and_reading({path!r})"]))
+def test_each_process_trains_on_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
+    """Runs of DPO, with a reference and validation, and of GRPO with an environment log what one process logs."""
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+    data = {"source": str(labelled), "max_length": 32, "validation": {"share": 0.2, "every": 2}}
+    parts = {"task": None, "eval": None, "rollout": None, "data": data}
+    runs = {"dpo": config("dpo", steps=2, dpo={"loss_type": "kto"}, **parts)}
+    runs["turns"] = changed(METHODS["turns"], steps=2)
+    one, two = (
+        [changed(runs[name], run_dir=str(tmp_path / f"{where}_{name}"), mesh=mesh) for name in runs]
+        for where, mesh in (("one", {}), ("two", MESH))
+    )
+    files = [arguments(settings)[1] for settings in two]
+    script = f"import test_processes; test_processes.train_and_check({files}, {str(tmp_path / 'run')!r})"
+    processes = start_two(["-c", script])
+    assert [run(settings) for settings in one] == [0, 0]
+    outputs(processes)
+    for mine, yours in zip(two, one, strict=True):
+        assert_same_metrics(mine, yours, 2e-4, 2e-5)
+    samples = [tool_run(settings.run_dir).read_log("samples.jsonl") for settings in (one[1], two[1])]
+    assert samples[0] == samples[1]

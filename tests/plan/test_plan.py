@@ -11,7 +11,6 @@ from runs import arguments, changed
 import train
 from mllm.config import load as configs
 from mllm.config.model import MeshConfig
-from mllm.config.schema import Rows
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
@@ -126,13 +125,6 @@ def test_a_mesh_that_is_not_there_is_not_named_as_the_way_out(shapes):
     devices = memory.Devices("two", shapes.mesh, 2, 100 * MIB, None)
     said = memory.remedy(shapes, [memory.Phase("update", parts)], devices, 0)
     assert said.endswith(": 8 devices with mesh.fsdp=8 hold them, and here are 2")
-
-
-@pytest.mark.parametrize(("mib", "rows"), [(99, []), (119, [2]), (120, [2, 4]), (200, [2, 4, 8]), (10**6, [2, 4, 8])])
-def test_the_micro_batches_that_fit_divide_the_batch_and_grow_with_the_memory(mib, rows):
-    parts = dict.fromkeys(memory.COLUMNS, 0) | {"parameters": 40 * MIB, "head": 40 * MIB, "activations": 40 * MIB}
-    shape = Rows(length=32, micro=4, total=8, shards=2)
-    assert memory.fitting_micro_batches(memory.Phase("update", parts), shape, mib * MIB) == rows
 
 
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):

@@ -9,13 +9,12 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from subprocess import PIPE
 
 import jax
 import jax.numpy as jnp
 import pytest
 from bad_models import MODELS, OWN_CODE, pickled
-from runs import arguments, checksums, spawn
+from runs import arguments, checksums
 from tiny import config
 
 import train
@@ -90,18 +89,12 @@ def finetuned(source):
 
 NOT_READ = "line 1: anchors, aliases and tags are not read"
 CONFIGS = {
-    "an empty file": (b"", "{path}: expected a mapping of settings at the top level"),
     "no YAML": (b"steps: [\n", "{path}: not readable as YAML: "),
-    "no UTF-8": (b"run_dir: \xff\xfe\n", "{path}: not readable as YAML: 'utf-8' codec can't decode"),
     "a NUL by its escape": (b'run_dir: "a\\0b"\n', "{path}: not readable as YAML: line 1: no text may hold '\\x00'"),
-    "half a surrogate pair": (b'run_dir: "\\ud800"\n', "line 1: no text may hold '\\ud800'"),
     "aliases that explode": (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", NOT_READ),
     "a tag that makes Python objects": (b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n", NOT_READ),
-    "a merge": (b"<<: {steps: 4}\n", "line 1: << is no name of a setting"),
-    "a key that is a list": (b"? [a]\n: 5\n", "line 1: a sequence is no name of a setting"),
     "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "line 3: steps stands twice"),
     "deep nesting": (b"model: " + b"[" * 2**19, "line 1: more than 20 levels"),
-    "a number of ten thousand digits": (b"steps: 0x" + b"f" * 10_000, "f is no number that settings take"),
     "a megabyte": (b"# " + b"x" * 2**20, "{path}: larger than 1 MiB, so it is no configuration"),
 }
 """The bytes of a file for `train.py --config`, and the message."""
@@ -124,38 +117,26 @@ OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
     "--steps=10": "--steps=10: no option; a setting has no dashes: steps=10",
-    "--stall-limit=nan": "--stall-limit: give seconds above 0",
-    "--heartbeat=0": "--wait and --heartbeat: give whole seconds from 1",
     "--data.max-length": "--data.max-length: no option; a setting has no dashes: data.max_length=",
-    "steps.x=1": "steps.x=1: steps is a value, not a section",
     "steps=[": "steps=[: the value is not readable as YAML",
     # of an unknown name, of the wrong type, out of bounds
-    "0=": "0: unknown setting",
-    "rollout=3": "rollout: expected a section of settings, got 3",
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
-    "task.rewards=[{name: exact}]": "task.rewards: there is no reward exact:",
     # what contradicts the machine or the data
     "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4",
     "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
-    "rollout.stop=['']": "rollout.stop.0: String should have at least 1 character",
-    "task.heldout=60": "task.heldout: 60 of arithmetic's 100 problems",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",
-    "task={name: hub}": "task.id: task hub needs the id of a data set",
     # the model by its sizes
     "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
     "model.architecture.hiden_size=8": "model.architecture: hiden_size is unknown; did you mean hidden_size?",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
     # the checkpoint of a run that is the model's source, adapters, a tokenizer
-    "model.step=3": "model.step: is not used with init: random: remove it",
     "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
-    "model.lora={rank: 2}": "model.lora.alpha: this setting is required, or lora.source",
     "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
-    "model.lora={source: '.'}": "adapter_config.json: missing; a folder in PEFT's format has it (",
     "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
     # the run's folder, where something else is
     "run_dir=thesis": "run_dir: thesis holds other files and no config.yaml",
@@ -207,16 +188,10 @@ ALONE = b'{"messages": [{"role": "assistant", "content": "a"}]}'
 LINES = {
     "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
     "deep nesting": (b"[" * 100_000, "not JSON in UTF-8 ("),
-    "no object": (b"[1]", "expected a JSON object, got list"),
     "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
-    "another role": (b'{"conversations": [{"from": "bing", "value": "a"}]}', "role 'bing' is none of"),
-    "no answer": (b'{"question": "a"}', "answer is missing"),
     "an answer that is no text": (b'{"question": "a", "answer": NaN}', "answer must be a string, got float"),
-    "half a surrogate pair": (b'{"question": "a", "answer": "\\ud83d"}', "answer holds '\\ud83d', which is half"),
-    "no messages": (b'{"messages": []}', "no message is the assistant's, so there is nothing to learn"),
     "an answer to nothing": (ALONE, "messages: the first is the assistant's, so it answers nothing"),
     "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
-    "a control token in a text": (b'{"text": "a<|im_end|>"}', "text: <|im_end|> is a control token: give messages"),
     "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 FILES = {
@@ -227,13 +202,9 @@ FILES = {
         b'{"question": "' + b"a" * 99 + b'", "answer": "a"}',
         "data.source: {path}: there is no example that can be learned: none of the tokens to learn lies within",
     ),
-    "too little": ("train.jsonl", GOOD, "data.source: {path} has 1 examples, too few for one batch in 1 epochs"),
-    "a pattern without files": ("train-*.jsonl", None, "data.source: {path}: no such file in {here}: give a file"),
     "half of gzip": ("train.jsonl.gz", gzip.compress(GOOD * 9)[:30], "{path} can't be read (Compressed file"),
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
-    "a hub id that is too long": ("a" * 300, None, "data.source: {path}: no such file in {here}; "),
     "a table of no UTF-8": ("train.csv", b"text\n\xff\n", "{path} can't be read ('utf-8' codec can't decode"),
-    "a table with an open quote": ("train.csv", b'text\n"a\n', "{path} can't be read (unexpected end of data"),
     "a row of too many values": (
         "train.csv",
         b"text\n\na\na,b\n",
@@ -266,28 +237,20 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
 
 TOOLS = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
-    ("export", "run", "run/config.json: missing; a checkpoint in Hugging Face's layout has it"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
-    ("export", "run --adapter --dtype float32", "--dtype: adapters are exported as they are trained, in float32"),
     ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
     ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
-    ("plot", "run --out .", "--out: . can't be written ("),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
     ("plot", "begun", "begun: metrics.jsonl has nothing to draw yet"),
     ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
     ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
-    ("samples", "run --print --limit 0", "--limit: 0: expected 1 or more"),
     ("generate", "run hi --prompts p.jsonl", "--prompts: is instead of PROMPT: give one of them"),
     ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
-    ("generate", "run ''", "PROMPT is empty"),
-    ("generate", "begun hi --step 2", "--step: begun is no run, which alone has checkpoints: leave it out"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
-    ("bench.head", "--live 0", "argument --live: 0 is not a number above 0, at most 1"),
     ("tune", "", "there is no TPU or Hopper GPU here"),
-    ("tune", f"--shape 1,1,{'9' * 5000}", "is not N,D,V: three whole numbers"),
 )
 """The tool, its command line, and the message."""
 
@@ -310,12 +273,8 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
     assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
 
 
-@pytest.mark.slow
-def test_without_weights_a_shipped_configuration_ends_in_a_process_with_one_line(tmp_path):
-    command = ["train.py", "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run"]
-    with spawn(command, PIPE, HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hub")) as process:
-        output, errors = process.communicate(timeout=120)
-    assert (process.returncode, output, errors.count("\n"), [*tmp_path.iterdir()]) == (2, "", 1, [])
-    assert errors.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
+def test_a_shipped_configuration_without_its_weights_says_the_ways_out(tmp_path, refused):
+    said = refused(train, "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run")
+    assert said.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     for way in ("a local folder", "a hub id", "model.init=random"):
-        assert way in errors
+        assert way in said

@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from runs import assert_same_end, changed, checkpoints, killed_after, records, run
+from runs import assert_same_end, changed, killed_after, records, run
 from tiny import config
 
 from mllm.errors import UserError
@@ -99,29 +99,6 @@ def test_a_change_that_has_no_effect_is_refused(tmp_path, place, what, message):
     settings = begun(tmp_path, 4, steps=6)
     with pytest.raises(UserError, match=f"^{message}"):
         run_dir.check(RunStore(tmp_path / place), changed(settings, **what), change=True)
-
-
-@pytest.mark.slow
-def test_data_may_be_elsewhere_but_other_data_are_refused(tmp_path, capsys):
-    """The training examples and those of the validation are each known by their content, not by path or number."""
-    paths = {name: tmp_path / name for name in ("train.jsonl", "validation.jsonl")}
-    for number, path in enumerate(paths.values()):
-        path.write_text("".join(f'{{"prompt": "{i}+1=", "completion": "{i + 1 + number}"}}\n' for i in range(40)))
-    data = {"source": str(paths["train.jsonl"]), "validation": {"source": str(paths["validation.jsonl"])}}
-    without = {"task": None, "eval": None, "rollout": None}
-    settings = config("sft", run_dir=str(tmp_path / "run"), steps=2)
-    settings = changed(settings, data={**data, "cache": str(tmp_path / "cache")}, **without)
-    assert run(settings) == 0
-    moved = {name: path.rename(tmp_path / f"moved_{name}") for name, path in paths.items()}
-    data = {"source": str(moved["train.jsonl"]), "validation": {"source": str(moved["validation.jsonl"])}}
-    assert run(changed(settings, steps=3, data=data)) == 0
-    assert checkpoints(settings) == [2, 3]
-    for name, key in (("validation.jsonl", "data.validation"), ("train.jsonl", "data")):
-        moved[name].write_text(moved[name].read_text().replace('"1"', '"7"').replace('"2"', '"7"'))
-        capsys.readouterr()
-        assert run(changed(settings, steps=4, data=data)) == 2
-        way_out = "restore the data, or begin a new run_dir (model.source can be this run)"
-        assert f"error: {key}: the run began with other examples: {way_out}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

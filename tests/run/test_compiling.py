@@ -3,8 +3,7 @@
 import subprocess
 
 import pytest
-from runs import arguments, assert_same_end, killed_after, outputs, records, spawn
-from tiny import config
+from runs import outputs, spawn
 
 from mllm.stopwatch import CompileClock
 
@@ -25,6 +24,7 @@ lru_cache.time = SimpleNamespace(time_ns=lambda: os._exit(9))  # which JAX calls
 """
 
 
+@pytest.mark.nightly
 def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest_programs_make_room(tmp_path):
     folder = tmp_path / "mllm" / "xla"
 
@@ -44,18 +44,13 @@ def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest
     assert sum(few) <= max(sizes) + 99
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("line", "named"), [("jax.process_count = lambda: 2", ""), ("", "mine")])
 def test_several_processes_keep_none_and_a_folder_that_the_user_names_is_jax_s(tmp_path, line, named):
     own = {"JAX_COMPILATION_CACHE_DIR": named and str(tmp_path / named), "XDG_CACHE_HOME": str(tmp_path)}
     (said,) = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **own)])
     assert said == own["JAX_COMPILATION_CACHE_DIR"] + "\n"
     assert not (tmp_path / "mllm").exists()
-
-
-def test_where_the_folder_can_not_be_had_jax_warns_and_programs_are_compiled_all_the_same(tmp_path):
-    (tmp_path / "mllm").write_bytes(b"")
-    start = spawn(["-c", PROCESS.format("", 2)], subprocess.STDOUT, **OWN, XDG_CACHE_HOME=str(tmp_path))
-    assert "NotADirectoryError" in outputs([start])[0]
 
 
 def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, capsys):
@@ -81,28 +76,3 @@ def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, cap
         (clock.begin if begins else clock.end)(event, 1.0, fun_name="jit(decode)")
     assert clock.seconds == 3.0 + 1.0
     assert started == [(1, "compiling decode ..."), "cancelled"]
-
-
-@pytest.mark.slow
-def test_a_run_that_resumes_ends_the_same_with_its_programs_kept_or_damaged(tmp_path):
-    settings = config(
-        "sft", run_dir=str(tmp_path / "whole"), checkpoint={"every": 2, "keep": 3}, eval=None, rollout=None
-    )
-    cache = {**OWN, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-
-    def start(settings, **variables):
-        (said,) = outputs([spawn(["train.py", *arguments(settings)], subprocess.STDOUT, **variables)])
-        return said
-
-    assert "WARNING" not in start(settings, **cache)
-    assert records(settings, "timings.jsonl")[0]["time/compile"] > 0
-    folder = tmp_path / "cache" / "mllm" / "xla"
-    programs = list(folder.glob("*-cache"))
-    assert any("train_step" in path.name for path in programs)
-    for path in programs[::2]:
-        path.write_bytes(path.read_bytes()[:100])
-        path.with_name(path.name.removesuffix("cache") + "atime").unlink()
-    again = killed_after(settings, 2, tmp_path / "again")
-    start(again, **cache)
-    assert_same_end(settings, again)
-    assert any("train_step" in path.name for path in folder.glob("*-cache"))

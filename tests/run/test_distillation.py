@@ -19,8 +19,6 @@ from mllm.run.teacher import check_tokens, load_teacher
 from mllm.sampler.schedule import Room
 from mllm.store.run_store import RunStore
 
-pytestmark = pytest.mark.slow
-
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 GIVEN = {"data": {"source": "task", "max_length": 32}, "grpo": None, "rollout": None}
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
@@ -30,58 +28,48 @@ def distilled(**sections):
     return config("distill", **{**OWN, **sections})
 
 
-@pytest.fixture(scope="module")
-def teaching(tmp_path_factory):
-    """A run of SFT that has trained adapters, to be a teacher."""
-    folder = tmp_path_factory.mktemp("teaching") / "run"
-    settings = config("sft", steps=3, eval=None, rollout=None, checkpoint={"every": 1, "keep": 3}, run_dir=str(folder))
-    settings = changed(settings, model={"lora": {"rank": 2, "alpha": 2}})
-    assert run(settings) == 0
-    return settings
-
-
-def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(teaching, tmp_path):
-    """A student that begins as it has no divergence from it; one that begins with the step before has."""
-    found = {}
-    for step in (3, 2):
-        settings = distilled(
-            run_dir=str(tmp_path / f"{step}"),
-            steps=1,
-            model={"init": "pretrained", "source": teaching.run_dir, "step": step, "architecture": None},
-            teacher={"source": teaching.run_dir, "dtype": "float32"},
-        )
-        assert run(settings) == 0
-        found[step] = records(settings)[-1]
-        assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 3
-    assert found[3]["kl"] == found[3]["loss"] == found[3]["grad_norm"] == 0
-    assert found[3]["teacher_agreement"] == 1
-    assert found[2]["kl"] > 1e-6
-    assert found[2]["grad_norm"] > 0
-    assert found[2]["entropy"] == pytest.approx(found[2]["teacher_entropy"], rel=0.1)
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["own completions", "given ones"])
-def test_a_run_with_adapters_ends_as_one_that_was_never_killed(own, tmp_path, capsys):
-    sections = {"grpo": {"num_generations": 2, "num_iterations": 2}} if own else GIVEN
+@pytest.mark.slow
+def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(finished, tmp_path):
+    """A student that begins as the teacher is, which is a run with adapters, has no divergence from it."""
+    teaching = finished("distill").run_dir
     settings = distilled(
-        run_dir=str(tmp_path / "whole"),
-        steps=8,
-        model={"lora": {"rank": 2, "alpha": 2}},
-        checkpoint={"every": 2, "keep": 4},
-        **{"distill": {"kind": "jsd"}, **sections},
+        run_dir=str(tmp_path / "run"),
+        steps=1,
+        model={"init": "pretrained", "source": teaching, "step": 4, "architecture": None},
+        teacher={"source": teaching, "dtype": "float32"},
     )
     assert run(settings) == 0
-    lines = records(settings)
-    assert all(np.isfinite(line["kl"]) for line in lines)
-    assert all(("reward" in line) == own for line in lines)
-    again = killed_after(settings, 4, tmp_path / "killed")
+    line = records(settings)[-1]
+    assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 4
+    assert line["kl"] == line["loss"] == line["grad_norm"] == 0
+    assert line["teacher_agreement"] == 1
+    assert line["entropy"] == pytest.approx(line["teacher_entropy"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_given_completions_are_distilled_in_a_run_that_ends_as_one_that_was_never_killed(tmp_path):
+    """Own completions: tests/run/test_train.py."""
+    sections = {**GIVEN, "distill": {"kind": "jsd"}, "checkpoint": {"every": 2}}
+    settings = distilled(run_dir=str(tmp_path / "whole"), steps=4, **sections)
+    assert run(settings) == 0
+    again = killed_after(settings, 2, tmp_path / "killed")
     assert run(again) == 0
     assert_same_end(again, settings)
-    assert len(RunStore(settings.run_dir).document(8)["frozen"]) > len(newest(settings).train.params)
+    assert all(np.isfinite(line["kl"]) and "reward" not in line for line in records(settings))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_no_other_teacher(finished, tmp_path, capsys):
+    settings = finished("distill")
+    lines = records(settings)
+    assert all(np.isfinite(line["kl"]) and "reward" in line for line in lines)
+    assert len(RunStore(settings.run_dir).document(4)["frozen"]) > len(newest(settings).train.params)
     other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
     shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
+    shutil.copytree(settings.run_dir, tmp_path / "run")
     capsys.readouterr()
-    assert run(changed(again, steps=10, teacher={"source": str(other)})) == 2
+    again = changed(settings, run_dir=str(tmp_path / "run"), steps=10, teacher={"source": str(other)})
+    assert run(again) == 2
     assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
 
 
@@ -132,7 +120,10 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
         ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
         ({"head": {"impl": "full_logits"}}, "head.impl: full_logits has no divergences"),
         ({"algorithm": "grpo", "distill": None}, "teacher: is not used by algorithm: grpo"),
-        ({"algorithm": "grpo", "distill": None, "grpo": {"num_generations": 1}}, "grpo.num_generations: 1 leaves"),
+        (
+            {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 1}},
+            "grpo.num_generations: 1 leaves",
+        ),
         ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
         ({"grpo": {"loss_type": "gspo", "num_iterations": 2}}, "grpo.loss_type: gspo is an objective, and distill.est"),
     ],

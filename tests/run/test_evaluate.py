@@ -92,7 +92,9 @@ def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     expected = {"avg@4": 7 / 16, "pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "pass@4": 3 / 4}
     assert found == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
     ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
-    assert ends == [interval(np.array(each), 4) for each in ([0, 0.25, 0.5, 1], [0, 0.5, 5 / 6, 1], [0.0, 1, 1, 1])]
+    # As many trials as give the variance of these means over problems: p (1 - p) 4 / variance.
+    shares = [(7 / 16, 7.2), (7 / 12, 20 / 3), (3 / 4, 4)]
+    assert ends == [pytest.approx(wilson(share * trials, trials)) for share, trials in shares]
     assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16
 
 

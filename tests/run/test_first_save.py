@@ -5,7 +5,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from object_store import BUCKET, object_store
 from runs import changed, run
 from tiny import config
 
@@ -13,12 +12,11 @@ from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.metrics import RunLog
 from mllm.store.log import Log
-from mllm.store.run_store import LOCK
 
 
 @contextmanager
-def on_disk(path):
-    """A run's place, the states of it before and after every change that Python makes, and how one is put elsewhere."""
+def noted(path):
+    """The files of a folder before and after every change that Python makes to it."""
     states = []
 
     def noting(call):
@@ -35,55 +33,30 @@ def on_disk(path):
 
         return change
 
-    def put(files, place):
-        for name, content in files.items():
-            Path(place, name).parent.mkdir(parents=True, exist_ok=True)
-            Path(place, name).write_bytes(content)
-
     with pytest.MonkeyPatch.context() as patch:
         for name in ("replace", "rename"):
             patch.setattr(os, name, noting(getattr(os, name)))
         patch.setattr(Log, "append", noting(Log.append))
-        yield str(path), states, put
+        yield states
 
 
-@contextmanager
-def in_a_bucket(_):
-    """The same in a bucket, after every request. The lease of a killed process expires: it is left out."""
-    with object_store() as server:
-        states, answer, path = [], server.answer, f"{server.url}/".partition(f"{BUCKET}/")[2]
-
-        def noting(method, *request):
-            answered = answer(method, *request)
-            if method != "GET":
-                states.append({name.removeprefix(f"{path}run/"): of[0] for name, of in server.objects.items()})
-            return answered
-
-        def put(files, place):
-            run = place.partition(f"{BUCKET}/")[2]
-            server.objects |= {f"{run}/{name}": (content, "1") for name, content in files.items() if name != LOCK}
-
-        server.answer = noting
-        yield f"{server.url}/run", states, put
-
-
-@pytest.mark.slow  # each trains
-@pytest.mark.parametrize("where", [on_disk, in_a_bucket])
-def test_a_kill_before_the_first_checkpoint_is_whole_leaves_nothing_that_is_refused(tmp_path, monkeypatch, where):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with where(tmp_path / "run") as (place, states, put):
-        done = changed(config("sft", run_dir=place, steps=1), eval=None, rollout=None)
+@pytest.mark.slow
+def test_a_kill_before_the_first_checkpoint_is_whole_leaves_nothing_that_is_refused(tmp_path):
+    """In a bucket: tests/faults/test_campaign.py."""
+    place = tmp_path / "run"
+    with noted(place) as states:
+        done = config("sft", run_dir=str(place), steps=1, eval=None, rollout=None)
         assert run(done) == 0
-        whole = "checkpoints/1/commit_success.txt" if where is in_a_bucket else "checkpoints/1/document/metadata"
-        left = [files for files in states if whole not in files]
-        assert len(left) > 4
-        left = [*left[:4], *left[4:-4:10], *left[-4:]]  # most of a bucket's are those of arrays
-        for number, files in enumerate(left):
-            settings = changed(done, run_dir=f"{place}-{number}")
-            put(files, settings.run_dir)
-            with folder.claim(settings) as (store, again):
-                assert again == settings
-                begun = store.is_run()
-                with closing(Checkpoints(store, again.checkpoint, begun=begun)), closing(RunLog(store, -1, 1)):
-                    folder.write(store, again)
-                    assert store.steps() == []
+    left = [files for files in states if "checkpoints/1/document/metadata" not in files]
+    assert len(left) > 4
+    for number, files in enumerate([*left[:4], *left[4:-4:10], *left[-4:]]):
+        settings = changed(done, run_dir=f"{place}-{number}")
+        for name, content in files.items():
+            Path(settings.run_dir, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(settings.run_dir, name).write_bytes(content)
+        with folder.claim(settings) as (store, again):
+            assert again == settings
+            begun = store.is_run()
+            with closing(Checkpoints(store, again.checkpoint, begun=begun)), closing(RunLog(store, -1, 1)):
+                folder.write(store, again)
+                assert store.steps() == []

@@ -98,7 +98,7 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
         assert Measurements().score({"eval/reward": wrong}) is None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch, capsys):
     """The run goes on with the same problems only, a few of which have prompts that are too long."""
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}

@@ -92,8 +92,12 @@ def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(done, tmp_pat
 # What lies outside of the run
 
 
+def read_json(path):
+    return json.loads(path.read_text())
+
+
 def edit(path, **values):
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    path.write_text(json.dumps(read_json(path) | values))
 
 
 def edit_template(model):
@@ -110,7 +114,9 @@ EDITS = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo", "dpo"])
+@pytest.mark.parametrize(
+    "algorithm", ["sft", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "dpo"))]
+)
 def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place, algorithm):
     settings = beginning(place, algorithm)
     with Run.build(settings) as begun:
@@ -130,13 +136,11 @@ def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place,
         shutil.rmtree(place / "edited")
 
 
-@pytest.mark.slow
-def test_a_run_does_not_go_on_with_another_template(place, capsys):
-    settings = beginning(place, steps=1)
-    assert run(settings) == 0
-    edit_template(place / "model")
-    assert run(changed(settings, steps=2)) == 2
-    assert "error: model.tokenizer: the tokenizer, or its chat template, is not what " in capsys.readouterr().err
+def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
+    EDITS["model.source: what ends a completion"](place / "model")
+    with Run.build(beginning(place, "grpo")) as begun:
+        assert 43 in begun.sampler.stop_ids
+    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
 
 
 def other_lines(path):
@@ -211,7 +215,9 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
         for spoil in [spoil for of, spoil in PLACES.values() if of == kind]:
             shutil.copytree(here, place / "changed")
             spoil(place / "changed")
-            with pytest.raises(UserError, match=r"is not what|the run began with|other frozen parameters"):
+            with pytest.raises(
+                UserError, match=r"is not what|the run began with other examples|other frozen parameters"
+            ):
                 resume(place / "changed")
             shutil.rmtree(place / "changed")
 
@@ -230,9 +236,9 @@ def test_a_relative_source_is_found_from_another_folder(place, monkeypatch):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
 @pytest.mark.parametrize(
-    ("tool", "name"), [(plot, "metrics.jsonl"), (samples, "samples.jsonl"), (plot, "timings.jsonl")]
+    ("tool", "name", "kind"),
+    [(plot, "metrics.jsonl", "pipe"), (samples, "samples.jsonl", "device"), (plot, "timings.jsonl", "huge")],
 )
 def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_path, capsys, tool, name, kind):
     (tmp_path / "config.yaml").write_text("")

@@ -49,6 +49,7 @@ def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monk
         assert interrupt.agree()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holds", [True, False])
 def test_a_second_signal_and_one_with_nothing_to_save_end_the_process_even_in_the_middle_of_a_call(holds):
     program = f"""

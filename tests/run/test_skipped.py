@@ -55,6 +55,7 @@ def test_a_finite_update_ends_a_row_of_skipped_ones():
     assert counts == [1, 2, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_skipped_update_changes_no_parameter(stops):
     settings = stops[0]
     lines = records(settings)

@@ -65,6 +65,7 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
             np.testing.assert_array_equal(mine, compute_copy(yours, rounding, name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step, number):
     settings = following(first, tmp_path, step=step)
@@ -102,6 +103,7 @@ def test_a_run_begins_where_its_source_ends_and_is_a_model_folder_without_it(fir
         np.testing.assert_array_equal(mine, yours)
 
 
+@pytest.mark.slow
 def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_programs_can_read(first, tmp_path):
     settings = following(first, tmp_path / "run", lora={"rank": 2, "alpha": 4.0}, step=4)
     policy = load_policy(settings, make_mesh(settings.mesh))
@@ -112,6 +114,7 @@ def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_pro
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "message"),
     [

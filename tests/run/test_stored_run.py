@@ -1,34 +1,20 @@
-"""A run in a bucket ends as one on a disk does, and survives the same; models, data and other runs are read there."""
+"""Models, data and other runs are read in a bucket. That a run there ends as one on a disk: tests/run/test_train.py."""
 
 import gzip
 import json
-import signal
-from functools import cache
 from pathlib import Path
 
 import pyarrow
 import pytest
 from object_store import object_store
 from pyarrow import parquet
-from runs import (
-    arguments,
-    assert_same_end,
-    assert_same_metrics,
-    changed,
-    checkpoints,
-    checksums,
-    outputs,
-    run,
-    signal_trainer,
-    start_group,
-)
-from tiny import METHODS, config
+from runs import assert_same_end, changed, checksums, run
+from tiny import config
 
 from mllm.config.model import MeshConfig
 from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.stopwatch import Stopwatch
 from mllm.store.bucket import bucket_path, cache_folder
 from mllm.store.fetch import fetch_folder, send
 from mllm.store.run_store import tool_run
@@ -45,61 +31,13 @@ def store(tmp_path, monkeypatch):
         yield store
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture
+def trained(tmp_path):
     """A run on a disk, with checkpoints 2 and 4."""
-    settings = config("sft", run_dir=str(tmp_path_factory.mktemp("trained") / "run"), checkpoint={"every": 2})
+    settings = config("sft", run_dir=str(tmp_path / "trained"), checkpoint={"every": 2})
     settings = changed(settings, eval=None, rollout=None)
     assert run(settings) == 0
     return settings
-
-
-# Every method
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Makes the configuration of a run on a disk, on two devices of this process, that nothing disturbed."""
-
-    @cache
-    def finished(method):
-        settings = changed(METHODS[method], run_dir=str(tmp_path_factory.mktemp(method) / "run"), mesh={"dp": 2})
-        assert run(settings) == 0
-        return settings
-
-    return finished
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_a_signal_stops_and_that_goes_on_from_the_checkpoint_before_ends_as_if_nothing_had_been(
-    method, store, undisturbed, monkeypatch
-):
-    settings = changed(undisturbed(method), run_dir=f"{store.url}/run")
-    phases, phase_of = [], Stopwatch.phase
-
-    def signalled(watch, phase):
-        phases.append(phase)
-        if (phase, phases.count(phase)) == (("rollout", 4) if method == "turns" else ("update", 3)):
-            signal_trainer(signal.SIGTERM)
-        return phase_of(watch, phase)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Stopwatch, "phase", signalled)
-        assert run(settings) == 143
-    assert checkpoints(settings) == [2, 3]
-    (tool_run(settings.run_dir).checkpoints / "3").rmtree()
-    assert run(settings) == 0
-    assert_same_end(undisturbed(method), settings)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["turns", "distill"])  # DPO: tests/run/test_dpo.py
-def test_two_processes_log_what_one_logs(method, store, undisturbed):
-    one, two = undisturbed(method), changed(undisturbed(method), run_dir=f"{store.url}/run")
-    outputs(start_group(["train.py", *arguments(two)], 2, 1))
-    assert_same_metrics(two, one)
-    assert tool_run(two.run_dir).read_log("samples.jsonl") == tool_run(one.run_dir).read_log("samples.jsonl")
 
 
 # What a run reads, and what reads it

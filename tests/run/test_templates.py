@@ -69,6 +69,7 @@ def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generat
     assert "prompts without the chat template" in Path(texts.run_dir, "export", "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sections", "form", "warned"),
     [
@@ -88,6 +89,7 @@ def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_pat
     assert warned in "".join(lines)
 
 
+@pytest.mark.slow
 def test_a_model_with_a_template_that_is_given_texts_says_so(texts, tmp_path, caplog):
     export_of_chats = tmp_path / "model"
     shutil.copytree(f"{texts.run_dir}/export", export_of_chats)
@@ -101,6 +103,7 @@ def test_a_model_with_a_template_that_is_given_texts_says_so(texts, tmp_path, ca
     assert "knows chats, and this run's examples are texts: chat_template=always renders them" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_chats(texts, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(f"{texts.run_dir}/export", base)
@@ -120,7 +123,7 @@ def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_ch
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_each_example_of_the_documentation_is_trained_and_then_answers_what_it_was_taught(path, tmp_path):
     """Where the run evaluates, generate is right exactly as often as its last evaluation; all answers are numbers."""

@@ -5,106 +5,135 @@ import os
 import signal
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import assert_same_end, changed, checkpoints, checksums, environment, newest, records, run, signal_trainer
+from object_store import object_store
+from runs import (
+    arguments,
+    assert_same_end,
+    assert_same_metrics,
+    changed,
+    checkpoints,
+    checksums,
+    environment,
+    killed_after,
+    newest,
+    outputs,
+    records,
+    run,
+    signal_trainer,
+    start_group,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny import config
+from tiny import METHODS, config
 
 from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.parallel import group
 from mllm.run.checkpoint import Checkpoints
-from mllm.store.run_store import RunStore
-
-pytestmark = pytest.mark.slow
+from mllm.store.run_store import RunStore, tool_run
 
 EVEN = "user_rewards:even_characters"
-SETTINGS = {
-    "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}),
-    "grpo": config(
-        steps=10,
-        model={"dtype": "bfloat16"},  # whose masters are dithered
-        grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
-        task={"rewards": [{"name": EVEN}]},
-        checkpoint={"every": 2},
-        eval={"every": 6, "samples": 1},
-    ),
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
+
+
+# A run that is killed, is told to stop, or has lost its newest checkpoint
+
+
+@pytest.mark.parametrize("method", ["dpo", *(pytest.param(name, marks=slow) for name in ("turns", "distill"))])
+def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
+    """SFT and GRPO: in the next two tests."""
+    whole = finished(method)
+    killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")
+    assert run(killed) == 0
+    assert_same_end(killed, whole)
+
+
+STOPS = {
+    "sft": ("update", 5, [4, 5]),
+    "grpo": ("update", 3, [2, 4]),
+    "turns": ("rollout", 4, [2, 3]),
+    "distill": ("update", 3, [2, 3]),
+    "dpo": ("update", 3, [2, 3]),
 }
+"""The phase in which a signal comes, how often it was entered by then, and the checkpoints that are left."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Makes the configuration `name` after a run that nothing disturbed; no checkpoint was newer than its logs."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-
-    synced, save, sync = {}, Checkpoints.save, os.fsync
-
-    def noted(handle):
-        sync(handle)
-        synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
-
-    def saved(self, *args):
-        logged = {str(path): path.stat().st_size for path in folder.glob("*/[ms]*.jsonl")}
-        save(self, *args)
-        self.wait()
-        for name, size in logged.items():
-            assert synced.get(name, 0) >= size, f"{name} may be lost by a crash of the machine, and the checkpoint not"
-
-    @cache
-    def finished(name):
-        settings = changed(SETTINGS[name], run_dir=str(folder / name))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(os, "fsync", noted)
-            patch.setattr(Checkpoints, "save", saved)
-            assert run(settings) == 0
-        return settings
-
-    return finished
+@pytest.mark.parametrize("method", [pytest.param(name, marks=slow if name == "sft" else nightly) for name in METHODS])
+def test_a_run_in_a_bucket_that_a_signal_stops_and_that_loses_a_checkpoint_ends_as_one_on_a_disk(
+    method, finished, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    phase, count, left = STOPS[method]
+    with object_store() as store:
+        settings = changed(whole := finished(method), run_dir=f"{store.url}/run")
+        assert run_with_signal(settings, monkeypatch, phase, count, signal.SIGTERM) == 143
+        assert checkpoints(settings) == left
+        (tool_run(settings.run_dir).checkpoints / str(left[-1])).rmtree()
+        assert run(settings) == 0
+        assert_same_end(whole, settings)
 
 
-# A run that is told to stop, or has lost its newest checkpoint
+def run_with_signal(settings, monkeypatch, phase, count, number):
+    """Run until a phase is entered for the count-th time, where a signal comes; returns the exit code."""
+    entered, phase_of = [], stopwatch.Stopwatch.phase
+
+    def signalled(watch, name):
+        entered.append(name)
+        if (name, entered.count(phase)) == (phase, count):
+            signal_trainer(number)
+        return phase_of(watch, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stopwatch.Stopwatch, "phase", signalled)
+        return run(settings)
 
 
-def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(undisturbed, tmp_path, monkeypatch, capsys):
-    """Between a rollout's updates, so that the next one's evaluation is left; then in a rollout's rewards."""
-    settings = changed(SETTINGS["grpo"], run_dir=str(tmp_path / "run"), checkpoint={"every": None})
-    for phase, updates, number, saved, logged in (
-        ("update", 5, signal.SIGTERM, [6], 5),
-        ("reward", 2, signal.SIGINT, [6, 8], 8),
-    ):
-        entered, phase_of = [], stopwatch.Stopwatch.phase
-
-        def signalled(watch, name, entered=entered, phase_of=phase_of, stop=(phase, updates, number)):
-            entered.append(name)
-            if (name, entered.count("update")) == stop[:2]:
-                signal_trainer(stop[2])
-            return phase_of(watch, name)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(stopwatch.Stopwatch, "phase", signalled)
-            assert run(settings) == 128 + number
-        assert checkpoints(settings) == saved
-        assert records(settings)[-1]["step"] == logged
-        assert (newest(settings).pending_evaluation is not None) == (logged < saved[-1])
-        if logged < saved[-1]:  # as a kill would leave it after the evaluation and before the next checkpoint
-            with Path(settings.run_dir, "metrics.jsonl").open("a") as log:
-                log.write(f'{{"step": {saved[-1]}}}\n')
-        output, errors = capsys.readouterr()
-        assert f"stopped by a signal after step {saved[-1]}; saved: the same command resumes" in errors
-        assert output == ""
+@pytest.mark.parametrize(
+    ("phase", "number", "saved", "logged"),
+    [
+        # between a rollout's updates, so that the next one's evaluation is left
+        pytest.param("update", signal.SIGTERM, 6, 5, marks=slow),
+        pytest.param("reward", signal.SIGINT, 6, 6, marks=nightly),
+    ],
+)
+def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(
+    phase, number, saved, logged, finished, tmp_path, monkeypatch, capsys
+):
+    whole = finished("grpo")
+    settings = changed(killed_after(whole, 4, tmp_path / "run"), checkpoint={"every": None})
+    capsys.readouterr()
+    assert run_with_signal(settings, monkeypatch, phase, 1 if phase == "update" else 3, number) == 128 + number
+    assert checkpoints(settings)[-1] == saved
+    assert records(settings)[-1]["step"] == logged
+    assert (newest(settings).pending_evaluation is not None) == (logged < saved)
+    if logged < saved:  # as a kill would leave it after the evaluation and before the next checkpoint
+        with Path(settings.run_dir, "metrics.jsonl").open("a") as log:
+            log.write(f'{{"step": {saved}}}\n')
+    output, errors = capsys.readouterr()
+    assert f"stopped by a signal after step {saved}; saved: the same command resumes" in errors
+    assert output == ""
     assert run(settings) == 0
-    assert_same_end(settings, undisturbed("grpo"))
+    assert_same_end(settings, whole)
+
+
+@nightly
+@pytest.mark.parametrize("method", ["turns", "distill"])  # DPO: tests/parallel/test_processes.py
+def test_two_processes_log_what_one_logs(method, finished, tmp_path):
+    two = changed(one := finished(method), run_dir=str(tmp_path / "run"))
+    outputs(start_group(["train.py", *arguments(two)], 2, 1))
+    assert_same_metrics(two, one)
+    assert tool_run(two.run_dir).read_log("samples.jsonl") == tool_run(one.run_dir).read_log("samples.jsonl")
 
 
 # A finished run
 
 
-def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_again(undisturbed, capsys):
-    settings = undisturbed("grpo")
+@slow
+def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_again(finished, capsys):
+    settings = finished("grpo")
     before = checksums(Path(settings.run_dir))
     capsys.readouterr()
     assert run(settings) == 0
@@ -125,8 +154,20 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
 # What a run leaves
 
 
-def test_the_watch_is_told_the_stall_limit_and_every_phase(tmp_path, monkeypatch):
-    told = []
+@slow
+def test_logs_are_synced_before_a_checkpoint_is_saved_and_the_watch_is_told_every_phase(tmp_path, monkeypatch):
+    synced, told, save, sync = {}, [], Checkpoints.save, os.fsync
+
+    def noted(handle):
+        sync(handle)
+        synced[os.readlink(f"/proc/self/fd/{handle}")] = os.fstat(handle).st_size
+
+    def saved(self, *args):
+        logged = {str(path): path.stat().st_size for path in (tmp_path / "run").glob("[mt]*.jsonl")}
+        save(self, *args)
+        self.wait()
+        assert logged
+        assert {name for name, size in logged.items() if synced.get(name, 0) < size} == set()
 
     class Watch(group.Watch):
         def __init__(self, limit):
@@ -136,15 +177,17 @@ def test_the_watch_is_told_the_stall_limit_and_every_phase(tmp_path, monkeypatch
         def mark(self, step, phase):
             told.append((step, phase))
 
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Checkpoints, "save", saved)
     monkeypatch.setattr(group, "Watch", Watch)
-    settings = changed(config("sft", run_dir=str(tmp_path / "run"), steps=2), eval=None, rollout=None)
+    settings = config("sft", run_dir=str(tmp_path / "run"), steps=2, eval=None, rollout=None, checkpoint={"every": 1})
     assert run(settings, "--stall-limit", "300") == 0
-    assert told == [300.0, (0, "data"), (0, "update"), (1, "data"), (1, "update"), (1, "save")]
+    assert told == [300.0, *((step, phase) for step in (0, 1) for phase in ("data", "update", "save"))]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(undisturbed, name):
-    settings = undisturbed(name)
+@pytest.mark.parametrize("name", ["sft", pytest.param("grpo", marks=slow)])
+def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(finished, name):
+    settings = finished(name)
     assert configs.load(f"{settings.run_dir}/config.yaml") == settings
     steps, lines = list(range(1, settings.steps + 1)), records(settings)
     assert [line["step"] for line in lines] == [0, *steps]
@@ -160,7 +203,8 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
             if key in line:
                 assert drawn[key, line["step"]] == pytest.approx(line[key])
     assert ("time/update", settings.steps) in drawn
-    assert checkpoints(settings) == [settings.steps - settings.checkpoint.every, settings.steps]
+    saved = range(settings.checkpoint.every, settings.steps + 1, settings.checkpoint.every)
+    assert checkpoints(settings) == [*saved][-settings.checkpoint.keep :]
     assert RunStore(settings.run_dir).document(settings.steps)["score"] == lines[-1]["eval/greedy_accuracy"]
     if name == "sft":
         assert 0 < lines[-1]["loss"] < lines[1]["loss"] * 0.8
@@ -190,6 +234,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 # Rewards that give less than was asked
 
 
+@slow
 def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_the_others(tmp_path, capsys):
     """That they change nothing: tests/train/test_train_step.py."""
     sections = {
@@ -202,7 +247,7 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
         "log": {"samples": 3},
         "run_dir": str(tmp_path / "run"),
     }
-    settings = changed(SETTINGS["grpo"], **sections)
+    settings = changed(METHODS["grpo"], **sections)
     assert run(settings) == 0
     lines = records(settings)
     sampled = [sample["step"] for sample in records(settings, "samples.jsonl")]
@@ -221,24 +266,24 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
 # The command line
 
 
-@pytest.mark.parametrize(
-    ("options", "exit_code"), [(["--print-config", "seed=7"], 0), (["--help"], 0), (["stepz=3"], 2), (["--config"], 2)]
-)
-def test_the_command_line_and_the_configuration_are_handled_before_anything_heavy_is_imported(options, exit_code):
-    program = (
-        "import atexit, sys, train\n"
-        "atexit.register(lambda: print('imported:', *{name.split('.')[0] for name in sys.modules}))\n"
-        "sys.exit(train.main(sys.argv[1:]))"
-    )
-    process = subprocess.run(
-        [sys.executable, "-c", program, "--config", "tiny_sft.yaml", *options],
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == exit_code
-    text, modules = process.stdout.split("imported:")
-    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules.split())
-    assert process.stderr.count("error: ") == (exit_code == 2)
-    assert ("key.sub=value" in text) == ("--help" in options)
-    assert ("\nseed: 7\n" in text) == ("seed=7" in options)
+COMMANDS = """
+import sys, train
+for command in (["--print-config", "seed=7"], ["--help"], ["stepz=3"], ["--config"]):
+    try:
+        print("exit code", train.main(["--config", "tiny_sft.yaml", *command]))
+    except SystemExit as ended:
+        print("exit code", ended.code)
+print("imported", *{name.split(".")[0] for name in sys.modules})
+"""
+
+
+def test_the_command_line_and_the_configuration_are_handled_before_anything_heavy_is_imported():
+    process = subprocess.run([sys.executable, "-c", COMMANDS], env=environment(), capture_output=True, text=True)
+    printed, helped, unknown, missing = process.stdout.split("exit code ")[:4]
+    assert "\nseed: 7\n" in printed
+    assert helped.startswith("0\n")
+    assert "key.sub=value" in helped
+    assert [text.split()[0] for text in process.stdout.split("exit code ")[1:]] == ["0", "0", "2", "2"], missing
+    modules = process.stdout.split("imported")[1].split()
+    assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules)
+    assert process.stderr.count("error: ") == 2, unknown

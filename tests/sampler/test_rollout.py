@@ -102,7 +102,7 @@ def gumbel_noise(keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"min_p": 0.1}])
+@pytest.mark.parametrize("options", [{}, pytest.param({"min_p": 0.1}, marks=pytest.mark.nightly)])
 def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts, options):
     chosen = OPTIONS.model_copy(update=options)
     completions = complete(model, prompts, chosen, seed=4, step=9, first_sequence=100)
@@ -263,9 +263,16 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["grouped_bfloat16", "qwen3", "gemma3", "smollm3", "olmo2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        "gemma3",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grouped_bfloat16", "smollm3", "olmo2")),
+    ],
+)
 def test_greedy_completions_are_those_of_transformers(name):
-    """The completions of tests/make_fixtures.py: seven prompts of several lengths, two stop tokens."""
+    """The completions of tests/fixtures: seven prompts of several lengths, two stop tokens."""
     folder = Path(__file__).parent.parent / "fixtures" / name
     architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")
     graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))
@@ -285,7 +292,7 @@ def gemma(**changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [False, True])
+@pytest.mark.parametrize("windows", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, prompts, windows):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
     chosen, work = gemma() if windows else model, [RolloutWork(), RolloutWork()]
@@ -356,7 +363,7 @@ class Answers:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "windows", "few pages", "one slot"])
+@pytest.mark.parametrize("kind", ["full", pytest.param("windows", marks=pytest.mark.nightly), "few pages", "one slot"])
 def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(model, prompts, kind):
     chosen, work = gemma() if kind == "windows" else model, RolloutWork()
     rng = np.random.default_rng(1)

@@ -76,6 +76,7 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
     assert found.train.params["embed"].sharding == like(mesh).params["embed"].sharding
 
 
+@pytest.mark.slow
 @disk
 def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store):
     """In a process of one device that can't import it, of a checkpoint of eight."""
@@ -191,18 +192,15 @@ def edit_position(store, step):
 
 DAMAGE = {
     "the state is deleted": lambda store, step: (store.checkpoints / str(step) / "state").rmtree(),
-    "the state's files are cut": lambda store, step: each(store, step, "state/d", "cut"),
     "bits are flipped": lambda store, step: each(store, step, "state/d", "flip"),
     "the state is another checkpoint's": exchange_state,
-    "the document is deleted": lambda store, step: (store.checkpoints / str(step) / "document" / "metadata").unlink(),
     "the document is cut": lambda store, step: each(store, step, "document", "cut"),
     "the position is another": edit_position,
 }
-IN_A_BUCKET = ("the state is deleted", "bits are flipped", "the document is cut")
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [*product(["disk"], DAMAGE), *product(["gs"], IN_A_BUCKET)], indirect=["place"], ids=str
+    ("place", "name"), [*product(["disk"], DAMAGE), ("gs", "bits are flipped")], indirect=["place"], ids=str
 )
 def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
     save(store, 1, 2)
@@ -218,14 +216,16 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
 
 
 @disk
-@pytest.mark.slow  # restores 200 times
-def test_damage_of_any_file_is_found_or_changes_nothing(store):
+@pytest.mark.parametrize(
+    "trials", [pytest.param(40, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
+def test_damage_of_any_file_is_found_or_changes_nothing(store, trials):
     """One bit, a cut, or zeros, anywhere in the state, the document and Orbax's own metadata: never other numbers."""
     save(store, 1, 2, keep_best=True, accuracies={1: 0.5, 2: 0.75})
     undamaged, dice, found = store.folder.with_name("undamaged"), np.random.default_rng(0), dict[str, int]()
     shutil.copytree(store.folder, undamaged)
     names = [path.relative_to(store.checkpoints) for path in files(store, 2, "")]
-    for trial in range(200):
+    for trial in range(trials):
         path = store.checkpoints / (name := names[trial % len(names)])
         path.write_bytes(damaged(path.read_bytes(), trial // len(names), dice))
         with opened(store, keep_best=True) as checkpoints:
@@ -234,9 +234,9 @@ def test_damage_of_any_file_is_found_or_changes_nothing(store):
         found[name.parts[1]] = found.get(name.parts[1], 0) + (state.step == 1)
         shutil.rmtree(store.folder)
         shutil.copytree(undamaged, store.folder)
-    print("of 200, put aside for damage in", found)
-    assert found["state"] > 20
-    assert found["document"] > 5
+    print(f"of {trials}, put aside for damage in", found)
+    assert found["state"] > trials // 10
+    assert found["document"] > trials // 40
 
 
 # What is refused
@@ -256,11 +256,10 @@ def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_chec
 
 
 @disk
-@pytest.mark.parametrize("name", ["the state is deleted", "the position is another"])
-def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store, name):
+def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store):
     save(store, 1, 2)
-    for step in (1, 2):
-        DAMAGE[name](store, step)
+    DAMAGE["the state is deleted"](store, 1)
+    DAMAGE["the position is another"](store, 2)
     for _ in range(2):  # nor at a second attempt
         with pytest.raises(UserError, match="none of its 2 checkpoints can be read"):
             restored(store)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from itertools import product
 
 import jax
 import pytest
@@ -21,7 +22,7 @@ from mllm.errors import UserError
 from mllm.run.checkpoint import Preservation
 from mllm.run.metrics import RunLog
 from mllm.store import folder as folders
-from mllm.store.bucket import bucket_path, is_bucket
+from mllm.store.bucket import bucket_path
 from mllm.store.holder import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore, tool_run
 
@@ -58,8 +59,7 @@ def tensorstore_error(number, *_):
     return ValueError(f"RESOURCE_EXHAUSTED: Failed to open: {os.strerror(number)} [os_error_code='{number}'] [spec]")
 
 
-@pytest.mark.parametrize("error", [OSError, tensorstore_error])
-@pytest.mark.parametrize("number", MESSAGES, ids=errno.errorcode.get)
+@pytest.mark.parametrize(("error", "number"), [*product([OSError], MESSAGES), (tensorstore_error, errno.ENOSPC)])
 def test_the_message_names_the_remedy_and_the_checkpoint_that_goes_on(tmp_path, error, number):
     for name in ("8", "10", "damaged_14", "12.orbax-checkpoint-tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -265,6 +265,7 @@ def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch
     monkeypatch.setattr(fcntl, "flock", refuse)
     with caplog.at_level(logging.WARNING), hold(store):
         store.write(CONFIG, b"{}")
+        assert tool_run(store.url).read(CONFIG) == b"{}"
     assert f"can't be locked ({os.strerror(errno.ENOLCK)}): let no other run write it" in caplog.text
 
 
@@ -290,12 +291,6 @@ def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock
 def test_a_url_without_a_bucket_is_refused(wrong):
     with pytest.raises(UserError, match=r"is no place in a bucket: give gs://bucket/path"):
         bucket_path(wrong)
-
-
-def test_other_buckets_are_refused_with_a_way_out():
-    assert (is_bucket("gs://a/b"), is_bucket("runs/a"), is_bucket(None)) == (True, False, False)
-    with pytest.raises(UserError, match=r"^s3://a/b: of buckets only gs:// is known: mount it as a file system"):
-        is_bucket("s3://a/b")
 
 
 def test_a_bucket_needs_gcsfs(monkeypatch):

@@ -27,6 +27,7 @@ def cells(line):
 # --- the command
 
 
+@pytest.mark.nightly
 def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_be(monkeypatch, capsys):
     monkeypatch.setattr(head, "LEAST", 0.0)
     chosen = ["--methods", "optax", "mosaic_gpu, value", "--live", "0.25", "1", "--repeats", "2"]
@@ -53,22 +54,6 @@ def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_b
     assert progress.count("N=24, D=16, V=130: ") == 2, "a line for each method"
 
 
-def test_a_method_that_fails_is_a_line_with_the_reason_and_the_others_are_measured(monkeypatch, capsys):
-    def start(module, task, *_):
-        if "optax" in task.get("method", ""):
-            return [FIGURES], "MemoryError"  # measured at one share
-        return ([], "ValueError: impl: it can't run here") if task else ([DEVICE], "")
-
-    monkeypatch.setattr(head, "start", start)
-    assert head.main(["--methods", "optax", "chunked logits", "--shape", "24,16,130", "--live", "1", "0.5"]) == 0
-    whole, half, _ = capsys.readouterr().out.split("\n\n")[1:]
-    assert "not measured: MemoryError: optax on full logits" in whole.splitlines()
-    assert [cells(line)[0] for line in half.splitlines()].count("optax on full logits") == 1
-    for table in (whole, half):
-        refused = "not measured: ValueError: impl: it can't run here: chunked logits; chunked logits, workspace 640 MiB"
-        assert refused in table.splitlines()
-
-
 @pytest.mark.parametrize(
     ("device", "method", "said"),
     [
@@ -87,15 +72,6 @@ def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, device, method, 
 # --- the table
 
 
-def test_ratios_compare_with_three_or_four_products_in_the_same_round_and_what_is_not_finite_shows():
-    errors = [1e-3, math.nan, math.inf]
-    *_, three, four, row = head.text(0.5, {"any": ([{**FIGURES, "errors": errors}], "")}).splitlines()
-    assert cells(three)[:5] == ["3 bare products", "6000.00", "", "", f"{3 * FLOPS / 6e12:.3g}"]
-    assert cells(four)[:5] == ["4 bare products", "7000.00", "", "", f"{4 * FLOPS / 7e12:.3g}"]
-    times = ["3000.00", f"{3 / 6:.2f}", f"{3 / 7:.2f}", f"{3 * FLOPS / 3e12:.3g}"]
-    assert cells(row) == ["any", *times, "1.0", "1.0e-03", "nan", "inf"]
-
-
 # --- a method's figures
 
 
@@ -107,6 +83,7 @@ def wrong(hidden, weight, labels, weights, *rest):
 NONE = pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "options", "expected"),
     [

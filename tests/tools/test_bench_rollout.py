@@ -1,8 +1,5 @@
 """tools/bench rollout: the figures of a model of no size, the table's medians and ratios, and a method that fails."""
 
-import pytest
-
-from tools.bench import __main__ as bench
 from tools.bench import rollout
 
 
@@ -10,25 +7,6 @@ def rows(capsys):
     """The table that was printed: its cells, without the rule."""
     columns, _, *methods = capsys.readouterr().out.splitlines()
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in (columns, *methods)]
-
-
-@pytest.mark.slow
-def test_conversations_have_speed_useful_share_bytes_and_programs_with_answers_prefilled_or_all_anew(
-    monkeypatch, capsys
-):
-    methods = {name: rollout.METHODS[name] for name in ("engine", "prefilled anew")}
-    monkeypatch.setattr(rollout, "METHODS", methods)
-    small = ["--hidden", "64", "--layers", "1", "--repeats", "1", "--limit", "16", "--turns", "2"]
-    assert bench.main(["rollout", *small, "--rows", "8", "--slots", "4"]) == 0
-    columns, *found = rows(capsys)
-    assert [name for name, *_ in found] == [*methods]
-    engine, anew = (dict(zip(columns[2:], map(float, cells[2:]), strict=True)) for cells in found)
-    for one in engine, anew:
-        assert min(one["tokens/s"], one["seconds"], one["compiling"]) > 0
-        assert 0.4 < one["useful"] <= 1 < one["bytes"]
-        assert 16 <= one["tokens"] <= 2 * 8 * 16
-        assert 1 <= one["programs"] <= 6
-    assert engine["prefilled"] < anew["prefilled"]
 
 
 def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monkeypatch, capsys):

@@ -1,6 +1,5 @@
 """tools/memory.py: what the columns share, its table and its picture."""
 
-import pytest
 import tiny
 
 from mllm.parallel.mesh import make_mesh
@@ -20,16 +19,6 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert [full.head.impl, chunked.head.impl] == ["full_logits", "chunked_logits"]
     assert full.model_copy(update={"head": config.head}) == chunked.model_copy(update={"head": config.head}) == fused
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
-
-
-@pytest.mark.slow
-def test_full_logits_add_at_least_themselves_to_an_update_without_a_head():
-    architecture = {**tiny.ARCHITECTURE, "vocab_size": 20_000}
-    config = tiny.config("sft", model={"architecture": architecture})
-    devices = plan.find_devices(config.mesh, None)
-    larger = memory.with_head(config, "full_logits", 16, devices.mesh)
-    without, whole = (memory.account(larger, devices, "update", head).peak for head in ("none", "full_logits"))
-    assert whole - without > 4 * 20_000 * 16 * larger.data.max_length
 
 
 def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):

@@ -53,6 +53,7 @@ def tried(tmp_path, monkeypatch, capsys):
     return tried
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tried")
 def test_without_samples_problems_are_answered_right_and_with_nothing():
     """The user's module may be called as the tool is."""

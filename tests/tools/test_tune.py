@@ -6,7 +6,6 @@ import jax
 
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
-from mllm.plan import child
 from tools import tune
 from tools.bench import measure
 
@@ -43,21 +42,6 @@ def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reaso
     assert cells[1][:3] == ["rows=256, columns=512, step=256", "2000.00", "0.67"]
     assert cells[2][:3] == ["rows=128, columns=512, step=256", "4000.00", "1.33"]
     assert refused == ["refused: rows=512, columns=512, step=256: no room", "--limit: 1 tilings were left out"]
-
-
-def test_after_a_tiling_that_hangs_none_is_tried(monkeypatch, capsys):
-    listed = {"impl": "mosaic_gpu", "way": "workspace 0", "tilings": [{"slots": slots} for slots in (3, 4, 5, 6)]}
-
-    def start(module, task, *_):
-        if "most" in task:
-            return [{**listed, "kernel": kernel} for kernel in ("loss", "another")], ""
-        return ([], child.LATE) if task["tiles"]["slots"] == 4 else ([FIGURES], "")
-
-    monkeypatch.setattr(tune, "start", start)
-    assert tune.main([]) == 0
-    said, untrusted = capsys.readouterr().out.splitlines(), "a device that hangs once isn't trusted: "
-    assert f"refused: slots=4: {child.LATE}" in said
-    assert [line for line in said if untrusted in line] == [f"{untrusted}{n} tilings were left out" for n in (2, 4)]
 
 
 def chosen(tilings_found, choose):

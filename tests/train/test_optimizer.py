@@ -93,6 +93,7 @@ def train(dtype, moment_dtype=None):
     return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("narrow", [(jnp.bfloat16,), (jnp.float32, "bfloat16")], ids=["all", "moments alone"])
 def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s(narrow):
     exact, got = (np.asarray(train(*dtypes), np.float64) for dtypes in ((jnp.float32,), narrow))

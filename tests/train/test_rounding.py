@@ -121,6 +121,7 @@ def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardl
     assert all(gain < 0.3 for gain in gains(model("bfloat16", "nearest"), 1e-5))
 
 
+@pytest.mark.slow
 def test_a_sampler_in_int8_moves_as_float32_does():
     assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
 
@@ -134,7 +135,7 @@ def test_norms_and_biases_are_not_rounded(kind):
         assert (of(above) != of(ones)).mean() > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "distance"), [("_b", 1e-4), ("head_b", 3e-4)])
 def test_adapters_of_a_bfloat16_model_move_it_as_float32_does(kind, distance):
     """Rounded a second time, or merged into matrices of bfloat16, half of what they add is lost, and more."""

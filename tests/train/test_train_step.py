@@ -83,6 +83,7 @@ def expected():
     return gradient_of(SETTINGS["grpo"])(initial_params())
 
 
+@pytest.mark.slow
 def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
     """tests/train/test_packed_update.py has gspo."""
     full_logits = changed(SETTINGS["grpo"], head={"impl": "full_logits"})

@@ -4,8 +4,8 @@ import re
 
 from mllm.config.answer_form import AnswerForm
 
-HASHES = re.compile(r"#### (-?[0-9.,]+)")
-"""GSM8K's own pattern of an answer (grade_school_math/dataset.py)."""
+HASHES = re.compile(r"#### (-?[0-9.,]++)(?!\s*[/^*])")
+"""GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4."""
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
 

@@ -34,7 +34,7 @@ def arithmetic(config: TaskConfig) -> Task:
 def permute_index(index: int, size: int, key: str = "") -> int:
     """The image of `index` under the pseudo-random permutation of range(size) that `key` names; nothing is stored.
 
-    Sizes have no limit here; those of Grain's shuffle, which orders the examples in training, end at 2**63.
+    Sizes have no limit here; Grain's shuffle, which orders the examples in training, takes fewer than 2**63.
 
     Four Feistel rounds permute the next power of four, and repeating them until the result is in range restricts the
     permutation to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).

@@ -5,7 +5,9 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 """
 
 import importlib
+import math
 import pickle
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,7 +18,7 @@ from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
 from mllm.data.records import Origin, Record, Records, read_records, sound_records
-from mllm.data.tasks.answers import final_answer
+from mllm.data.tasks.answers import HASHES, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.gym import reasoning_gym
 from mllm.data.tasks.task import Example, Task, messages, split_task
@@ -45,7 +47,8 @@ def load(config: TaskConfig, seed: int) -> Task:
         problems[part] = [replace(example, place=place) for place, example in sound_records(examples, key)]
         if not problems[part]:
             raise UserError(f"{key}: there is no problem in its part {part}")
-    return split_task(config.name, problems["train"], config.heldout_of(len(problems["train"])), problems.get("test"))
+    heldout = config.heldout_of(len(problems["train"]))
+    return split_task(config.name, problems["train"], heldout, problems.get("test"), fields=config.converses)
 
 
 def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
@@ -128,8 +131,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
         prompt = messages(config.system_prompt, text(named, key), instruction)
     answer = None
     if named.get("answer") is not None:
-        given = named["answer"]
-        given = text({"answer": str(given) if type(given) in (int, float) else given}, "answer")
+        given = text({"answer": written(named["answer"])}, "answer")
         answer, worked = reference_answer(given, config.answer_form)
         solution = solution or worked
     if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
@@ -139,8 +141,26 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
     return Example(prompt, answer, solution, config.answer_form, fields, conversational, rejected=rejected)
 
 
+def written(answer: Any) -> Any:
+    """A number as a text: 7.0 as 7, as completions write it; UserError for NaN and infinity."""
+    if type(answer) is float and not math.isfinite(answer):
+        raise UserError(f"answer is {answer}, which is no number")
+    if type(answer) is float and answer.is_integer():
+        answer = int(answer)
+    return str(answer) if type(answer) in (int, float) else answer
+
+
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
-    """The answer in the text that the data gives, and that text if it states the answer as a completion must."""
+    """The answer in the text that the data gives, and that text if it states the answer as a completion must.
+
+    UserError is raised where the form can't state all of it.
+    """
+    if form == "hashes":
+        _, hashes, behind = given.rpartition("#### ")
+        line = behind.partition("\n")[0].strip()
+        if (hashes or re.match("-?[0-9.]", line)) and not HASHES.fullmatch(f"#### {line}"):
+            way_out = "give numbers, or another task.answer_form"
+            raise UserError(f"answer {line:.40} is more than the number that #### states: {way_out}")
     if (stated := final_answer(given, form)) is not None:
         return stated, given
     if form == "hashes" and (number := final_answer(f"#### {given.strip()}", form)) is not None:

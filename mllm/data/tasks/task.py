@@ -88,15 +88,18 @@ def messages(system_prompt: str | None, question: str, instruction: str | None =
     return [{"role": "user", "content": f"{question} {instruction}" if instruction else question}]
 
 
-def split_task(name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None) -> Task:
+def split_task(
+    name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None, fields: bool = False
+) -> Task:
     """The task that trains on `problems` without its test set's, and without `heldout` of them that are held out.
 
     Those are the problems whose prompts have the smallest hashes: the same in every run, in whatever order the
-    problems are listed, and almost the same when some are added. A prompt that is listed twice counts as one.
+    problems are listed, and almost the same when some are added. A prompt that is listed twice counts as one, unless
+    its record has other `fields`, where these count, too.
     UserError is raised if nothing is left to train on.
     """
-    tested = {prompt_hash(example) for example in test or ()}
-    hashes = [prompt_hash(example) for example in problems]
+    tested = {prompt_hash(example, fields) for example in test or ()}
+    hashes = [prompt_hash(example, fields) for example in problems]
     listed = {key: example for key, example in zip(hashes, problems, strict=True) if key not in tested}
     chosen = sorted(listed)[:heldout]
     trained = listed.keys() - {*chosen}
@@ -116,9 +119,10 @@ def split_task(name: str, problems: Sequence[Example], heldout: int, test: Seque
     return Task(name, train, [listed[key] for key in chosen], test, content=digest(known))
 
 
-def prompt_hash(example: Example) -> str:
-    """A hash of the prompt's roles and texts."""
-    return digest([[message["role"], message["content"]] for message in example.prompt])
+def prompt_hash(example: Example, fields: bool = False) -> str:
+    """A hash of the prompt's roles and texts, and of the record's other fields and answer, if they count."""
+    said = [[message["role"], message["content"]] for message in example.prompt]
+    return digest([said, example.answer, {**example.fields}] if fields else said)
 
 
 def digest(value: Any) -> str:
