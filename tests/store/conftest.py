@@ -7,7 +7,7 @@ from mllm.store import holder
 from mllm.store.run_store import RunStore
 
 
-@pytest.fixture(params=["disk", "gs"])
+@pytest.fixture(params=["disk", pytest.param("gs", marks=pytest.mark.slow)])
 def place(request, tmp_path, monkeypatch):
     """A run's empty place: its URL, and the object store if it is in a bucket, whose leases last for half a second."""
     if request.param == "disk":
