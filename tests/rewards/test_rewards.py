@@ -121,7 +121,7 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert failed == "reward late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
     with opened("batch") as runner:
         score(runner, "", "")
-    assert "reward own_rewards:batch returned None: for all of 2 completions; is a return missing?" in caplog.text
+    assert "reward batch returned None: for all of 2 completions; is a return missing?" in caplog.text
     # A batched function's None is neither a failure nor part of the mean.
     last = [row[-2:] for row in scores]
     np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
