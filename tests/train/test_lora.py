@@ -246,6 +246,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
     assert last > first + 0.2, (first, last)
 
 
+@pytest.mark.slow
 def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_path):
     _, state, _, frozen = compiled_update(True)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

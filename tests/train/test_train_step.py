@@ -95,6 +95,7 @@ def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5 * float(np.abs(leaf).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [changed(SETTINGS["sft"], model={"dtype": "bfloat16"}), changed(SETTINGS["grpo"], rollout={"temperature": 1.0})],
