@@ -24,7 +24,7 @@ from mllm.plan import targets
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.sampler.schedule import PREFILLED_BATCHES
-from mllm.train.room import room_that_fits
+from mllm.training.room import room_that_fits
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"

@@ -185,7 +185,8 @@ def test_logs_are_synced_before_a_checkpoint_is_saved_and_the_watch_is_told_ever
     assert told == [300.0, *((step, phase) for step in (0, 1) for phase in ("data", "update", "save"))]
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("grpo", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(finished, name):
     settings = finished(name)
     assert configs.load(f"{settings.run_dir}/config.yaml") == settings

@@ -292,6 +292,7 @@ def drawn(**runs):
     return {panel.get_title(): [text.get_text() for text in panel.get_legend().get_texts()] for panel in panels}
 
 
+@pytest.mark.slow
 def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(copy, capsys):
     with (copy / "metrics.jsonl").open("a") as file:  # a half-written line doesn't matter
         file.write('{"step": 5, "lo')
@@ -341,6 +342,7 @@ TOOLS = (
 BENCHES = ("bench", "bench head", "bench logits", "bench rollout")
 
 
+@pytest.mark.slow
 def test_help_is_fast_and_imports_nothing_heavy():
     command = [sys.executable, "-c", HELP, *TOOLS, *BENCHES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
