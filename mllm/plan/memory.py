@@ -127,7 +127,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         start = time.perf_counter()
         settings = {"config": config.model_dump(mode="json"), "name": name, "tokens": shapes.tokens}
         account = account_of("mllm.plan.programs:program", devices, **settings)
-        tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
+        tell(f"{title}: compiled in {time.perf_counter() - start:.0f} s")
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))

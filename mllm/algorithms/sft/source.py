@@ -210,6 +210,9 @@ class SftSource:
         self.learned = training.learned
         self.batches = batches = self.kind(data, training, config.batch_size, config.seed, self.rows)
         self.data = batches.train()
+        if (held := len(next(batches.plans()))) > len(training):
+            most = f"a batch holds {held} examples, and there are {len(training)}"
+            log.warning("data.source: %s: each is learned several times in an update; lower batch_size", most)
         if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
