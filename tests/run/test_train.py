@@ -144,7 +144,8 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     (line,) = [line for line in printed.err.splitlines() if "parameters" in line]
     assert line == (
         "1 of 8 devices (cpu); mesh dp 1, fsdp 1, tp 1; 27,040 parameters in float32; "
-        "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); resumed from step 10"
+        "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); "
+        "84 problems to train on, 16 held out; resumed from step 10"
     )
     after = checksums(Path(settings.run_dir))
     assert [path for path in before if after.get(path) != before[path]] == []
