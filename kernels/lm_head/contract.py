@@ -50,9 +50,7 @@ class Options:
     token_slopes: bool = True  # False: so are those by the log-probability and the lse
     divergence: Divergence = REVERSE_KL
     teacher_softcap: float | None = None
-    vocabulary_axis: tuple[str, ...] | None = (
-        None  # inside `shard_map`, the mesh axes that the rows of W are spread over
-    )
+    vocabulary_axis: tuple[str, ...] | None = None  # inside `shard_map`, the mesh axes of the rows of W
     token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 

@@ -27,9 +27,8 @@ def divergence_loss(
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)
     teacher: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-    loss, tokens = token_loss(
-        hidden, weight, labels, lambda logprob, entropy, *, divergence: divergence, **teacher, **options
-    )
+    itself = lambda logprob, entropy, *, divergence: divergence  # noqa: E731
+    loss, tokens = token_loss(hidden, weight, labels, itself, **teacher, **options)
     assert tokens.divergence is not None
     return loss, tokens.divergence
 

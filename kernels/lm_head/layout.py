@@ -57,9 +57,8 @@ class HeadSharding:
     def in_use(self) -> "HeadSharding":
         """This layout without the axes along which there is one device, on the same mesh with Auto axes."""
         features = self.features if self.devices(self.features) > 1 else None
-        tokens, vocabulary = (
-            tuple(axis for axis in axes if self.devices(axis) > 1) for axes in (self.tokens, self.vocabulary_axes)
-        )
+        parts = self.tokens, self.vocabulary_axes
+        tokens, vocabulary = (tuple(axis for axis in axes if self.devices(axis) > 1) for axes in parts)
         auto = self.mesh.update(axis_types=(AxisType.Auto,) * len(self.mesh.axis_names))
         return HeadSharding(auto, tokens, vocabulary or None, features)
 
@@ -97,12 +96,6 @@ class Rows(NamedTuple):
     folded: Callable[[Array], Array]  # [N, *rest] -> [B, T, ..., *rest]
 
 
-def rows_of(lead: tuple[int, ...], sharding: HeadSharding | None) -> Rows:
-    """The rows of arrays with these leading dims."""
-    flat = lambda x: x.reshape(math.prod(lead), *x.shape[len(lead) :])  # noqa: E731
-    return Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
-
-
 # --- meshes with Explicit axes ----------------------------------------------------------------------------------------
 
 
@@ -127,7 +120,9 @@ def run_on_mesh(
         sharding = _sharding_of(mesh, hidden_spec, weight_spec, weight.shape[1])
 
     def in_rows(inputs: Inputs, *others: Any) -> Any:
-        rows = rows_of(inputs.labels.shape, sharding)
+        lead = inputs.labels.shape
+        flat = lambda x: x.reshape(math.prod(lead), *x.shape[len(lead) :])  # noqa: E731
+        rows = Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
         states, labels, live = map(rows.flat, (inputs.hidden, inputs.labels, inputs.live))
         teacher = inputs.teacher
         if teacher is not None:

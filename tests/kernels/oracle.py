@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """Of the three statistics of each token; where the entropy's is None, it has none."""
+    """The three statistics' derivatives at each token; the entropy's may be None, which isn't even zeros."""
 
     logprob: Any
     lse: Any

@@ -11,6 +11,7 @@ import strict_tpu
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+pytestmark = pytest.mark.nightly
 BLOCK = (8, 128)
 X = jnp.arange(32 * 128, dtype=jnp.float32).reshape(32, 128)
 BY_ROWS = pl.BlockSpec(BLOCK, lambda i: (i, 0))

@@ -31,7 +31,7 @@ from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.sampler.decoding import decoding_graphdef, decoding_weights
 from mllm.store.run_store import RunStore
-from mllm.train.step import init_state
+from mllm.training.step import init_state
 from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")

@@ -111,8 +111,7 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     most = min(room // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
     across, clusters = -(-features // tiles.columns), target.multiprocessors() // tiles.cluster
 
-    def use(chunk: int) -> float:
-        """The share of the clusters that the tiles of a chunk's weight gradient keep busy."""
+    def use(chunk: int) -> float:  # the share of the clusters that the tiles of a chunk's weight gradient keep busy
         number = chunk // tiles.columns * across
         return number / (-(-number // clusters) * clusters)
 
