@@ -139,7 +139,9 @@ def test_lowered_for_tpus_the_update_calls_splash_attention(monkeypatch):
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-@pytest.mark.parametrize(("dtype", "configured"), [("bfloat16", "highest"), ("float32", None)])
+@pytest.mark.parametrize(
+    ("dtype", "configured"), [("bfloat16", "highest"), pytest.param("float32", None, marks=pytest.mark.nightly)]
+)
 def test_the_update_compiles_for_tpus_in_any_dtype_and_at_any_default_matmul_precision(dtype, configured):
     """tests/train/test_aot_train_step.py compiles it for all families, on a mesh."""
     mesh = targets.mesh("v5e:2x4", (1, 1, 1), ("dp", "fsdp", "tp"))

@@ -56,13 +56,16 @@ def decode_program(target, source, slots, shape, weights=None):
 
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
-@pytest.mark.parametrize("source", [QWEN2, GEMMA, *(pytest.param(x, marks=pytest.mark.slow) for x in (QWEN3, LLAMA))])
+@pytest.mark.parametrize(
+    "source", [GEMMA, *(pytest.param(x, marks=pytest.mark.nightly) for x in (QWEN2, QWEN3, LLAMA))]
+)
 def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
     program, copies, _ = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
     assert program.memory_analysis().temp_size_in_bytes <= 72 * 2**20
 
 
+@pytest.mark.nightly
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 def test_a_decode_step_in_int8_reads_little_more_than_half_the_bytes_and_makes_no_other_copy_of_the_weights():
