@@ -1,4 +1,4 @@
-"""The seconds of a step by phase, those of compiling apart, and its memory."""
+"""The seconds of a step by phase, with the seconds of compiling apart, and its memory."""
 
 import contextlib
 import resource
@@ -38,7 +38,7 @@ COMPILING = CompileClock()
 
 
 class Stopwatch:
-    """Counts the seconds of one step by phase, without those of compiling, and its tokens per second."""
+    """Counts the seconds of one step by phase, without the seconds of compiling, and its tokens per second."""
 
     def __init__(self, mark: Callable[[str], None] = lambda name: None) -> None:
         """`mark` is called with the name of each phase that begins."""

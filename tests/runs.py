@@ -31,9 +31,9 @@ from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.store.bucket import is_bucket, local_place
 from mllm.store.run_store import tool_run
-from mllm.train import step as updates
-from mllm.train.optimizer import make_optimizer
-from mllm.train.step import abstract_state
+from mllm.training import step as updates
+from mllm.training.optimizer import make_optimizer
+from mllm.training.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
 TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "store", "parallel"))]

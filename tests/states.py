@@ -11,8 +11,8 @@ from mllm.config.schema import CheckpointConfig
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
-from mllm.train.optimizer import make_optimizer
-from mllm.train.step import abstract_state, init_state
+from mllm.training.optimizer import make_optimizer
+from mllm.training.step import abstract_state, init_state
 
 POSITION = {"data": {"next_index": 3}, "num_tokens": 12}
 OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)

@@ -18,9 +18,9 @@ from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.train.algorithm import make_algorithm
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, make_train_step
+from mllm.training.algorithm import make_algorithm
+from mllm.training.optimizer import make_optimizer, make_schedule
+from mllm.training.step import Forward, make_train_step
 
 ARCHITECTURE = {
     "model_type": "qwen2",

@@ -1,6 +1,7 @@
 """Completes prompts with a model or a run's newest checkpoint, by the trainer's own rollout engine.
 
     python tools/generate.py MODEL_OR_RUN "What is 7 times 8?" "And 6 times 7?"
+    python tools/generate.py MODEL_OR_RUN                     a chat on the terminal, until an empty line
     python tools/generate.py MODEL_OR_RUN < question.txt
     python tools/generate.py MODEL_OR_RUN --prompts prompts.jsonl --out completions.jsonl
     python tools/generate.py RUN "game 1" --environment task
@@ -43,6 +44,8 @@ MOST_TOKENS, TURNS = 512, 8
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
+    if not options.prompt and not options.prompts and sys.stdin.isatty():
+        return chat_on_terminal(options)
     chats = [chat for chat in read_prompts(options) for _ in range(options.n)]
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
@@ -68,7 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(__doc__)
     parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="a user's message; default: what is on stdin")
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="a user's message; default: what is on stdin, a chat on a terminal"
+    )
     parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
     parser.add_argument("--step", type=positive(int), metavar="N", help="a run's checkpoint; default: the newest")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
@@ -94,7 +99,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
     if not options.prompt and not options.prompts and sys.stdin.isatty():
-        raise UserError("PROMPT: give one or more, or --prompts FILE, or a text on stdin")
+        for name in ("out", "n", "environment"):
+            if getattr(options, name) != parser.get_default(name):
+                raise UserError(f"--{name}: is not for a chat: give a PROMPT or --prompts FILE")
     for name in ("n", "top_p", "top_k", "min_p"):
         if not options.temperature and getattr(options, name) != parser.get_default(name):
             raise UserError(f"--{name.replace('_', '-')}: the likeliest tokens are always the same: give --temperature")
@@ -103,6 +110,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if "" in options.stop:
         raise UserError("--stop: it is empty: give a text")
     return options
+
+
+def chat_on_terminal(options: argparse.Namespace) -> int:
+    """Answer each line that is typed, with all that was said before, until an empty one or the end of the input."""
+    policy, params, task, name = load(options)
+    system = options.system or (task and task.system_prompt)
+    chat: Chat = [{"role": "system", "content": system}] if system else []
+    quiet = False
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        if not (line := sys.stdin.readline().rstrip("\n")):
+            return 0
+        chat.append({"role": "user", "content": text({"PROMPT": line}, "PROMPT")})
+        ((shown, _),) = complete(options, policy, params, [chat], task, name, quiet)
+        print(errors.printable(shown, keep="\n\t"), flush=True)
+        chat.append({"role": "assistant", "content": shown})
+        quiet = True
 
 
 def read_prompts(options: argparse.Namespace) -> list[Chat]:
@@ -165,8 +189,12 @@ def complete(
     chats: list[Chat],
     task: "TaskConfig | None",
     name: str,
+    quiet: bool = False,
 ) -> list[Answer]:
-    """The chats' completions. UserError where one doesn't fit the model's positions."""
+    """The chats' completions. UserError where one doesn't fit the model's positions.
+
+    Unless it is to be `quiet`, a line says how prompts are rendered.
+    """
     from tqdm import tqdm
 
     from mllm.config.rollout import RolloutConfig
@@ -180,8 +208,9 @@ def complete(
     args = (task and task.template_args) or {}
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
     how = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
-    print(f"{options.model}: {name}; prompts are {how}", file=sys.stderr)
-    warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
+    if not quiet:
+        print(f"{options.model}: {name}; prompts are {how}", file=sys.stderr)
+        warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
     prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
     limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))

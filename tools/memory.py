@@ -42,9 +42,9 @@ from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
-from mllm.train.algorithm import make_algorithm
-from mllm.train.head import States
-from mllm.train.step import Forward
+from mllm.training.algorithm import make_algorithm
+from mllm.training.head import States
+from mllm.training.step import Forward
 from tools.bench.frame import positive, table
 
 HEADS = ("full_logits", "chunked_logits", "fused", "lora")

@@ -23,13 +23,16 @@ TOPICS = {
     "Loss (nats)": ("loss", "validation/loss"),
     "Validation: token accuracy": ("validation/token_accuracy",),
     "Share of pairs that are preferred": ("rewards/accuracies", "validation/rewards/accuracies"),
+    "Rewards": (),
     "Entropy (nats)": ("entropy",),
     "KL to reference or teacher (nats)": ("kl",),
     "Completion length (tokens)": ("completions/mean_length",),
     "Share of completions cut off": ("completions/clipped_ratio",),
+    "Learning rate": ("learning_rate",),
+    "Gradient norm": ("grad_norm",),
     "Tokens per second": ("tokens_per_second",),
 }
-"""The metrics in each panel; avg@k and pass@k are accuracies, too."""
+"""The metrics in each panel; avg@k and pass@k are accuracies, too, and each function's mean is among rewards."""
 KINDS = {
     "eval/sampled_": ("held-out, sampled", ".--"),
     "eval/avg@": ("held-out", ".--"),
@@ -89,13 +92,17 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     """A picture with a panel for each topic of which a run has a metric; UserError if there is none."""
     from matplotlib.figure import Figure
 
-    from mllm.run.metrics import at_k
+    from mllm.run.metrics import at_k, functions_of
 
+    named = dict.fromkeys(
+        key for records in runs.values() for record in records for key in functions_of(record).values()
+    )
+    means = tuple(named)
     curves = [
         (topic, run, key, having)
         for topic, metrics in TOPICS.items()
         for run, records in runs.items()
-        for key in (*metrics, *(at_k(records) if topic == "Accuracy" else ()))
+        for key in (*metrics, *(at_k(records) if topic == "Accuracy" else means if topic == "Rewards" else ()))
         if (having := [record for record in records if key in record])
         # A policy's loss is near 0 on its own samples, so its curve shows nothing.
         and not (key == "loss" and any("reward" in record for record in records))
@@ -133,7 +140,8 @@ def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str)
         )
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
-    repeated = f", {key.partition('/')[2]}" if "@" in key else ""
+    several = "@" in key or (key.startswith("rewards/") and key.endswith("/mean"))
+    repeated = f", {key.partition('/')[2].removesuffix('/mean')}" if several else ""
     axis.plot(steps, values, style, color=color, label=run + kind + repeated)
     if band:
         axis.fill_between(steps, *band, color=color, alpha=0.12 if len(steps) > 1 else 1)  # of one step a line

@@ -1,8 +1,8 @@
 """The section `data`: the examples that SFT learns from, and the preferences that DPO does."""
 
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.section import Section, impossible
 
@@ -41,12 +41,31 @@ class ValidationConfig(Section):
         return self
 
 
+class SourceConfig(Section):
+    """One of several sources of examples."""
+
+    source: str
+    """A file or a pattern of files, as `data.source`, or a hub id."""
+    weight: PositiveFloat = 1.0
+    """How many examples are drawn from it, beside the other sources' weights."""
+    subset: str | None = None
+    """As `data.subset`."""
+    split: str = "train"
+    """As `data.split`."""
+    columns: dict[Column, str] | None = None
+    """As `data.columns`, which it replaces."""
+
+
 class DataConfig(Section):
     """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
 
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or
-    `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`."""
+    `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`. A list of sources, each a name or
+    a mapping with its `weight`, stands for `mix`."""
+    mix: tuple[SourceConfig, ...] | None = None
+    """Several sources, from which examples are drawn by their weights, in an order that the seed determines; each is
+    gone through again when it ends, so `steps` must be set. None: `source` is the only one."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
@@ -68,8 +87,21 @@ class DataConfig(Section):
     validation: ValidationConfig | None = None
     """The examples that the loss is measured on; None: there is no validation."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def read_list(cls, given: Any) -> Any:
+        """Take a list of sources for `mix`."""
+        if not isinstance(given, dict) or not isinstance(given.get("source"), list) or not given["source"]:
+            return given
+        mix = [one if isinstance(one, dict) else {"source": one} for one in given["source"]]
+        return {**given, "source": mix[0].get("source"), "mix": mix}
+
     @model_validator(mode="after")
     def check(self) -> Self:
+        if self.mix is not None:
+            self.reject_unused("with several sources (mix)", "epochs", "subset", "split")
+            if len(self.mix) < 2 or "task" in {one.source for one in self.mix}:
+                raise impossible("mix", "give two sources or more, files or hub ids")
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":

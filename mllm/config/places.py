@@ -4,12 +4,12 @@ import difflib
 import glob
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-FILES = ("data.source", "data.validation.source", "task.train", "task.test")
+FILES = ("data.source", "data.mix", "data.validation.source", "task.train", "task.test")
 """Settings whose value may be a file or a pattern of files."""
 FOLDERS = ("model.source", "model.tokenizer", "task.path", "teacher.source")
 """Settings whose value may be a folder."""
@@ -54,10 +54,22 @@ def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str
         for section in sections:
             values = values.get(section) if isinstance(values, dict) else None
         value = values.get(name) if isinstance(values, dict) else None
-        if not isinstance(value, str) or value in ("", *WORDS) or (hub and sections == ["task"]):
+        if value is None or (hub and sections == ["task"]):
             continue
-        paths = [str(folder.absolute() / os.path.expanduser(value)) for folder in folders]
-        values[name] = next(filter(os.path.isdir if key in FOLDERS else is_file, paths), value)
+        there = os.path.isdir if key in FOLDERS else is_file
+        values[name] = (
+            [place(one, folders, there) for one in value] if isinstance(value, list) else place(value, folders, there)
+        )
+
+
+def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> Any:
+    """The absolute path of a name, or a mapping with that of its `source`; what is not `there`, or no name, stays."""
+    if isinstance(value, dict):
+        return {**value, "source": place(value["source"], folders, there)} if "source" in value else value
+    if not isinstance(value, str) or value in ("", *WORDS):
+        return value
+    paths = [str(folder.absolute() / os.path.expanduser(value)) for folder in folders]
+    return next(filter(there, paths), value)
 
 
 def missing(name: str, kind: str = "file") -> str:

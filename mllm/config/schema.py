@@ -74,7 +74,7 @@ class Rules(ABC):
     """What an algorithm says of a configuration before JAX is imported; mllm/algorithms/table.py lists them all."""
 
     implementation: ClassVar[str]
-    """Its `mllm.train.algorithm.Algorithm`, `package.module:Class`."""
+    """Its `mllm.training.algorithm.Algorithm`, `package.module:Class`."""
     sections: ClassVar[Mapping[str, type[Section]]] = {}
     """The sections that it adds to the schema, by their keys. Several algorithms may have the same one."""
     needs: ClassVar[tuple[str, ...]] = ()
@@ -169,7 +169,7 @@ class Config(Section):
         return next(value for _, value in self if isinstance(value, kind))
 
     def missing(self, because: str, *names: str) -> Iterator[Fault]:
-        """The faults of those of the sections `names` that are missing."""
+        """A fault for each of the sections `names` that is missing."""
         for name in names:
             if getattr(self, name) is None:
                 yield name, f"{because} needs this section"

@@ -32,7 +32,7 @@ class Section(BaseModel):
             raise impossible(*fault)
 
     def unused(self, because: str, *names: str) -> Iterator[Fault]:
-        """The faults of those of `names`, dotted in inner sections, that are not at their defaults."""
+        """A fault for each of `names`, dotted in inner sections, that is not at its default."""
         for name in names:
             section, (*inner, last) = self, name.split(".")
             for part in inner:
@@ -47,7 +47,7 @@ def impossible(key: str, message: str) -> PydanticCustomError:
 
 
 def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted key of each setting and section of a schema; those of a list of sections stand for each of them."""
+    """The dotted key of each setting and section of a schema; a list of sections has the keys of one of them."""
     for name, field in schema.model_fields.items():
         yield prefix + name
         for kind in (field.annotation, *get_args(field.annotation)):

@@ -4,8 +4,11 @@ The order depends on the number of examples, the seed and the epochs alone. It i
 goes on with the same examples from its checkpoint, also with another number of processes.
 """
 
+import itertools
+import operator
 import sys
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, Generic, TypeVar
 
@@ -43,6 +46,19 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
         numbers = numbers.seed(seed).shuffle()
     numbers = numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
     return numbers.map_with_index(partial(shuffle_few, examples, seed)) if few and seed is not None else numbers
+
+
+def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None) -> grain.MapDataset[int]:
+    """The numbers of the examples of several sources, which have so many each, one after the other; it never ends.
+
+    The sources take turns by their weights, evenly spread, and each comes in a `training_order` of its own.
+    """
+    starts = itertools.accumulate((0, *parts[:-1]))
+    orders = [
+        training_order(count, None if seed is None else seed + number).map(partial(operator.add, start))
+        for number, (count, start) in enumerate(zip(parts, starts, strict=True))
+    ]
+    return grain.MapDataset.mix(orders, [weight / sum(weights) for weight in weights])
 
 
 def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:

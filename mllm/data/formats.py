@@ -75,8 +75,8 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         if (known := ROLES.get(role := text(message, names[0]))) is None:
             raise UserError(f"role {role!r} is none of system, user, assistant and tool")
         others = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
-        if "tool_calls" in others:
-            others["tool_calls"] = [tool_call(call) for call in objects(others["tool_calls"], "tool_calls")]
+        if calls := [tool_call(call) for call in objects(others.pop("tool_calls", None), "tool_calls")]:
+            others["tool_calls"] = calls
         silent = not message.get(names[1]) and ("tool_calls" in others or known == "tool")
         chat.append(others | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat
@@ -98,8 +98,8 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """The objects in a list, each of which, or all together, may be a text of JSON; else UserError."""
-    items = parsed(value, what)
+    """The objects in a list, each of which, or all together, may be a text of JSON; none of null; else UserError."""
+    items = parsed(value, what) or []
     items = [parsed(item, what) for item in items] if isinstance(items, list) else items
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise UserError(f"{what} must be a list of objects, or its JSON")
@@ -121,7 +121,7 @@ def tool_call(call: dict[str, Any]) -> dict[str, Any]:
 def tools_of(record: Record) -> list[dict[str, Any]]:
     """The JSON schemas of the record's tools, which may be a text of JSON, too; none where it has no tools."""
     tools = []
-    for tool in objects(record.get("tools") or [], "tools"):
+    for tool in objects(record.get("tools"), "tools"):
         function = tool.get("function", tool)
         if isinstance(function, dict) and "parameters" in function:
             function = {**function, "parameters": parsed(function["parameters"], "tools: parameters")}

@@ -74,6 +74,6 @@ def spread_rows(work: Num[np.ndarray, "R"], rows: Rows) -> Int[np.ndarray, "R"]:
     turn, share = np.divmod(np.arange(len(work)), shares)
     share = np.where(turn % 2, shares - 1 - share, share)
     micro, shard = np.divmod(share, rows.shards)
-    # `loop` in mllm/train/step.py takes a micro-batch's rows at equal distances, some from each device's block.
+    # `loop` in mllm/training/step.py takes a micro-batch's rows at equal distances, some from each device's block.
     places = (shard * (rows.micro // rows.shards) + turn) * (rows.total // rows.micro) + micro
     return places[np.argsort(np.argsort(-work, kind="stable"))]

@@ -1,5 +1,6 @@
 """Turns records into documents of tokens."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -63,12 +64,35 @@ class Documents:
     learned: Form = "chats"
     form: PreferenceForm | None = None
     """What preferences they are; None: each is a `Document`."""
+    parts: tuple[int, ...] = ()
+    """How many documents are of each of several sources, one after the other; empty: they are of one."""
 
     def __len__(self) -> int:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> Any:
         return self.read([index])[0]
+
+
+def joined(sources: Sequence[Documents]) -> Documents:
+    """The documents of several sources, one after the other."""
+    parts = tuple(map(len, sources))
+    starts = np.cumsum([0, *parts])
+
+    def read(indices: Sequence[int]) -> list[Any]:
+        places = np.array(indices, int)
+        owners = np.searchsorted(starts, places, "right") - 1
+        found: list[Any] = [None] * len(places)
+        for number in {*owners.tolist()}:
+            own = np.flatnonzero(owners == number)
+            for at, document in zip(own, sources[number].read((places[own] - starts[number]).tolist()), strict=True):
+                found[at] = document
+        return found
+
+    content = hashlib.sha256(" ".join(str(one.content) for one in sources).encode()).hexdigest()
+    sizes = np.concatenate([one.sizes for one in sources])
+    learned: Form = "texts" if all(one.learned == "texts" for one in sources) else "chats"
+    return Documents(sizes, read, content, learned, sources[0].form, parts)
 
 
 class Skipped(NamedTuple):

@@ -26,7 +26,7 @@ AttentionKernel = Literal["splash", "cudnn"]
 KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
 HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128)}
-"""Those of the published models that a kernel has on every device that it is for."""
+"""Head sizes of published models that each kernel supports on all of its devices."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
@@ -134,7 +134,7 @@ def cudnn_attention(
 
 
 def set_precision(dtype: DTypeLike) -> Any:
-    """A context in which products that state no precision are traced with that of `precision_of(dtype)`."""
+    """A context in which products that state no precision have `precision_of(dtype)`."""
     return jax.default_matmul_precision(precision_of(dtype).name.lower())
 
 

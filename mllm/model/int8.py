@@ -25,7 +25,7 @@ MOST = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Matrix:
-    """The matrix `values * scales[..., None]`, or that of each layer; or its shapes, or shardings."""
+    """The matrix `values * scales[..., None]`, with a leading dim for layers or none; or its shapes, or shardings."""
 
     values: Any
     """int8, [*L, O, I]."""

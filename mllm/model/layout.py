@@ -74,7 +74,7 @@ HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")
 KEYS = ("batch", "time", "kv_heads", "head_dim")
 CACHED_KEYS = ("batch", "kv_heads", "places", "head_dim")
-"""The axes of activations. Values have those of keys."""
+"""The axes of activations. Values have the same axes as keys."""
 
 
 def parameter_name(path: KeyPath) -> str:
@@ -100,7 +100,7 @@ def count(params: Params) -> int:
 
 
 def split_layers(params: Params) -> tuple[Params, Params]:
-    """The parameters that no layer has, and those of the layers."""
+    """The parameters outside of the layers, and the layers' parameters."""
     return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
 
 
@@ -161,7 +161,7 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding(axes))
 
     def abstract_int8(self, shape: tuple[int, ...], axes: Axes) -> Int8Matrix:
-        """The same of an `Int8Matrix`."""
+        """The shapes and shardings of an `Int8Matrix`."""
         return Int8Matrix(self.abstract(shape, jnp.int8, axes), self.abstract(shape[:-1], jnp.float32, axes[:-1]))
 
     def abstract_parameters(self, params: Params, int8: bool = False) -> Params:
@@ -205,7 +205,7 @@ def gather(rounding: Rounding, layout: Layout | None, name: str, parameter: Any,
 def gather_int8(
     rounding: Rounding, layout: Layout | None, name: str, parameter: Any, layer: Int[ArrayLike, ""] = 0
 ) -> Any:
-    """The same with an `Int8Matrix` in place of each matrix that is no adapter, gathered in int8."""
+    """The parameters with an `Int8Matrix` in place of each matrix that is no adapter, gathered in int8."""
     narrow = name in QUANTIZED and not is_int8(parameter)
     return gather(rounding, layout, name, quantize(parameter) if narrow else parameter, layer)
 

@@ -78,7 +78,7 @@ def initial_adapters(abstract: Params, seed: int) -> Params:
 
 
 def merge_adapters(params: Params, lora: Lora | None) -> Params:
-    """The parameters of one layer, or those of no layer, with each adapter added to its matrix, in float32.
+    """One layer's parameters, or the parameters outside of the layers, with adapters added to matrices in float32.
 
     The head's adapter makes a matrix `head`, also where the head is the embedding.
     """

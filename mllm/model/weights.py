@@ -173,7 +173,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
-    """Raise UserError unless the tensors are those of `shapes`, in dtypes that can be read."""
+    """Raise UserError unless the tensors have the names and shapes of `shapes`, and dtypes that can be read."""
     for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{folder}: tensor {name} is missing; {described} asks for it")

@@ -24,7 +24,7 @@ from mllm.plan import targets
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.sampler.schedule import PREFILLED_BATCHES
-from mllm.train.room import room_that_fits
+from mllm.training.room import room_that_fits
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
@@ -127,7 +127,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         start = time.perf_counter()
         settings = {"config": config.model_dump(mode="json"), "name": name, "tokens": shapes.tokens}
         account = account_of("mllm.plan.programs:program", devices, **settings)
-        tell(f"{title + ':':16} {size(account.peak):>10}, compiled in {time.perf_counter() - start:.0f} s")
+        tell(f"{title}: compiled in {time.perf_counter() - start:.0f} s")
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))

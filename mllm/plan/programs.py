@@ -32,10 +32,10 @@ from mllm.sampler.decoding import (
 )
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
-from mllm.train.algorithm import make_algorithm
-from mllm.train.head import States
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.step import Forward, abstract_state, make_logprob_pass, make_train_step
+from mllm.training.algorithm import make_algorithm
+from mllm.training.head import States
+from mllm.training.optimizer import make_optimizer, make_schedule
+from mllm.training.step import Forward, abstract_state, make_logprob_pass, make_train_step
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
@@ -61,7 +61,7 @@ class Programs:
             config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
         self.config = config
         self.tokens: int | None = None
-        """How many tokens the cache holds over all devices; None: those of all slots at their limit."""
+        """How many tokens the cache holds over all devices; None: as many as all slots have at their limit."""
         self.mesh = mesh
         self.policy = load_policy(config, mesh)
         self.teacher = self.load_teacher()

@@ -43,7 +43,7 @@ class Played(NamedTuple):
     """What became of a conversation with an environment or tools."""
 
     messages: list[dict[str, Any]]
-    """Those after the prompt."""
+    """The messages after the prompt."""
     values: Mapping[str, Any]
     """The environment's public attributes at the end."""
     tool_errors: int

@@ -45,7 +45,7 @@ class Worker:
     kinds: list[str]
     """For each function `Reward.kind`; known once the process has started."""
     codes: list[str]
-    """For each function a checksum of the file that it is in; empty for those of the trainer's own."""
+    """For each function a checksum of the file that it is in; empty for the trainer's own functions."""
     process: multiprocessing.process.BaseProcess
 
     def __init__(self, make: Callable[[], Sequence[Any]], poll: Callable[[], None], key: str = "task.rewards") -> None:
@@ -108,7 +108,7 @@ class Worker:
         self.thread.start()
 
     def answer(self, number: int, timeout: float) -> Any:
-        """The next answer, which must have this number; an `Answer`, or that of the handshake."""
+        """The next answer, which must have this number: an `Answer`, or the handshake's."""
         deadline, message = time.monotonic() + timeout, None
         while True:
             self.poll()

@@ -49,11 +49,11 @@ from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.sampler.sampler import Sampler
 from mllm.store.checksum import checksums
-from mllm.train.algorithm import Parts, make_algorithm
-from mllm.train.head import choose_head
-from mllm.train.optimizer import make_optimizer, make_schedule
-from mllm.train.room import room_that_fits
-from mllm.train.step import (
+from mllm.training.algorithm import Parts, make_algorithm
+from mllm.training.head import choose_head
+from mllm.training.optimizer import make_optimizer, make_schedule
+from mllm.training.room import room_that_fits
+from mllm.training.step import (
     Forward,
     abstract_state,
     init_state,
@@ -228,7 +228,7 @@ class Run:
         return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
-        """The state from which the run goes on: that of the newest checkpoint, or of a new run without any.
+        """The state from which the run goes on: the newest checkpoint's, or a new run's.
 
         The source is at its position then, and the log ends with its last line.
         """

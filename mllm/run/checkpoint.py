@@ -31,7 +31,7 @@ from mllm.run.state import RunState
 from mllm.store.checksum import checksums
 from mllm.store.folder import find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
-from mllm.train.step import TrainState
+from mllm.training.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that say what is on a disk; after all others of the system the disk or the machine has failed."""
@@ -296,7 +296,7 @@ def read_arrays(
 
 
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of a run's checkpoint, that of `step` or the newest; UserError where it can't be read.
+    """The step and parameters of the checkpoint of `step`, or of the newest; UserError where it can't be read.
 
     All processes must call this.
     """

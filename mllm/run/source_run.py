@@ -97,7 +97,7 @@ class SourceRun:
             return gather_objects(self.find_step(step) if is_writer() else 0)[0]
 
     def find_step(self, step: int | str | None) -> int:
-        """The same as this process finds it."""
+        """The number of the step, as this process finds the checkpoints."""
         steps = self.store.steps()
         found = step
         if step == "best":  # where it is not kept, the best that is left need not be the best
@@ -127,7 +127,7 @@ class SourceRun:
         return narrowed(params, like, model)
 
     def merged_parameters(self, step: int, like: Params, model: ModelConfig) -> Params:
-        """The same of a run that trained adapters: they are added to its model's matrices in float32."""
+        """The parameters of a run that trained adapters, which are added to its model's matrices in float32."""
         policy = load_own_policy(self.store, self.config, jax.tree.leaves(like)[0].sharding.mesh)
         if policy.exported != policy.architecture:
             fault = f"{self.store} parted the head from the embedding"

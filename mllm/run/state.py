@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from mllm.train.step import TrainState
+from mllm.training.step import TrainState
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ class Completion:
     """What follows a prompt: what was sampled and, of several turns, the answers to them."""
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
-    """Those that stop a turn included."""
+    """The sampled tokens, with the token that stops a turn."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
-    """Those of the sampled tokens, under the distribution over the whole vocabulary, with the temperature."""
+    """Log-probabilities of the sampled tokens, under the whole vocabulary's distribution with the temperature."""
     kept: "array[float] | None" = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
     finished: bool = False
@@ -87,7 +87,7 @@ class SamplerSettings:
     work: RolloutWork = field(default_factory=RolloutWork)
     """What all rollouts so far did."""
     stop_texts: Sequence[str] = ()
-    """Texts that end a completion; those of one token are among `stop_ids`, too."""
+    """Texts that end a completion; a text of one token is among `stop_ids`, too."""
 
     def text_of(self, completion: Completion) -> str:
         """The text of a completion's last turn, up to the first of the stop texts."""

@@ -57,7 +57,7 @@ class Pages(NamedTuple):
     """What the pages of one kind of layers hold."""
 
     rows: Int[Any, " P"]
-    """The row, among those of the page's shard, whose tokens it has; -1 where no query reads it."""
+    """The row of the page's shard whose tokens it has; -1 where no query reads it."""
     starts: Int[Any, " P"]
     """The position of its first token in the row's sequence."""
 
@@ -66,7 +66,7 @@ class DecodingWeights(NamedTuple):
     """The parameters as a decode step reads them: in the compute dtype, gathered over fsdp."""
 
     outer: Params
-    """Those of no layer."""
+    """The parameters outside of the layers."""
     layers: tuple[Params, ...]
 
 
@@ -152,7 +152,7 @@ def merge_and_gather(
     int8: bool,
     lora: Lora | None = None,
 ) -> Params:
-    """One layer's parameters of those of all, or without an `index` those of no layer, as decode steps read them."""
+    """One layer's parameters, or without an `index` the parameters outside of the layers, as decode steps read them."""
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
     layer, prefix = (0, "") if index is None else (index, "layers.")
@@ -207,7 +207,7 @@ def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Arra
 
 
 def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Decoder:
-    """The model with the parameters of one layer in place of those of all."""
+    """The model with the parameters of one layer in place of all layers' stacked ones."""
     return nnx.merge(graphdef, nnx.State({**weights.outer, "layers": weights.layers[index]}))
 
 
@@ -230,7 +230,7 @@ class View(NamedTuple):
         cache: LayerCache,
         shards: int,
     ) -> "View":
-        """The view of tokens that follow `lengths` and `new` others, of which the tail has `places`."""
+        """The view of tokens in the tail: each row's stands behind `lengths` tokens in pages and `new` in the tail."""
         rows, starts = (x.reshape(shards, -1) for x in pages)
         length = jnp.take_along_axis(lengths.reshape(shards, -1), jnp.maximum(rows, 0), axis=1)
         token = (starts[..., None] + jnp.arange(cache.keys.shape[2]))[:, :, None]

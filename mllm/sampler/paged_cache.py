@@ -32,7 +32,7 @@ class PagedCache:
     def __init__(
         self, model: Decoder, options: RolloutConfig, weights: DecodingWeights, slots: int, tokens: int | None
     ) -> None:
-        """A cache without pages, for at most so many tokens a shard; None: those of all slots at their limit."""
+        """A cache without pages, for at most `tokens` a shard; None: as many as all slots have at their limit."""
         self.model, self.options, self.layout = model, options, model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.page = page_size(options.total_length)

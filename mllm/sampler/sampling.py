@@ -29,7 +29,7 @@ class Draw(NamedTuple):
 def sequence_keys(
     seed: Int[jax.Array, ""] | int, step: Int[jax.Array, ""] | int, sequences: Int[jax.Array, "B"]
 ) -> Key[jax.Array, "B"]:
-    """One random key for each sequence, from its number among those of the step."""
+    """One random key for each sequence, from its number in the step."""
     # The generator is named because the default one is a setting of the process.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)

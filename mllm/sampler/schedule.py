@@ -58,7 +58,7 @@ def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[
 
 
 def window_pages(window: int, size: int) -> int:
-    """The most pages of a window's tokens: they, and those of three chunks, begin and end within pages."""
+    """The most pages that the tokens of a window and of three chunks are in, which begin and end within pages."""
     return -(-(window + 3 * CHUNK) // size) + 1
 
 

@@ -48,7 +48,7 @@ class Slots(NamedTuple):
     limits: Int[Any, "B"]
     """How many it may have."""
     sequences: Int[Any, "B"]
-    """The sequence's number among those of the step."""
+    """The sequence's number in the step."""
     live: Bool[Any, "B"]
     """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
 
@@ -85,7 +85,7 @@ def insert(
 ) -> LayerCache:
     """The pool with each of these prompts of its device, from the first token on, at its pages `places`.
 
-    Pages beyond the last are left out: those of rows that are none, and of tokens that no window reaches.
+    Pages beyond the last are left out: they belong to empty rows, or to tokens that no window reaches.
     """
 
     def enter(

@@ -154,7 +154,7 @@ def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
     Unless it is to `wait`, it may not get the folder: the value says whether it has.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:  # its time is that of the last use
+    with (folder / LOCK).open("w") as file:  # its time says when it was last used
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

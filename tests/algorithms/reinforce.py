@@ -11,7 +11,7 @@ from mllm.algorithms.grpo.settings import GrpoConfig, packed_rows, rollout_fault
 from mllm.algorithms.grpo.source import GrpoSource, Judged
 from mllm.config.schema import Rules
 from mllm.config.section import Section
-from mllm.train.means import masked_mean
+from mllm.training.means import masked_mean
 
 
 class ReinforceConfig(Section):

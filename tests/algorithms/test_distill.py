@@ -13,8 +13,8 @@ from mllm.algorithms.distill.algorithm import make_teacher_pass
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.teacher import load_teacher
-from mllm.train.algorithm import make_algorithm
-from mllm.train.step import Forward, accumulate
+from mllm.training.algorithm import make_algorithm
+from mllm.training.step import Forward, accumulate
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from mllm.config.schema import Rows
 from mllm.data.batch import Trajectory
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train.step import accumulate
+from mllm.training.step import accumulate
 
 SEQUENCES, GROUP, PROMPT, COMPLETION = 40, 4, 8, 16
 PENALTIES = {"beta": 0.1, "reference": "initial", "entropy_coef": 0.01}

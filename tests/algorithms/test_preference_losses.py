@@ -31,8 +31,8 @@ from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import ALL_ROWS
-from mllm.train.head import Head
-from mllm.train.step import Forward, accumulate, make_logprob_pass
+from mllm.training.head import Head
+from mllm.training.step import Forward, accumulate, make_logprob_pass
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 KL = 0.37

@@ -22,6 +22,7 @@ def added(monkeypatch):
     monkeypatch.setitem(ALGORITHMS, "reinforce", ReinforceRules())
 
 
+@pytest.mark.slow
 def test_an_algorithm_that_one_file_adds_trains_and_resumes_to_the_bit(added, tmp_path):
     rewards = [{"name": "user_rewards:even_characters"}]
     settings = config(

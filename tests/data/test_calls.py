@@ -73,6 +73,15 @@ def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
         turns({"messages": chat(calls)}, "messages")
 
 
+@pytest.mark.parametrize("calls", ["[]", "null", [], None])
+def test_no_calls_are_none_in_any_form(calls: Any) -> None:
+    with pytest.raises(UserError, match="content"):
+        turns({"messages": chat(calls)}, "messages")
+    said = {"role": "assistant", "content": "b", "tool_calls": calls}
+    assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
+    assert tools_of({"tools": calls}) == []
+
+
 def test_null_in_arguments_that_are_a_text_was_meant() -> None:
     (_, message, *_) = turns({"messages": chat([call('{"x": null}')])}, "messages")
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}

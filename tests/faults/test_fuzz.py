@@ -100,12 +100,13 @@ def as_json(tree: Any, ensure_ascii: bool = True) -> bytes:
 
 
 def json_lines(valid: Sequence[Any]) -> st.SearchStrategy[bytes]:
-    """Files of JSON lines, some of which are wrong in some way."""
+    """Files of JSON lines: of good ones, or with lines that are wrong in some way, of which one is enough."""
     whole = st.sampled_from(valid).map(as_json)
     wrong = spliced([json.dumps(tree) for tree in valid])
     line = st.one_of(whole, whole, st.builds(as_json, changed(valid), st.booleans()), wrong, st.binary(max_size=8))
     starts, ends = st.sampled_from([b"", b"", b"\xef\xbb\xbf"]), st.sampled_from([b"\n", b"\r\n", b"\n\n"])
-    return st.builds(lambda start, end, lines: start + end.join(lines), starts, ends, st.lists(line, max_size=6))
+    lines = st.one_of(st.lists(whole, min_size=1, max_size=6), st.lists(line, max_size=6))
+    return st.builds(lambda start, end, lines: start + end.join(lines), starts, ends, lines)
 
 
 # Configurations

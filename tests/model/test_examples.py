@@ -35,6 +35,10 @@ def some_chat(public: Public, rng: Random) -> list[dict[str, Any]]:
             chat.append({"role": "assistant", "content": "", "tool_calls": calls})
             chat.append({"role": "tool", "content": rng.choice(TEXTS)})
         chat.append({"role": "assistant", "content": rng.choice(TEXTS + THOUGHTS)})
+        if rng.random() < 0.2:
+            chat[-1]["reasoning_content"] = rng.choice(TEXTS)
+        if "im_start" in public.template and rng.random() < 0.1:
+            chat.append({"role": "assistant", "content": rng.choice(TEXTS)})
     return chat
 
 

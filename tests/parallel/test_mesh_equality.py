@@ -18,7 +18,7 @@ from mllm.model.layout import gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.sampler.decoding import decoding_weights
-from mllm.train.step import accumulate, make_logprob_pass
+from mllm.training.step import accumulate, make_logprob_pass
 
 MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8)}
 """All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""

@@ -18,9 +18,9 @@ from mllm.sampler.decoding import merge_and_gather
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
 from mllm.sampler.slots import CHUNK, insert, resize
-from mllm.train import room
-from mllm.train.room import room_that_fits
-from mllm.train.step import make_logprob_pass
+from mllm.training import room
+from mllm.training.room import room_that_fits
+from mllm.training.step import make_logprob_pass
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
 SETTINGS = config(

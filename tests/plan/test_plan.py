@@ -17,7 +17,7 @@ from mllm.plan import memory, targets
 from mllm.plan.memory import subject
 from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.train.room import room_that_fits
+from mllm.training.room import room_that_fits
 
 MIB = 2**20
 

@@ -129,6 +129,7 @@ def test_a_prompt_that_grows_too_long_fails_alone():
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
 
 
+@pytest.mark.slow
 def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
     class Stop(Exception):
         pass
@@ -150,6 +151,7 @@ def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts()
         pass
 
 
+@pytest.mark.slow
 def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
     barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
 
@@ -214,7 +216,7 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     assert one.prompt == "Guess. Up to 9."
     assert one.text == line["completion"] == "x" * 10
     assert [message.get("reward") for message in line["turns"]] == [0, None, -0.5, None]
-    assert line["rewards"] == {"own_environments:errors": pytest.approx(0.4 + 13 / 1000), "environment": -0.5}
+    assert line["rewards"] == {"errors": pytest.approx(0.4 + 13 / 1000), "environment": -0.5}
     assert rewards[1, 0] == line["reward"] == pytest.approx(2 * (0.4 + 0.013) - 0.5)
     metrics = completion_metrics(found, runner.names)
     assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])

@@ -3,6 +3,7 @@
 import json
 import re
 
+import pytest
 from test_conversations import opened, play, prompt
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
@@ -42,6 +43,7 @@ def counted(found):
     return [" ".join(one.failure) if one.failure else None for one in found]
 
 
+@pytest.mark.slow
 def test_a_hostile_environment_is_counted():
     with opened("Hostile", reward_timeout=60) as made:
         prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
@@ -52,6 +54,7 @@ def test_a_hostile_environment_is_counted():
     assert {one.played.reward for one in found if one.failure is None} == {("value", 3)}
 
 
+@pytest.mark.slow
 def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
     """Even conversations are in one process, odd ones in another."""
     with opened("Hostile", reward_timeout=1, reward_workers=2) as made:
@@ -107,6 +110,7 @@ CALLS = {
 """What a model writes, and what it is answered; None: the conversation fails, since that is too much."""
 
 
+@pytest.mark.slow
 def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_process_lasts():
     good = call('{"number": 4}')
     says = [says for text, _ in CALLS.values() for says in ([text, "pass"], [good, "pass"])]

@@ -94,6 +94,7 @@ def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and
     assert runner.codes == {name: f"{zlib.crc32(file.read_bytes()):08x}" for name, file in files.items()}
 
 
+@pytest.mark.slow
 def test_several_processes_give_what_one_gives():
     mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
     with opened("late", "batch", "exact_match", seconds=2) as one:
@@ -117,10 +118,10 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
     assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
     (failed,) = [record.getMessage() for record in caplog.records if "reward late" in record.getMessage()]
-    assert failed == "reward own_rewards:late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
+    assert failed == "reward late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
     with opened("batch") as runner:
         score(runner, "", "")
-    assert "reward own_rewards:batch returned None: for all of 2 completions; is a return missing?" in caplog.text
+    assert "reward batch returned None: for all of 2 completions; is a return missing?" in caplog.text
     # A batched function's None is neither a failure nor part of the mean.
     last = [row[-2:] for row in scores]
     np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
@@ -287,6 +288,7 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
 # The trainer waits
 
 
+@pytest.mark.slow
 def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_and_the_next_step_is_scored(noted):
     def poll():
         if len(noted()) == 2:

@@ -250,7 +250,6 @@ TOOLS = (
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
-    ("tune", "", "there is no TPU or Hopper GPU here"),
 )
 """The tool, its command line, and the message."""
 

@@ -17,7 +17,7 @@ from mllm.config.data import ValidationConfig
 from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.train.step import TrainState
+from mllm.training.step import TrainState
 
 
 def state(step: int, **fields: Any) -> RunState:

@@ -12,7 +12,7 @@ from mllm.algorithms.sft.source import SftSource
 from mllm.errors import StepError
 from mllm.run.measurements import Measurements
 from mllm.store.run_store import RunStore
-from mllm.train.optimizer import make_schedule
+from mllm.training.optimizer import make_schedule
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from runs import newest, records, run
 from tiny import config
 
 from mllm.run.state import RunState
-from mllm.train.step import TrainState
+from mllm.training.step import TrainState
 
 
 @pytest.fixture(scope="module")

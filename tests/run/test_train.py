@@ -144,7 +144,8 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     (line,) = [line for line in printed.err.splitlines() if "parameters" in line]
     assert line == (
         "1 of 8 devices (cpu); mesh dp 1, fsdp 1, tp 1; 27,040 parameters in float32; "
-        "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); resumed from step 10"
+        "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); "
+        "84 problems to train on, 16 held out; resumed from step 10"
     )
     after = checksums(Path(settings.run_dir))
     assert [path for path in before if after.get(path) != before[path]] == []
@@ -185,7 +186,8 @@ def test_logs_are_synced_before_a_checkpoint_is_saved_and_the_watch_is_told_ever
     assert told == [300.0, *((step, phase) for step in (0, 1) for phase in ("data", "update", "save"))]
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("grpo", marks=slow)])
+@slow
+@pytest.mark.parametrize("name", ["sft", "grpo"])
 def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(finished, name):
     settings = finished(name)
     assert configs.load(f"{settings.run_dir}/config.yaml") == settings

@@ -233,6 +233,7 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
         assert sampler.stopped_length(array("i", [*text.encode()])) == length
 
 
+@pytest.mark.slow
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
     """Lengths are about geometric, with a mean of a quarter of the limit."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
@@ -248,6 +249,7 @@ def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_l
     assert (work.programs, work.steps) == ({(12, 12)}, 20)
 
 
+@pytest.mark.slow
 def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
     """On one device, too, a tail that is new has the sharding of one that the program returned."""
     settings = config()
@@ -315,6 +317,7 @@ def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(model, p
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
 def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, kind):
     chosen = gemma(num_hidden_layers=2, layer_types=[kind] * 2)

@@ -26,7 +26,7 @@ from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import restore_params
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store.run_store import RunStore, files_below
-from mllm.train.step import abstract_state, init_state
+from mllm.training.step import abstract_state, init_state
 
 ROOT = Path(__file__).parents[2]
 disk = pytest.mark.parametrize("place", ["disk"], indirect=True)

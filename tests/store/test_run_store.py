@@ -22,6 +22,7 @@ from mllm.errors import UserError
 from mllm.run.checkpoint import Preservation
 from mllm.run.metrics import RunLog
 from mllm.store import folder as folders
+from mllm.store import holder
 from mllm.store.bucket import bucket_path
 from mllm.store.holder import hold
 from mllm.store.run_store import CONFIG, LOCK, RunStore, tool_run
@@ -178,7 +179,8 @@ def holding(url):
     return process
 
 
-def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url):
+def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
+    monkeypatch.setattr(holder, "SECONDS", 0.5)
     process = holding(url)
     try:
         for _ in range(2):  # a refusal leaves the holder's lock as it was
@@ -243,7 +245,8 @@ def test_a_holder_that_lost_its_folder_leaves_the_lock_of_the_next_one(store):
 
 
 @google
-def test_a_lease_that_another_process_took_or_that_can_not_be_renewed_ends_the_run(store, server):
+def test_a_lease_that_another_process_took_or_that_can_not_be_renewed_ends_the_run(store, server, monkeypatch):
+    monkeypatch.setattr(holder, "SECONDS", 0.5)
     with suppress(UserError), hold(store):  # which sends at its end, too
         store.check()
         server.fault = lambda method, path: "503" if LOCK in path else None

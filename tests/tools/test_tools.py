@@ -183,9 +183,18 @@ def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported
     assert generate.main([f"{exported}/export", "--chat-template", "never"]) == 0
     said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
     assert capsys.readouterr() == ("two\nlines\n", said)
-    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    assert generate.main([f"{exported}/export"]) == 2
-    assert capsys.readouterr().err.startswith("error: PROMPT: give one or more, or --prompts FILE, or a text on stdin")
+
+
+def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exported, calls, monkeypatch, capsys):
+    typed = io.StringIO("one\ntwo\n\nnot read\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert generate.main([str(exported), "--chat-template", "always"]) == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["Sum.one", "Sum.oneSum.onetwo"]
+    assert said.err.count("prompts are rendered by the chat template") == 1
+    assert generate.main([f"{exported}/export", "--n", "2", "--temperature", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: --n: is not for a chat")
 
 
 def test_a_run_s_step_is_chosen(exported, calls, capsys):
@@ -292,12 +301,14 @@ def drawn(**runs):
     return {panel.get_title(): [text.get_text() for text in panel.get_legend().get_texts()] for panel in panels}
 
 
+@pytest.mark.slow
 def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(copy, capsys):
     with (copy / "metrics.jsonl").open("a") as file:  # a half-written line doesn't matter
         file.write('{"step": 5, "lo')
     assert plot.main([str(copy)]) == 0
     assert capsys.readouterr().out == f"curves             {copy / 'curves.png'}\n"
-    topics = ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", "Tokens per second"]
+    rates = ["Learning rate", "Gradient norm"]
+    topics = ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", *rates, "Tokens per second"]
     assert list(drawn(run=plot.read_run(RunStore(copy)))) == topics
     assert str(copy / "curves.png") in summary(RunStore(copy), "", {})
     assert plot.main([str(copy), "--out", str(copy / "pictures" / "other.png")]) == 0
@@ -311,11 +322,12 @@ def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
     interval = {f"{name}{end}": value for name in accuracies for end, value in ends}
     sft = [{"step": 0, "validation/loss": 3.0, **interval}, {"step": 1, "loss": 2.0}]
     no_answers = [{"step": 1, "reward": 0.5, "loss": 0.0, "kl": 0.1, "eval/reward": 0.4, "test/reward": 0.3}]
-    no_answers += [{"step": 2, **lengths}, {"step": 3, **lengths}]
+    no_answers += [{"step": step, **lengths, "rewards/a/mean": 0.5, "rewards/b/mean": 1.0} for step in (2, 3)]
     assert drawn(sft=sft, grpo=no_answers) == {
         "Reward": ["grpo, training", "grpo, held-out", "grpo, test"],
         "Accuracy": ["sft, held-out", "sft, held-out, avg@4", "sft, held-out, pass@4"],
         "Loss (nats)": ["sft, training", "sft, validation"],  # a policy's own loss says nothing
+        "Rewards": ["grpo, training, a", "grpo, training, b"],
         "KL to reference or teacher (nats)": ["grpo, training"],
         "Completion length (tokens)": ["grpo, training"],
     }
@@ -341,6 +353,7 @@ TOOLS = (
 BENCHES = ("bench", "bench head", "bench logits", "bench rollout")
 
 
+@pytest.mark.slow
 def test_help_is_fast_and_imports_nothing_heavy():
     command = [sys.executable, "-c", HELP, *TOOLS, *BENCHES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ from mllm.model.architecture import PRESETS
 from mllm.parallel.mesh import AXES, sharding
 from mllm.plan import targets
 from mllm.plan.programs import Programs
-from mllm.train.step import abstract_state
+from mllm.training.step import abstract_state
 
 pytestmark = [
     pytest.mark.aot,

@@ -31,7 +31,7 @@ from mllm.run.source_run import load_policy
 from mllm.run.state import RunState
 from mllm.sampler.decoding import decoding_graphdef, decoding_weights
 from mllm.store.run_store import RunStore
-from mllm.train.step import init_state
+from mllm.training.step import init_state
 from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
@@ -246,6 +246,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
     assert last > first + 0.2, (first, last)
 
 
+@pytest.mark.slow
 def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_path):
     _, state, _, frozen = compiled_update(True)
     like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), state)

@@ -23,8 +23,8 @@ from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.model.lora import Lora
 from mllm.parallel.mesh import make_mesh
-from mllm.train.optimizer import decays, make_optimizer, make_schedule, update_key, updated
-from mllm.train.step import Forward, TrainState, make_train_step
+from mllm.training.optimizer import decays, make_optimizer, make_schedule, update_key, updated
+from mllm.training.step import Forward, TrainState, make_train_step
 
 WEIGHTS = 50_000
 

@@ -126,6 +126,7 @@ def test_a_sampler_in_int8_moves_as_float32_does():
     assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layers.q_bias", "layers.attention_norm", "layers.mlp_norm", "norm"])
 def test_norms_and_biases_are_not_rounded(kind):
     """From 1 the next number in bfloat16 is 1 + 2^-7."""
@@ -143,6 +144,7 @@ def test_adapters_of_a_bfloat16_model_move_it_as_float32_does(kind, distance):
     assert all(0.9 < gain < 1.15 for gain in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["q", "v"])
 def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_of_float64(target):
     """The product is q, with an adapter or without. Operands are on the grid, but x a^T, which is small, is rounded."""
@@ -167,6 +169,7 @@ def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_
         assert np.linalg.norm(np.float64(found).reshape(want.shape) - want) < 2**-8 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_very_model_that_it_was_given():
     """Values and float32 gradients, before a master has left bfloat16's grid."""
     dithered, nearest = (model("bfloat16", rounding) for rounding in ROUNDINGS)

@@ -15,10 +15,10 @@ from mllm.errors import UserError
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.train import head
-from mllm.train.head import States
-from mllm.train.optimizer import make_optimizer
-from mllm.train.step import abstract_state, accumulate, init_state, make_logprob_pass
+from mllm.training import head
+from mllm.training.head import States
+from mllm.training.optimizer import make_optimizer
+from mllm.training.step import abstract_state, accumulate, init_state, make_logprob_pass
 
 ROWS, LENGTH = 8, 16
 BATCH = random_batch(ROWS, LENGTH)
@@ -95,6 +95,7 @@ def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
         np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5 * float(np.abs(leaf).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [changed(SETTINGS["sft"], model={"dtype": "bfloat16"}), changed(SETTINGS["grpo"], rollout={"temperature": 1.0})],

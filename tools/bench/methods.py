@@ -21,7 +21,7 @@ from lm_head import token_logprobs, token_loss
 Loss = Callable[..., Array]
 """(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""
 Call = Callable[..., Any]
-"""The same arguments -> (value,) or (value, dh, dW)."""
+"""(hidden, weight, labels, ...) -> (value,) or (value, dh, dW)."""
 WORKSPACE = 640 << 20
 
 

@@ -23,10 +23,10 @@ from mllm.data.batch import Batch
 from mllm.data.source import Fixed, Source
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
-from mllm.train.algorithm import Algorithm, Evaluate, Metrics, Parts, Pass
-from mllm.train.head import Head, States
-from mllm.train.means import masked_mean
-from mllm.train.step import Forward, make_logprob_pass
+from mllm.training.algorithm import Algorithm, Evaluate, Metrics, Parts, Pass
+from mllm.training.head import Head, States
+from mllm.training.means import masked_mean
+from mllm.training.step import Forward, make_logprob_pass
 
 
 def make_distillation(config: Config) -> Algorithm:

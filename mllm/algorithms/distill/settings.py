@@ -72,5 +72,5 @@ class DistillRules(Rules):
 
 
 def samples_completions(config: Config) -> bool:
-    """Whether the student's own completions are learned from, and not those of `data`."""
+    """Whether the student's own completions are learned from, and not the examples of `data`."""
     return any(isinstance(section, GrpoConfig) for _, section in config)

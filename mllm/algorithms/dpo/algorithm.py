@@ -17,10 +17,10 @@ from mllm.data.batch import Batch
 from mllm.data.source import Source
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.train.algorithm import Algorithm, Evaluate, Metrics, Parts, Pass
-from mllm.train.head import Head, States
-from mllm.train.means import masked_mean
-from mllm.train.step import Forward, loop
+from mllm.training.algorithm import Algorithm, Evaluate, Metrics, Parts, Pass
+from mllm.training.head import Head, States
+from mllm.training.means import masked_mean
+from mllm.training.step import Forward, loop
 
 
 class Dpo(Algorithm):

@@ -22,8 +22,8 @@ from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.parallel.processes import local_rows, raise_everywhere
 from mllm.stopwatch import Stopwatch
-from mllm.train.algorithm import Parts
-from mllm.train.step import logprobs_of
+from mllm.training.algorithm import Parts
+from mllm.training.step import logprobs_of
 
 LogprobPass = Callable[[Params, Batch], Float[np.ndarray, "B T"]]
 """The log-probabilities of the labels in this process's rows under any parameters; all processes must call it."""

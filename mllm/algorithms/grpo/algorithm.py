@@ -16,8 +16,8 @@ from mllm.algorithms.grpo.source import GrpoSource
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.data.source import Source
-from mllm.train.algorithm import Algorithm, Metrics, Parts, Pass
-from mllm.train.head import Head, States
+from mllm.training.algorithm import Algorithm, Metrics, Parts, Pass
+from mllm.training.head import Head, States
 
 LENGTHS = {"length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
 """In tokens, and as a share of the completions."""

@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float, Int
 from mllm.algorithms.grpo.batch import PolicyInputs
 from mllm.algorithms.grpo.settings import GrpoConfig, LossType
 from mllm.data.batch import Batch
-from mllm.train.means import masked_mean, sequence_means
+from mllm.training.means import masked_mean, sequence_means
 
 MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
 SAPO_TEMPERATURES = 1.0, 1.05  # of the gate for advantages above 0, and for others: the paper's

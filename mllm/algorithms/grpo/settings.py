@@ -25,7 +25,7 @@ class Limits(NamedTuple):
     with_one_update: LossType | None = None
     """The loss type that it is where all ratios are 1, and where it is refused for that."""
     by_sequence: bool = False
-    """Whether the ratio is that of a whole completion."""
+    """Whether the probability ratio is a whole completion's."""
 
 
 LIMITS: dict[LossType, Limits] = {
@@ -150,7 +150,7 @@ class GrpoConfig(Section):
 
     @property
     def weighs_sequences(self) -> bool:
-        """Whether the importance weight is that of whole completions."""
+        """Whether the importance weight is a whole completion's."""
         return self.importance_cap is not None and self.importance_sampling.startswith("sequence")
 
     @property

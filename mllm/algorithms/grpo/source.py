@@ -25,7 +25,7 @@ from mllm.sampler import trajectories
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import round_size
 from mllm.stopwatch import Stopwatch
-from mllm.train.step import Forward, logprobs_of
+from mllm.training.step import Forward, logprobs_of
 
 log = logging.getLogger(__name__)
 

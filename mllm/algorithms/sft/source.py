@@ -10,7 +10,7 @@ import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import islice, tee
@@ -21,22 +21,22 @@ import numpy as np
 from jaxtyping import Int
 from tqdm import tqdm
 
-from mllm.config.data import DataConfig, PreferenceForm, names_files
+from mllm.config.data import DataConfig, PreferenceForm, SourceConfig, names_files
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch, bucket
 from mllm.data.cache import cached_documents, signed
-from mllm.data.dataset import DataIterator, training_order
+from mllm.data.dataset import DataIterator, mixed_order, training_order
 from mllm.data.packing import add_sequence, empty_batch, first_fit
 from mllm.data.records import Origin
 from mllm.data.source import WAY_OUT, Fixed, Step
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_preference
+from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_preference, joined
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.parallel.processes import ALL_ROWS, RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
-from mllm.train.algorithm import Parts
+from mllm.training.algorithm import Parts
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,10 @@ class RowBatches(grain.IterDataset[T], ABC):
         seed: int = 0,
         share: RowShare = ALL_ROWS,
     ) -> None:
-        self.order = training_order(len(documents), seed if config.shuffle else None, config.epochs)
+        order_seed = seed if config.shuffle else None
+        self.order = training_order(len(documents), order_seed, config.epochs)
+        if config.mix and documents.parts:
+            self.order = mixed_order(documents.parts, [one.weight for one in config.mix], order_seed)
         """The documents' numbers in the order of training."""
         super().__init__(self.order)
         self.config = config
@@ -207,6 +210,9 @@ class SftSource:
         self.learned = training.learned
         self.batches = batches = self.kind(data, training, config.batch_size, config.seed, self.rows)
         self.data = batches.train()
+        if (held := len(next(batches.plans()))) > len(training):
+            most = f"a batch holds {held} examples, and there are {len(training)}"
+            log.warning("data.source: %s: each is learned several times in an update; lower batch_size", most)
         if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
@@ -225,7 +231,21 @@ class SftSource:
         return f"{len(self.batches.documents):,} examples to train on{heldout}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
-        return self.step_of(self.read(watch), {})
+        begin = self.data.position
+        batch = self.read(watch)
+        return self.step_of(batch, self.count_sources(begin, self.data.position))
+
+    def count_sources(self, begin: int, end: int) -> dict[str, Any]:
+        """How many of the examples between two positions are of each source, where there are several."""
+        batches = self.batches
+        if not batches.config.mix:
+            return {}
+        numbers = [batches.order[place] for place in range(begin, end)]
+        owners = np.searchsorted(np.cumsum(batches.documents.parts), numbers, "right")
+        counts = np.bincount(owners, minlength=len(batches.config.mix)).tolist()
+        return {
+            f"data/{os.path.basename(one.source)}": count for one, count in zip(batches.config.mix, counts, strict=True)
+        }
 
     def read(self, watch: Stopwatch) -> Any:
         """What training's batches give for the next update."""
@@ -254,11 +274,15 @@ class SftSource:
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, form: PreferenceForm | None = None
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, with a `form` preferences, and those of the validation if there is one.
+    """The documents to train on, with a `form` preferences, and the validation's documents, if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
-    if config.source == "task":
+    if config.mix:
+        training, shares = load_mix(config, config.mix, renderer, form)
+        if shares is not None:
+            return training, shares
+    elif config.source == "task":
         assert task is not None
         training = (task_preferences if form else task_documents)(task, renderer, config.max_length)
     else:
@@ -275,6 +299,21 @@ def load_documents(
         assert validation.source is not None
         heldout = origin_of("data.validation.source", validation.source)
     return training, cached_documents(heldout, config, renderer, form)
+
+
+def load_mix(
+    config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, form: PreferenceForm | None
+) -> tuple[Documents, Documents | None]:
+    """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
+    loaded = []
+    for one in mix:
+        own = config.model_copy(update={"columns": one.columns or config.columns})
+        origin = origin_of("data.source", one.source, one.subset, one.split)
+        loaded.append(cached_documents(origin, own, renderer, form))
+    if config.validation is None or (share := config.validation.share) is None:
+        return joined(loaded), None
+    training, heldout = zip(*(hold_out(documents, share) for documents in loaded), strict=True)
+    return joined(training), joined(heldout)
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents:

@@ -16,9 +16,9 @@ from mllm.config.schema import Rows
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.train.algorithm import Algorithm, Metrics
-from mllm.train.head import Head, States
-from mllm.train.optimizer import update_count, update_key, updated
+from mllm.training.algorithm import Algorithm, Metrics
+from mllm.training.head import Head, States
+from mllm.training.optimizer import update_count, update_key, updated
 
 Carry = TypeVar("Carry")
 NONE_FROZEN: Params = nnx.State({})
@@ -85,7 +85,7 @@ class Forward:
         return self.head_loss(self.states(params, batch), batch, scored)
 
     def head_loss(self, states: States, batch: Batch, teacher: States | None = None) -> tuple[Float[Array, ""], Any]:
-        """The same from what the head takes."""
+        """The loss of `loss` from hidden states and vocabulary matrices."""
         return self.algorithm.loss(self.head, states, batch, teacher)
 
     def states(self, params: Params, batch: Batch) -> States:

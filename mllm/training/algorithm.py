@@ -22,7 +22,7 @@ from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer
 from mllm.rewards.runner import RewardRunner
 from mllm.sampler.sampler import Sampler
-from mllm.train.head import Head, States
+from mllm.training.head import Head, States
 
 Metrics = dict[str, Float[Array, ""]]
 Evaluate = Callable[[Params, int], dict[str, float]]
@@ -46,9 +46,9 @@ class Parts:
     mesh: Mesh
     task: Task | None
     renderer: Renderer
-    """The renderer of the examples; the sampler has that of prompts."""
+    """The renderer of the examples; the sampler has a renderer for prompts."""
     forward: Any
-    """The `mllm.train.step.Forward` of the algorithm."""
+    """The `mllm.training.step.Forward` of the algorithm."""
     poll: Callable[[], None]
     """All processes call it between two batches of an evaluation; what it raises ends that."""
     sampler: Sampler | None = None
@@ -87,7 +87,7 @@ class Algorithm(ABC):
         """The metrics of a whole batch, over the tokens with a weight, under TRL's names; NaN where there are none."""
 
     def inputs(self, tokens: jax.ShapeDtypeStruct, rows: jax.ShapeDtypeStruct) -> Any:
-        """`Batch.inputs` as shapes, from those of float32 arrays [B, T] and [B]."""
+        """`Batch.inputs` as shapes, from the shapes of float32 arrays [B, T] (`tokens`) and [B] (`rows`)."""
         return None
 
     @abstractmethod

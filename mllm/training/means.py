@@ -1,4 +1,4 @@
-"""Means over the tokens of a batch, and over those of each of its sequences."""
+"""Means over the tokens of a batch, and over the tokens of each sequence."""
 
 import jax
 import jax.numpy as jnp

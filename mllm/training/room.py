@@ -12,8 +12,8 @@ from mllm.sampler.decoding import abstract_cache, abstract_decoding_weights
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH, PIECE, PREFILL_TOKENS, PREFILLED_BATCHES, Room, pool_pages
 from mllm.sampler.slots import CHUNK
-from mllm.train.optimizer import make_optimizer
-from mllm.train.step import abstract_state
+from mllm.training.optimizer import make_optimizer
+from mllm.training.step import abstract_state
 
 SHARE = 0.92
 """The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
@@ -27,7 +27,7 @@ def room_that_fits(
     memory: int | None = None,
     teacher: Policy | None = None,
 ) -> Room:
-    """What the memory in bytes a device (None: that of the devices at hand) holds beside training.
+    """What `memory`, in bytes a device, holds beside training; None: the memory of the devices at hand.
 
     There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
     optimizer's moments, a teacher, and a reference where the objective compares with one.

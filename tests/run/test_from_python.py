@@ -1,0 +1,36 @@
+"""The trainer as a library: two names of the package, and a console command."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import mllm
+from mllm.config.load import load
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_notebook_loads_a_configuration_and_trains_as_the_command_does(tmp_path):
+    words = ["steps=2", "optimizer.warmup_steps=1", "eval=null", "rollout=null", f"run_dir={tmp_path / 'run'}"]
+    config = mllm.load_config("tiny_sft.yaml", words)
+    assert config == load("tiny_sft.yaml", words)
+    assert mllm.train(config) == 0
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_the_package_and_its_names_need_no_jax_before_training():
+    code = "import sys, mllm; mllm.load_config('tiny_sft.yaml'); assert 'jax' not in sys.modules; print(mllm.train)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "train" in done.stdout
+
+
+def test_the_console_command_is_train_py(monkeypatch, capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"mllm-train": "mllm:main"}
+    monkeypatch.setattr(sys, "argv", ["mllm-train", "--config", "tiny_sft.yaml", "--print-config"])
+    try:
+        mllm.main()
+    except SystemExit as left:
+        assert not left.code  # noqa: PT017
+    assert "algorithm: sft" in capsys.readouterr().out
