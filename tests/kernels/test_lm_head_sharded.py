@@ -75,13 +75,16 @@ TEACHER = np.where(LIVE[:, None], RNG.normal(size=(N, 24)), np.nan).astype(np.fl
 TEACHER_WEIGHT = RNG.normal(size=(V + 13, 24)).astype(np.float32)
 
 
-def with_teacher(hidden, weight, operand, weights, scale, labels=LABELS, words=V + 13, **options):
+def with_teacher(hidden, weight, operand, weights, scale, labels=LABELS, words=V + 13, order=None, **options):
     """Label and teacher in one pass; with fewer `words` the last rows of the student's weight are no tokens."""
 
     def objective(logprob, entropy, operand, *, divergence):
         return scale * divergence - operand * logprob
 
-    states, labels = TEACHER.reshape(*hidden.shape[:-1], -1), jnp.minimum(jnp.asarray(labels), words - 1)
+    states, labels = (
+        TEACHER[np.arange(N) if order is None else np.array(order)].reshape(*hidden.shape[:-1], -1),
+        jnp.minimum(jnp.asarray(labels), words - 1),
+    )
     teacher = {"teacher_hidden": states, "teacher_weight": TEACHER_WEIGHT[:words], "kind": "jsd", "beta": 0.3}
     return token_loss(hidden, weight, labels, objective, operand, weights=weights, **teacher, **options)
 
@@ -155,6 +158,7 @@ def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
         # For the same reason each device needs a token that counts, unless all go through the blocks in step.
         order = np.arange(N).reshape(2, -1).T.ravel()
         options["labels"] = tuple(LABELS[order])
+        options |= {"order": tuple(order)} if way == "a teacher" else {}
         arguments = [x[order] if len(np.shape(x)) and len(x) == N else x for x in ARGUMENTS]
     with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
         got = differentiated(way, sharding=over(shape), impl="mosaic_tpu", **options)(*arguments)
