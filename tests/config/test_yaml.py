@@ -49,9 +49,8 @@ def test_what_is_no_finite_number_is_refused(text):
         yaml.load(text, PlainLoader)
 
 
-def test_a_reward_s_arguments_and_overrides_are_read_so():
-    config = tiny.config()
-    name, *others = arguments(config)[1:]
+def test_a_reward_s_arguments_and_overrides_are_read_so(tmp_path):
+    name, *others = arguments(tiny.config(run_dir=str(tmp_path / "run")))[1:]
     args = "task.rewards=[{name: overlong, weight: 1, args: {cache: 010, scale: 1e-3, quiet: no}}]"
     found = configs.load(name, [*others, args, "seed=010"])
     assert found.seed == 10

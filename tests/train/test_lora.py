@@ -110,14 +110,8 @@ def in_int8_of(frozen):
     return map_parameters(lambda x, name: jax.jit(quantize)(x) if name.endswith("_weight") else x, frozen)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"dp": 2, "fsdp": 2, "tp": 2}, marks=pytest.mark.nightly),
-    ],
-    ids=str,
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("mesh", [{}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
 def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matrices_that_it_stands_for(mesh):
     source = {"init": "pretrained", "architecture": None, "source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes"}
     settings = lora_config("sft", mesh=mesh, model={**source, "remat": "full", "lora": INT8})

@@ -115,7 +115,7 @@ def gains(subject, distance, chosen=lambda name: True):
     return [change(of) / expected for of in (subject.trained, subject.sampled)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardly():
     assert all(0.9 < gain < 1.1 for gain in gains(model("bfloat16"), 1e-5))
     assert all(gain < 0.3 for gain in gains(model("bfloat16", "nearest"), 1e-5))
