@@ -1,0 +1,121 @@
+"""The programs of `python tools/bench logits`, their times, errors and memory; logits.py has its options."""
+
+import argparse
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from lm_head import logits_logprobs
+from mllm.errors import UserError
+from tools.bench.frame import table
+
+LARGE, SMALL = (2048, 151643), (64, 4096)
+"""Rows and vocabulary: a first GRPO kernel's, and a CPU's."""
+LOGPROB, GRADIENT = 1e-4, 2**-7
+"""What --check allows: in nats at logits of 10, and of the largest gradient, which is bfloat16."""
+
+
+def plain(logits: Array, labels: Array) -> Array:
+    z = logits.astype(jnp.float64 if jax.config.values["jax_enable_x64"] else jnp.float32)
+    return jnp.take_along_axis(jax.nn.log_softmax(z), labels[..., None], axis=-1)[..., 0]
+
+
+def fused(logits: Array, labels: Array, **options: Any) -> Array:
+    return logits_logprobs(logits, labels, **options).logprob
+
+
+def differentiated(logprobs: Callable[..., Array]) -> Callable[..., Any]:
+    """(logits, labels, old log-probabilities, advantages) to the log-probabilities and the loss's gradient."""
+
+    def loss(logits: Array, labels: Array, old: Array, advantage: Array) -> tuple[Array, Array]:
+        logprob = logprobs(logits, labels)
+        ratio = jnp.exp(logprob - old)
+        return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean(), logprob
+
+    def run(*arguments: Array) -> tuple[Array, Array]:
+        (_, logprob), gradient = jax.value_and_grad(loss, has_aux=True)(*arguments)
+        return logprob, gradient
+
+    return run
+
+
+def problem(rows: int, vocabulary: int) -> tuple[Array, ...]:
+    """bfloat16 logits [1, rows, vocabulary] with a standard deviation of 3, and old log-probabilities near the new."""
+    rng = np.random.default_rng(0)
+    logits = jnp.asarray(3 * rng.standard_normal((1, rows, vocabulary), np.float32), jnp.bfloat16)
+    labels = jnp.asarray(rng.integers(0, vocabulary, (1, rows)), jnp.int32)
+    noise, advantage = (rng.standard_normal((1, rows), np.float32) for _ in range(2))
+    return logits, labels, plain(logits, labels) + 0.1 * noise, jnp.asarray(advantage)
+
+
+def methods(platform: str, blocks: Sequence[int]) -> dict[str, Callable[..., Any]]:
+    """Each row's function, by its name."""
+    chosen: dict[str, Callable[..., Array]] = {"plain JAX": plain, "xla": partial(fused, impl="xla")}
+    if platform == "tpu":
+        chosen |= {f"kernels, time block {n}": partial(fused, impl="mosaic_tpu", block=n) for n in blocks}
+    return {name: differentiated(function) for name, function in chosen.items()}
+
+
+def run(options: argparse.Namespace) -> int:
+    """What the options ask for; the exit code."""
+    platform = "tpu" if options.target else jax.default_backend()
+    rows, vocabulary = options.shape or (SMALL if platform == "cpu" else LARGE)
+    print(f"logits [1, {rows}, {vocabulary}], bfloat16, {options.target or jax.devices()[0].device_kind}")
+    found = methods(platform, options.blocks)
+    if options.check:
+        return check(found, problem(rows, vocabulary))
+    if options.target:
+        print(table(("method", "temp MiB"), compiled_for(options.target, found, rows, vocabulary)))
+        return 0
+    from tools.bench.measure import in_turns
+
+    given = problem(rows, vocabulary)
+    programs = {name: jax.jit(function).lower(*given).compile() for name, function in found.items()}
+    calls = {name: partial(program, *given) for name, program in programs.items()}
+    seconds = in_turns(calls, jax.block_until_ready, rounds=options.rounds, least=0.05, queue=1)
+    lines = []
+    for name, program in programs.items():
+        ratios = [x / y for x, y in zip(seconds[name], seconds["plain JAX"], strict=True)]
+        figures = f"{1e3 * statistics.median(seconds[name]):.2f}", f"{statistics.median(ratios):.2f}"
+        analysis: Any = program.memory_analysis()
+        lines.append([name, *figures, f"{analysis.temp_size_in_bytes / 2**20:.1f}"])
+    print(table(("method", "ms", "/plain", "temp MiB"), lines))
+    return 0
+
+
+def check(found: dict[str, Callable[..., Any]], given: tuple[Array, ...]) -> int:
+    """Prints the largest differences to float64; 1 if one is too large."""
+    with jax.enable_x64(True):
+        right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(given[0].astype(float), *given[1:])]
+    largest, lines, failed = np.abs(right[1]).max(), [], False
+    for name, function in found.items():
+        off = [
+            np.abs(np.asarray(x, np.float64) - y).max() for x, y in zip(jax.jit(function)(*given), right, strict=True)
+        ]
+        well = off[0] <= LOGPROB and off[1] <= GRADIENT * largest and not any(map(math.isnan, off))
+        failed |= not well
+        lines.append([name, f"{off[0]:.2g}", f"{off[1]:.2g}", "ok" if well else "FAILED"])
+    print(table(("method", "logprob", "dlogits", ""), lines))
+    return int(failed)
+
+
+def compiled_for(target: str, found: dict[str, Callable[..., Any]], rows: int, vocabulary: int) -> list[list[str]]:
+    from mllm.plan import targets
+
+    try:
+        mesh = targets.mesh(target)
+    except (ModuleNotFoundError, ValueError) as error:
+        raise UserError(f"--target: {error}") from None
+    shapes = ((1, rows, vocabulary), jnp.bfloat16), *(((1, rows), dtype) for dtype in (jnp.int32, *[jnp.float32] * 2))
+    given, lines = [jax.ShapeDtypeStruct(*x) for x in shapes], []
+    for name, function in found.items():
+        temporaries = targets.memory(targets.compiled(function, given, mesh))["temp"]
+        lines.append([name, f"{temporaries / 2**20:.1f}"])
+    return lines
