@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 
 from tools.bench import __main__ as bench
-from tools.bench import logits
 
 
 def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
