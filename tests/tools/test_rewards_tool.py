@@ -64,7 +64,7 @@ def test_without_samples_problems_are_answered_right_and_with_nothing():
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):
         prompt, completion, *given = right.splitlines()
         assert completion.split(maxsplit=1)[1] == f"#### {2 * int(prompt.split()[1][0])}"
-        share = ["rewards:share", "0.167", "length:", "4.0", "cut:", "True"]
+        share = ["share", "0.167", "length:", "4.0", "cut:", "True"]
         assert [line.split() for line in given] == [share, ["exact_match", "1.000"], ["reward", "2.167"]]
         assert "raised ZeroDivisionError: division by zero (rewards.py:5)  length: 1.0  cut: False" in empty
         answered += 1
@@ -72,7 +72,7 @@ def test_without_samples_problems_are_answered_right_and_with_nothing():
     metrics = {name.removeprefix("rewards/"): value for name, value in map(str.split, blocks[4].splitlines())}
     share = {"length": "2.5", "mean": "0.167", "std": "0", "raised": "2"}
     exact = {"exact_match/mean": "0.5", "exact_match/std": "0.5"}
-    assert metrics == {**{f"rewards:share/{name}": value for name, value in share.items()}, **exact}
+    assert metrics == {**{f"share/{name}": value for name, value in share.items()}, **exact}
     assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in done.stderr
 
 
