@@ -166,7 +166,10 @@ class Config(Section):
 
     def section(self, kind: type[SectionT]) -> SectionT:
         """The section of this class, which the algorithm has; LookupError where it is not there."""
-        return next(value for _, value in self if isinstance(value, kind))
+        found = next((value for _, value in self if isinstance(value, kind)), None)
+        if found is None:  # StopIteration would end a generator of faults without a word
+            raise LookupError(f"algorithm {self.algorithm} has no section of {kind.__name__}")
+        return found
 
     def missing(self, because: str, *names: str) -> Iterator[Fault]:
         """A fault for each of the sections `names` that is missing."""

@@ -167,8 +167,7 @@ class Run:
 
     def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
         """What the algorithm makes its source from, with the renderer of examples."""
-        given = (self.config, self.mesh, self.task, renderer, self.forward, self.interrupt.poll)
-        return Parts(*given, sampler, self.rewards)
+        return Parts(self.config, self.mesh, self.task, renderer, self.forward, sampler, self.rewards)
 
     def make_sampler(self, renderer: Renderer, learned: Form | None, who: str) -> Sampler | None:
         """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
@@ -222,8 +221,7 @@ class Run:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
                 at_end.append(make(task.test, prefix="test/"))
         if validation:
-            parts = self.parts(Renderer(self.policy.tokenizer, config.chat_template))
-            measures = self.algorithm.evaluations(parts, self.source)
+            measures = self.algorithm.evaluations(self.forward, self.source, self.interrupt.poll)
             repeated += [Measurement(measure, validation.every) for measure in measures]
         return Measurements(repeated, at_end, validation)
 

@@ -49,8 +49,6 @@ class Parts:
     """The renderer of the examples; the sampler has a renderer for prompts."""
     forward: Any
     """The `mllm.training.step.Forward` of the algorithm."""
-    poll: Callable[[], None]
-    """All processes call it between two batches of an evaluation; what it raises ends that."""
     sampler: Sampler | None = None
     rewards: RewardRunner | None = None
 
@@ -94,8 +92,11 @@ class Algorithm(ABC):
     def make_source(self, parts: Parts) -> Source:
         """The source of a run's batches; UserError where its data can't be learned from."""
 
-    def evaluations(self, parts: Parts, source: Source) -> Iterable[Evaluate]:
-        """What is measured as often as `data.validation` says."""
+    def evaluations(self, forward: Any, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
+        """What is measured as often as `data.validation` says.
+
+        All processes call `poll` between two batches; what it raises ends the measurement.
+        """
         return ()
 
 

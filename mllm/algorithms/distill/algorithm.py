@@ -88,8 +88,8 @@ class Distillation(Algorithm):
     def make_source(self, parts: Parts) -> Source:
         return SftSource(parts)
 
-    def evaluations(self, parts: Parts, source: Source) -> Iterable[Evaluate]:
-        return example_evaluations(parts, source)
+    def evaluations(self, forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
+        return example_evaluations(forward, source, poll)
 
 
 class OwnSource(GrpoSource):
@@ -121,9 +121,6 @@ class OwnDistillation(Distillation):
 
     def make_source(self, parts: Parts) -> Source:
         return self.sampling.make_source(parts)
-
-    def evaluations(self, parts: Parts, source: Source) -> Iterable[Evaluate]:
-        return ()
 
 
 class SampledSource(OwnSource):

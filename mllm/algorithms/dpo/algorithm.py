@@ -54,10 +54,10 @@ class Dpo(Algorithm):
     def make_source(self, parts: Parts) -> Source:
         return PreferenceSource(self.settings, parts)
 
-    def evaluations(self, parts: Parts, source: Source) -> Iterable[Evaluate]:
+    def evaluations(self, forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
         assert isinstance(source, PreferenceSource)
         if source.heldout is not None:
-            yield make_validation(self.settings, parts.forward, source.heldout_batches, parts.poll)
+            yield make_validation(self.settings, forward, source.heldout_batches, poll)
 
 
 def make_validation(

@@ -14,7 +14,6 @@ from mllm.data.batch import Batch
 from mllm.data.source import Source
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.parallel.processes import RowShare
 from mllm.training.algorithm import Algorithm, Evaluate, Metrics, Parts
 from mllm.training.head import Head, States
 from mllm.training.means import masked_mean
@@ -33,8 +32,8 @@ class Sft(Algorithm):
     def make_source(self, parts: Parts) -> Source:
         return SftSource(parts)
 
-    def evaluations(self, parts: Parts, source: Source) -> Iterable[Evaluate]:
-        return example_evaluations(parts, source)
+    def evaluations(self, forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
+        return example_evaluations(forward, source, poll)
 
 
 def cross_entropy(logprob: Float[Array, "*S"], entropy: Float[Array, "*S"]) -> Float[Array, "*S"]:
@@ -42,13 +41,13 @@ def cross_entropy(logprob: Float[Array, "*S"], entropy: Float[Array, "*S"]) -> F
     return -logprob
 
 
-def example_evaluations(parts: Parts, source: Source) -> Iterable[Evaluate]:
+def example_evaluations(forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
     """The validation of a source of documents, where it has one."""
     assert isinstance(source, SftSource)
     if source.validation is not None:
-        rows, config = RowShare.of_mesh(parts.mesh), source.batches.config
-        batches = SftBatches(config, source.validation, source.batches.batch_size, share=rows)
-        yield make_validation(parts.forward, batches.validate, parts.poll)
+        own = source.batches
+        batches = SftBatches(own.config, source.validation, own.batch_size, share=source.rows)
+        yield make_validation(forward, batches.validate, poll)
 
 
 def make_validation(
