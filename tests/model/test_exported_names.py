@@ -30,8 +30,8 @@ folder, text = sys.argv[1:]
 tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
 config = transformers.AutoConfig.from_pretrained(folder)
 ids = tokenizer.encode(text)
-facts = ids, tokenizer.decode(ids), tokenizer.all_special_ids, config.bos_token_id, config.eos_token_id, config.rope_theta
-print(json.dumps([transformers.__version__, *facts]))"""
+facts = ids, tokenizer.decode(ids), tokenizer.all_special_ids
+print(json.dumps([transformers.__version__, *facts, config.bos_token_id, config.eos_token_id, config.rope_theta]))"""
     text = "<|im_start|>hi x != y<|im_end|>"
     command, place = [sys.executable, "-c", read, str(tmp_path), text], {"PYTHONPATH": str(VERSION_4.absolute())}
     found = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, check=True)
