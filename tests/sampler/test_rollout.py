@@ -97,7 +97,7 @@ def completion_logits(model, prompt, tokens):
 @jax.jit
 def gumbel_noise(keys):
     def at(key, position):
-        return jax.random.gumbel(jax.random.fold_in(key, position), (VOCABULARY,))
+        return sampling.gumbel_noise(jax.random.bits(jax.random.fold_in(key, position), (VOCABULARY,), jnp.uint32))
 
     return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
