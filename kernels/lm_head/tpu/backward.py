@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .. import target
-from ..contract import Inputs, Options, capped, dot
+from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns
 from ..shapes import Array, Float
 from ..softmax import FLOOR, RowFactors, Slopes, Softmax, cap_slope, label_slope
 from . import forward
@@ -56,8 +56,16 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             dy_SR = _dy(y_SR, hit_SR, scales[0], factors_1R, options)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
+    _store_weight_gradient(ints, tile, out, scratch)
+
+
+def _store_weight_gradient(ints: Any, tile: Tiles, out: Any, scratch: Any) -> None:
+    """Writes a tile's sum after the last block of rows; rows of W that are no tokens get 0, whatever their dy was."""
+    j, i = pl.program_id(0), pl.program_id(1)
+
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
+        forward.zero_tail(scratch["sum"], ints[1] - j * tile.columns, (j + 1) * tile.columns > ints[1])
         out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
@@ -94,6 +102,8 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
             factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
             dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
+            if options.mean_over is not None:
+                dy_RS = jnp.where(y_RS == FLOOR, 0, dy_RS)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
         @pl.when(j == last)
@@ -107,6 +117,8 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
         dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
     else:
         dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
+    if options.mean_over is not None:
+        dy += factors.at_all
     if options.softcap is not None:
         dy *= cap_slope(y)
     return jnp.where(hit, factors.at_label, dy)
@@ -126,19 +138,20 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (factors[pl.ds(n, 1), :] for n in range(_FACTORS))
+        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R, at_all_1R = (factors[pl.ds(n, 1), :] for n in range(_FACTORS))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
             factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
             e_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
-            dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)
+            dy_SR = e_SR * factor_1R
+            if options.mean_over is not None:
+                dy_SR += at_all_1R
+            dy_SR = jnp.where(hit_SR, at_label_1R, dy_SR)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
-    @pl.when(i == pl.num_programs(1) - 1)
-    def _() -> None:
-        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
+    _store_weight_gradient(ints, tile, out, scratch)
 
 
 def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int, Any]]:
@@ -213,8 +226,15 @@ def hidden_gradient_from_mean(
 ) -> Float[Array, "N D"]:
     """dh, float32, where the loss doesn't depend on the entropy, from E_q[W] and the probability of its columns.
 
-    The labels of `inputs` are negative where they are another shard's.
+    The labels of `inputs` are negative where they are another shard's. The mean logit's part is a multiple of the sum
+    of W's rows that are tokens, which is read once for it.
     """
-    own = jnp.where(inputs.labels >= 0, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
+    alone = slopes._replace(mean_logit=None)
+    own = jnp.where(inputs.labels >= 0, label_slope(softmax, alone, inputs.temperature, options.softcap), 0)
     at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
-    return at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
+    dh = at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
+    if slopes.mean_logit is None:
+        return dh
+    tokens = jnp.arange(len(inputs.weight)) < number_of_columns(inputs)
+    sum_D = jnp.where(tokens[:, None], as_operand(inputs.weight, options.dtype), 0).sum(axis=0)
+    return dh + (slopes.mean_logit / inputs.temperature)[:, None] * sum_D
