@@ -37,7 +37,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     def _() -> None:
         scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
         if "weight" in scratch:
-            scratch["weight"][...] = weight[...].astype(dtype)
+            forward.load_tile(scratch["weight"], weight)
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
@@ -66,7 +66,7 @@ def _store_weight_gradient(ints: Any, tile: Tiles, out: Any, scratch: Any) -> No
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
         forward.zero_tail(scratch["sum"], ints[1] - j * tile.columns, (j + 1) * tile.columns > ints[1])
-        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
+        forward.store_tile(out["gradient"], scratch["sum"])
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -86,10 +86,10 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
-        forward.zero_tail(weight, ints[1] - j * tile.columns, j == last)
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "weight" in scratch:
-            w_TD[...] = weight[...].astype(dtype)
+            forward.load_tile(w_TD, weight)
+        forward.zero_tail(w_TD, ints[1] - j * tile.columns, j == last)
 
         def products(s: int) -> Float[Array, "R S"]:
             return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
@@ -131,7 +131,10 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
 
     @pl.when(i == 0)
     def _() -> None:
-        scratch["sum"][...] = so_far[0][...] if so_far else jnp.zeros(scratch["sum"].shape, jnp.float32)
+        if so_far:
+            forward.load_tile(scratch["sum"], so_far[0])
+        else:
+            scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
@@ -184,7 +187,9 @@ def gradient(
     case = case_of(inputs, options, name)
     side = inputs.hidden if case.by_rows else inputs.weight
     shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
-    own = forward.block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
+    to, own = forward.tile_of_rows(side, shape[0], lambda *step: step[0])
+    if case.by_rows:
+        to, own = side, pl.BlockSpec(shape, lambda i, *_: (i, 0))
     # The factors as rows of one array, padded to whole sublanes.
     factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
     others = [(factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True))]
@@ -198,8 +203,8 @@ def gradient(
             streamed.append((array, spec))
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
-        others.append((so_far, own))
-    return forward.kernel_call(
+        others.append(forward.tile_of_rows(so_far, tile.columns, lambda *step: step[0]))
+    found = forward.kernel_call(
         _KERNELS[name],
         case,
         tile,
@@ -209,11 +214,12 @@ def gradient(
         options,
         streamed=streamed,
         others=others,
-        outputs={"gradient": Output(side.shape, case.gradient, own)},
+        outputs={"gradient": Output(to.shape, case.gradient, own)},
         scratch=scratch,
         # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
         aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
     )["gradient"]
+    return found if found.shape == side.shape or case.by_rows else found.T
 
 
 def hidden_gradient_from_mean(

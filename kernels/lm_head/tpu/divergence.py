@@ -195,10 +195,10 @@ def _call(
     def of_weight(model: Any) -> Given:
         last = pl.cdiv(len(model.weight), tile.columns) - 1
 
-        def place(i: Any, j: Any, ints: Any, _: Any) -> tuple[Any, Any]:  # past the rows that count, nothing is fetched
-            return jnp.minimum(ints[2] + jnp.where(i * tile.rows < ints[0], j, across - 1), last), 0
+        def place(i: Any, j: Any, ints: Any, _: Any) -> Any:  # past the rows that count, nothing is fetched
+            return jnp.minimum(ints[2] + jnp.where(i * tile.rows < ints[0], j, across - 1), last)
 
-        return model.weight, pl.BlockSpec((tile.columns, model.weight.shape[1]), place)
+        return head.tile_of_rows(model.weight, tile.columns, place)
 
     zeros_R = contract.zeros(student, rows)
     numbers = [zeros_R] * _SOFTMAX if softmax is None else [*softmax[:_SOFTMAX]]
@@ -220,7 +220,7 @@ def _call(
     scratch = {}
     if case.hidden != case.product:
         scratch["teacher_hidden"] = pltpu.VMEM((tile.rows, features), case.product)
-    if case.weight != case.product:
+    if case.weight != case.product or tiles.turned(features):
         scratch["teacher_weight"] = pltpu.VMEM((tile.columns, features), case.product)
     chunk = jax.ShapeDtypeStruct((width, student.weight.shape[1]), student.weight.dtype)  # `streamed` is in its place
     columns = jnp.clip(number_of_columns(student) - first, 0, width)
@@ -260,7 +260,10 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
 
             @pl.when((j == 0) | name.endswith("weight"))
             def cast(name: str = name) -> None:
-                scratch[name][...] = given[name][...].astype(dtype)
+                if name.endswith("weight"):
+                    head.load_tile(scratch[name], given[name])
+                else:
+                    scratch[name][...] = given[name][...].astype(dtype)
 
         h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in given.items())
         numbers = [vectors[pl.ds(n, 1), :] for n in range(_SOFTMAX + len(Slopes._fields))]

@@ -108,7 +108,8 @@ def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, F
     top, label = (others.top, others.label) if axis is None else lax.pmax((others.top, others.label), axis)
     highest = jnp.maximum(top, label)
     shift, label_z = (others.top - highest) * scale, (label - highest) * scale
-    sum_y, sum_e_e = others.sum_y, None if others.sum_e_e is None else jnp.exp(2 * shift) * others.sum_e_e
+    sum_y: Any = others.sum_y
+    sum_e_e: Any = jnp.exp(2 * shift) * others.sum_e_e if options.collision else None
     sum_e = own = jnp.exp(shift) * others.sum_e
     sum_e_z = jnp.exp(shift) * (others.sum_e_y * scale + shift * others.sum_e)
     if axis is not None:
@@ -156,10 +157,10 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
-        zero_tail(weight, columns - j * tile.columns, j == last)
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "weight" in scratch:
-            w_TD[...] = weight[...].astype(dtype)
+            load_tile(w_TD, weight)
+        zero_tail(w_TD, columns - j * tile.columns, j == last)
 
         def products(s: int) -> Float[Array, "S R"]:
             return capped(dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype), softcap)
@@ -271,15 +272,19 @@ def kernel_call(
     height, features = tile.rows, hidden.shape[1]
     spec = functools.partial(block_spec, case, tile, live=True)
     across = pl.cdiv(len(inputs.weight), tile.columns)
-    weight_tile = block_spec(case, tile, (tile.columns, features), lambda i, j: (j, 0))
-    if case.by_rows:  # past the rows that count the last tile, so that nothing is fetched
-        past = lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, across - 1), 0)  # noqa: E731
-        weight_tile = pl.BlockSpec((tile.columns, features), past)
-    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *(streamed or [(inputs.weight, weight_tile)])]
+
+    def place(*step: Any) -> Any:
+        if not case.by_rows:
+            return step[0]
+        i, j, ints, _ = step  # past the rows that count the last tile, so that nothing is fetched
+        return jnp.where(i * tile.rows < ints[0], j, across - 1)
+
+    streamed = streamed or [tile_of_rows(inputs.weight, tile.columns, place)]
+    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
     given += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
     if case.hidden != case.product:
         scratch["hidden"] = pltpu.VMEM((height, features), case.product)
-    if case.weight != case.product and case.kernel != "kept":
+    if (case.weight != case.product or tiles.turned(features)) and case.kernel != "kept":
         scratch["weight"] = pltpu.VMEM((tile.columns, features), case.product)
     grid = pl.cdiv(len(hidden), height), across
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
@@ -323,6 +328,23 @@ def block_spec(
         return place(jnp.minimum(i, jnp.maximum(lax.div(step[2][0] - 1, jnp.int32(tile.rows)), 0)) if live else i, j)
 
     return pl.BlockSpec(shape, index)
+
+
+def tile_of_rows(matrix: Float[Array, "V D"], rows: int, place: Callable[..., Any]) -> Given:
+    """A matrix as XLA keeps it, and its tile number `place(*step)` of so many rows."""
+    if tiles.turned(matrix.shape[1]):
+        return matrix.T, pl.BlockSpec((matrix.shape[1], rows), lambda *step: (0, place(*step)))
+    return matrix, pl.BlockSpec((rows, matrix.shape[1]), lambda *step: (place(*step), 0))
+
+
+def load_tile(to: Any, tile: Any) -> None:
+    """Loads a tile of rows, in another dtype."""
+    to[...] = (tile[...].T if tiles.turned(to.shape[1]) else tile[...]).astype(to.dtype)
+
+
+def store_tile(to: Any, tile: Any) -> None:
+    """Stores a tile of rows in its matrix's dtype."""
+    to[...] = (tile[...].T if tiles.turned(tile.shape[1]) else tile[...]).astype(to.dtype)
 
 
 def zero_tail(block: Any, rows: Any, is_last: Any) -> None:
