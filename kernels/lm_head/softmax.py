@@ -229,7 +229,7 @@ class RowFactors(NamedTuple):
     at_p: Float[Array, "R"]
     at_p_log_p: Float[Array, "R"]  # 0 where the loss doesn't depend on the entropy
     at_label: Float[Array, "R"]
-    at_all: Float[Array, "R"]  # 0 where the loss doesn't depend on the mean logit
+    at_all: Any = None  # None where the loss doesn't depend on the mean logit
 
     def where(self, live: Bool[Array, "R"]) -> "RowFactors":
         """The same, but 0 at rows that don't count, with a maximum that makes every probability 0 there."""
@@ -242,5 +242,5 @@ def row_factors(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: f
     scale = 1 / temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     at_label = label_slope(softmax, slopes, temperature, softcap)
-    at_all = jnp.zeros_like(by_p) if slopes.mean_logit is None else slopes.mean_logit * scale
+    at_all = None if slopes.mean_logit is None else slopes.mean_logit * scale
     return RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label, at_all)

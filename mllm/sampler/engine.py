@@ -33,9 +33,11 @@ from mllm.sampler.decoding import Cache, Pages, decoding_graphdef, decoding_weig
 from mllm.sampler.paged_cache import PagedCache, on_devices
 from mllm.sampler.schedule import (
     PIECE,
+    PREFILL_TOKENS,
     PREFILLED_BATCHES,
     WIDTHS,
     Room,
+    Usual,
     assign_prompts,
     prompts_a_batch,
     slot_buckets,
@@ -46,12 +48,18 @@ CALL_SECONDS = 0.25
 """About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
 
 
+class Prefilled(NamedTuple):
+    """The keys and values of a batch of prompts on all devices, and the tokens of a shard's, padding included."""
+
+    prompts: Cache
+    tokens: int
+
+
 class Candidate(NamedTuple):
     """A sequence whose prompt is prefilled, and which waits for a slot."""
 
     sequence: int
-    batch: Cache
-    """The keys and values of the prompts that were prefilled with its own, on all devices."""
+    batch: Prefilled
     source: int
     """The prompt's row among those that its device prefilled in the batch."""
 
@@ -79,14 +87,16 @@ class RolloutEngine:
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)
-        most = max(sum(map(len, queue)) for queue in self.queues)
+        own = Usual(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
+        self.most_prompts, most = own if sampler.usual is None else sampler.usual.serve(own, self.shards)
         slots = self.options.max_slots
         room = sampler.room() if slots is None else Room(slots)
         self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
         tokens = None if room is None or room.tokens is None else room.tokens // self.shards
         self.cache = PagedCache(self.model, self.options, self.weights, self.most_slots, tokens)
-        self.slot_sizes = slot_buckets(self.most_slots, self.model.config.vocab_size, self.cache.weights)
-        self.batches: list[Cache] = []
+        vocabulary, answered = self.model.config.vocab_size, self.options.turns > 1
+        self.slot_sizes = slot_buckets(self.most_slots, vocabulary, self.cache.weights, answered)
+        self.batches: list[Prefilled] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.tail: Cache | None = None
         self.steps_a_call = 1
@@ -176,7 +186,8 @@ class RolloutEngine:
 
     def wants_prompts(self) -> bool:
         """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
-        if len(self.batches) == PREFILLED_BATCHES:
+        held = [batch.tokens for batch in self.batches]
+        if len(held) >= PREFILLED_BATCHES and sum(held) + max(held) > PREFILLED_BATCHES * PREFILL_TOKENS:
             return False
         free = self.most_slots - (self.sequences >= 0).sum(axis=1)
         shards = zip(self.queues, self.candidates, free, strict=True)
@@ -184,9 +195,8 @@ class RolloutEngine:
 
     def prefill(self) -> None:
         """Prefill the next prompts of each shard."""
-        most = max(map(len, self.queues))
         longest = max(self.length(first) + 1 for queue in self.queues for first, *_ in queue)
-        rows = prompts_a_batch(min(most, self.most_slots), bucket(longest, WIDTHS))
+        rows = prompts_a_batch(min(self.most_prompts, self.most_slots), bucket(longest, WIDTHS))
         taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
         # The last token of a prompt is the first that is decoded.
         contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
@@ -198,7 +208,8 @@ class RolloutEngine:
             for row, context in enumerate(part):
                 lengths[shard, row] = len(context)
                 tokens[shard, row, : len(context)] = context
-        batch = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
+        prefilled = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
+        batch = Prefilled(prefilled, rows * width)
         for candidates, part in zip(self.candidates, taken, strict=True):
             candidates.extend(Candidate(one, batch, row) for row, group in enumerate(part) for one in group)
         self.batches.append(batch)
@@ -215,7 +226,7 @@ class RolloutEngine:
             for shard, candidates in enumerate(chosen):
                 sources[shard, : len(candidates)] = [one.source for one in candidates]
                 sequences[shard, : len(candidates)] = [one.sequence for one in candidates]
-            self.cache.insert(batch, sources, sequences)
+            self.cache.insert(batch.prompts, sources, sequences)
         wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
         self.batches = [batch for batch in self.batches if id(batch) in wanted]
 
@@ -241,8 +252,8 @@ class RolloutEngine:
             del self.cached[one]
 
     def entering_rows(self, most: int) -> int:
-        """The rows of a program for so many sequences that enter a shard: a power of four."""
-        return min(1 << 2 * -(-(most - 1).bit_length() // 2), self.most_slots)
+        """The rows of a program for so many sequences that enter a shard."""
+        return bucket(most, self.slot_sizes)
 
     def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
         """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.

@@ -59,7 +59,7 @@ def logit_gradient(
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 in_all = place._replace(row=token + place.row)
-                row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
+                row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(by_row.shape[0])))
                 label = products.load_vector(labels, in_all) - first
                 log_sum_e, at_p_log2_p = row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
                 hits = hits_of_strip(in_tile, first, in_all, tiles)
@@ -96,7 +96,15 @@ def logit_gradient(
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    arguments = (counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
+    arguments = (
+        counts,
+        scale[None],
+        rows.hidden,
+        weight,
+        rows.labels,
+        rows.in_tile,
+        jnp.stack(jax.tree.leaves(factors)),
+    )
     return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 

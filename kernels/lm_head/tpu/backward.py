@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,7 +26,9 @@ from . import forward
 from .forward import LOG2E, SUBLANES, KeptExponentials, Output
 from .tiles import LANES, KernelName, Tiles, case_of
 
-_FACTORS = len(RowFactors._fields)
+
+def _number_of_factors(options: Options) -> int:
+    return len(RowFactors._fields) - (options.mean_over is None)
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -44,7 +47,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_FACTORS)))
+        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
 
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
@@ -81,7 +84,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def _() -> None:
             scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
             scratch["label"][...] = forward.to_lanes(labels[...])
-            for n in range(_FACTORS):
+            for n in range(_number_of_factors(options)):
                 scratch["factors"][n] = forward.to_lanes(factors[pl.ds(n, 1), :])
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
@@ -100,7 +103,8 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
-            factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
+            numbers = range(_number_of_factors(options))
+            factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in numbers))
             dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
             if options.mean_over is not None:
                 dy_RS = jnp.where(y_RS == FLOOR, 0, dy_RS)
@@ -141,17 +145,17 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R, at_all_1R = (factors[pl.ds(n, 1), :] for n in range(_FACTORS))
+        row_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
-            factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
+            factor_1R = row_1R.at_p * jnp.exp2(((then_1R - row_1R.top) * scales[0] - row_1R.log_sum_e) * LOG2E)
             e_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
             dy_SR = e_SR * factor_1R
             if options.mean_over is not None:
-                dy_SR += at_all_1R
-            dy_SR = jnp.where(hit_SR, at_label_1R, dy_SR)
+                dy_SR += row_1R.at_all
+            dy_SR = jnp.where(hit_SR, row_1R.at_label, dy_SR)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
     _store_weight_gradient(ints, tile, out, scratch)
@@ -191,12 +195,13 @@ def gradient(
     if case.by_rows:
         to, own = side, pl.BlockSpec(shape, lambda i, *_: (i, 0))
     # The factors as rows of one array, padded to whole sublanes.
-    factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+    given = jax.tree.leaves(factors)
+    factors_8M = jnp.stack(given + [jnp.zeros_like(factors.top)] * (SUBLANES - len(given)))
     others = [(factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True))]
     streamed, scratch = [], {"sum": pltpu.VMEM(shape, jnp.float32)}
     if name == "hidden":
         scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
-        scratch["factors"] = pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32)
+        scratch["factors"] = pltpu.VMEM((len(given), tile.rows, LANES), jnp.float32)
     if kept is not None:
         for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES)):
             spec = forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True)
