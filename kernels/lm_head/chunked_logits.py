@@ -12,12 +12,7 @@ from .contract import Gradients, Inputs, Options, Terms
 from .live_rows import round_up
 from .softmax import Slopes, Softmax
 
-_CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64
-
-
-def most_rows(platform: str) -> int:
-    """The rows of a chunk without a workspace, at most."""
-    return _CPU_ROWS if platform == "cpu" else _ROWS
+_CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64  # of a chunk: at most without a workspace, and at least with one
 
 
 obstacle = xla.obstacle  # nothing keeps it from running
@@ -41,7 +36,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
 def _plan(inputs: Inputs, options: Options) -> xla.Plan:
     """Chunks of one size."""
     plan, count = full_logits.plan_of(inputs), len(inputs.labels)
-    most = most_rows(target.platform())
+    most = _CPU_ROWS if target.platform() == "cpu" else _ROWS
     if options.workspace is not None:
         most = max(_LEAST_ROWS, options.workspace // (4 * plan.vocabulary) // 8 * 8)
     return plan._replace(block=round_up(-(-count // -(-count // most)), min(8, count)))

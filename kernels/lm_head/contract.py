@@ -1,6 +1,7 @@
 """What an engine of the head is, the types that it takes and returns, and the one definition of the loss."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -9,7 +10,7 @@ from jax import lax
 
 from .precision import precision_of
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
-from .softmax import Running, Slopes, Softmax, cap_slope, empty_running, finish_live
+from .softmax import Running, Slopes, Softmax, empty_running, finish_live
 from .target import vary, varying_axes
 from .two_softmaxes import REVERSE_KL, Divergence
 
@@ -34,6 +35,12 @@ class Inputs(NamedTuple):
     temperature: Float[Array, ""]
     columns: Integer[Array, ""] | None = None  # so many first rows of the weights are the vocabulary; None: all
     teacher: Teacher | None = None
+
+    def each_row(self, change: Callable[[Array], Array]) -> "Inputs":
+        """The inputs with this change of every array that has the rows as its leading dims."""
+        hidden, labels, live = map(change, (self.hidden, self.labels, self.live))
+        teacher = self.teacher and self.teacher._replace(hidden=change(self.teacher.hidden))
+        return self._replace(hidden=hidden, labels=labels, live=live, teacher=teacher)
 
 
 @jax.tree_util.register_static
@@ -164,13 +171,6 @@ def scales_of(inputs: Inputs, options: Options) -> tuple[Array, ...]:
     if inputs.teacher is None:
         return (own,)
     return own, scale_of(inputs.teacher.temperature, options.teacher_softcap)
-
-
-def product_slopes(
-    dz: Float[Array, "..."], y: Float[Array, "..."], inputs: Inputs, options: Options
-) -> Float[Array, "..."]:
-    """The derivatives by the products of those by the logits."""
-    return (dz if options.softcap is None else dz * cap_slope(y)) / inputs.temperature
 
 
 def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:

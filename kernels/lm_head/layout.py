@@ -123,15 +123,12 @@ def run_on_mesh(
         lead = inputs.labels.shape
         flat = lambda x: x.reshape(math.prod(lead), *x.shape[len(lead) :])  # noqa: E731
         rows = Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
-        states, labels, live = map(rows.flat, (inputs.hidden, inputs.labels, inputs.live))
-        teacher = inputs.teacher
-        if teacher is not None:
-            teacher = teacher._replace(hidden=rows.flat(teacher.hidden))
+        inputs = inputs.each_row(rows.flat)
         if rows.sharding is not None:
-            rows.sharding.check(states, inputs.weight)
-            if teacher is not None:
-                rows.sharding.check(teacher.hidden, teacher.weight, "teacher_")
-        return function(rows, inputs._replace(hidden=states, labels=labels, live=live, teacher=teacher), *others)
+            rows.sharding.check(inputs.hidden, inputs.weight)
+            if inputs.teacher is not None:
+                rows.sharding.check(inputs.teacher.hidden, inputs.teacher.weight, "teacher_")
+        return function(rows, inputs, *others)
 
     if mesh is None or sharding is None:
         return in_rows(inputs, *others)

@@ -21,7 +21,7 @@ from . import contract, target
 from .contract import Gradients, Inputs, Options, Terms
 from .live_rows import live_rows, over_waves, round_up, write
 from .shapes import Array, Bool, Float
-from .softmax import Columns, Slopes, Softmax, include_tile, logit_slopes
+from .softmax import Columns, Slopes, Softmax, cap_slope, include_tile, logit_slopes
 from .two_softmaxes import both_log_p, divergence_slopes, empty_pair, finish_pair, include_tiles, mixture_terms
 
 _CPU_BLOCK, _BLOCK = 256, 1024
@@ -212,12 +212,7 @@ def wave_rows(plan: Plan, inputs: Inputs, options: Options) -> int:
 
 def rows_of(inputs: Inputs, row_R: Array, live_R: Bool[Array, "R"]) -> Inputs:
     """The inputs of these rows, with hidden states of 0 where they don't count: a block may run for collectives."""
-    teacher = inputs.teacher
-    if teacher is not None:
-        teacher = teacher._replace(hidden=teacher.hidden[row_R])
-    return zeroed(
-        inputs._replace(hidden=inputs.hidden[row_R], labels=inputs.labels[row_R], live=live_R, teacher=teacher)
-    )
+    return zeroed(inputs.each_row(lambda x: x[row_R])._replace(live=live_R))
 
 
 def zeroed(inputs: Inputs) -> Inputs:
@@ -283,4 +278,4 @@ def slopes_of_tile(
     if slopes.divergence is not None:
         how = options.divergence
         dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, how)
-    return contract.product_slopes(dz_RT, y[0], own, options)
+    return (dz_RT if options.softcap is None else dz_RT * cap_slope(y[0])) / own.temperature

@@ -161,13 +161,11 @@ class Plan(NamedTuple):
 
         Some of the room is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
         """
-        (vocabulary, features), rows = inputs.weight.shape, self.rows
-        width = self.sizes.tiles.columns
-        bytes_a_tile = rows * kept_bytes(width, self.sizes.tiles)
-        beyond = room - bytes_a_tile * -(-vocabulary // width)
+        (vocabulary, features), width = inputs.weight.shape, self.sizes.tiles.columns
+        needed, bytes_a_tile = -(-vocabulary // width), self.rows * kept_bytes(width, self.sizes.tiles)
+        beyond = room - bytes_a_tile * needed
         spare = min(beyond // 2 if beyond >= 0 else room // 8, _MOST_SPARE)
-        sizes, fitting = choose(rows, vocabulary, features, spare), (room - spare) // bytes_a_tile
-        needed = -(-vocabulary // width)
+        sizes, fitting = choose(self.rows, vocabulary, features, spare), (room - spare) // bytes_a_tile
         chunks = -(-min(needed, fitting) // (sizes.chunk // width))
         if not chunks:
             return self._replace(sizes=sizes, kept_columns=0, kept_chunk=0)

@@ -9,6 +9,7 @@ derivatives by products, as `RowFactors` says; `top` is the maximum of y over th
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,43 +32,55 @@ def _number_of_factors(options: Options) -> int:
     return len(RowFactors._fields) - (options.mean_over is None)
 
 
-def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
-    ints, scales, hidden, weight, labels, factors, out, scratch = refs
+def _weight_kernel(*refs: Any, tile: Tiles, options: Options, from_kept: bool = False) -> None:
+    """dW of a tile, from logits that are computed again, or `from_kept` exponentials and their maxima."""
+    ints, scales, hidden, *streamed = refs[: 4 + from_kept]
+    labels, factors, *so_far, out, scratch = refs[4 + from_kept :]
     j, i = pl.program_id(0), pl.program_id(1)
-    step, dtype = tile.step, options.dtype
+    step, steps, dtype = tile.step, tile.columns // tile.step, options.dtype
 
     @pl.when(i == 0)
     def _() -> None:
-        scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
+        if so_far:
+            forward.load_tile(scratch["sum"], so_far[0])
+        else:
+            scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
         if "weight" in scratch:
-            forward.load_tile(scratch["weight"], weight)
+            forward.load_tile(scratch["weight"], *streamed)
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
-        h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
+        h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
+        row_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
 
         def products(s: int) -> Float[Array, "S R"]:
+            w_TD = scratch.get("weight", streamed[0])
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
 
-        for s, product_SR in one_ahead(products, tile.columns // step):
-            y_SR = capped(product_SR, options.softcap)
-            column_SR = lax.broadcasted_iota(jnp.int32, y_SR.shape, 0)
+        def slopes_of_kept(s: int) -> Float[Array, "S R"]:
+            kept, kept_top = streamed
+            below_1R = (kept_top[pl.ds(s, 1), :] - row_1R.top) * scales[0] - row_1R.log_sum_e
+            dy_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32) * (row_1R.at_p * jnp.exp2(below_1R * LOG2E))
+            return dy_SR if options.mean_over is None else dy_SR + row_1R.at_all
+
+        def slopes() -> Iterator[tuple[int, Float[Array, "S R"]]]:
+            if from_kept:
+                yield from ((s, slopes_of_kept(s)) for s in range(steps))
+            else:
+                for s, product_SR in one_ahead(products, steps):
+                    yield s, _dy(capped(product_SR, options.softcap), scales[0], row_1R, options)
+
+        for s, dy_SR in slopes():
+            column_SR = lax.broadcasted_iota(jnp.int32, dy_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * tile.columns + s * step)
-            dy_SR = _dy(y_SR, hit_SR, scales[0], factors_1R, options)
+            dy_SR = jnp.where(hit_SR, row_1R.at_label, dy_SR)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
-
-    _store_weight_gradient(ints, tile, out, scratch)
-
-
-def _store_weight_gradient(ints: Any, tile: Tiles, out: Any, scratch: Any) -> None:
-    """Writes a tile's sum after the last block of rows; rows of W that are no tokens get 0, whatever their dy was."""
-    j, i = pl.program_id(0), pl.program_id(1)
 
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
+        # Rows of W that are no tokens get 0, whatever their dy was.
         forward.zero_tail(scratch["sum"], ints[1] - j * tile.columns, (j + 1) * tile.columns > ints[1])
         forward.store_tile(out["gradient"], scratch["sum"])
 
@@ -105,7 +118,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
             numbers = range(_number_of_factors(options))
             factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in numbers))
-            dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
+            dy_RS = jnp.where(hit_RS, factors_RS.at_label, _dy(y_RS, scales[0], factors_RS, options))
             if options.mean_over is not None:
                 dy_RS = jnp.where(y_RS == FLOOR, 0, dy_RS)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
@@ -115,7 +128,8 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
 
 
-def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Options) -> Array:
+def _dy(y: Array, scale: Array, factors: RowFactors, options: Options) -> Array:
+    """dy in columns that are not the label's."""
     if options.entropy_slopes:
         log_p = (y - factors.top) * scale - factors.log_sum_e
         dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
@@ -125,40 +139,7 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
         dy += factors.at_all
     if options.softcap is not None:
         dy *= cap_slope(y)
-    return jnp.where(hit, factors.at_label, dy)
-
-
-def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
-    ints, scales, hidden, kept, kept_top, labels, factors, *so_far, out, scratch = refs
-    j, i = pl.program_id(0), pl.program_id(1)
-    columns, step, dtype = tile.columns, tile.step, options.dtype
-
-    @pl.when(i == 0)
-    def _() -> None:
-        if so_far:
-            forward.load_tile(scratch["sum"], so_far[0])
-        else:
-            scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
-
-    @pl.when(i * tile.rows < ints[0])
-    def _() -> None:
-        h_RD = scratch.get("hidden", hidden)
-        if "hidden" in scratch:
-            h_RD[...] = hidden[...].astype(dtype)
-        row_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
-        for s in range(columns // step):
-            then_1R = kept_top[pl.ds(s, 1), :]
-            factor_1R = row_1R.at_p * jnp.exp2(((then_1R - row_1R.top) * scales[0] - row_1R.log_sum_e) * LOG2E)
-            e_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32)
-            column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
-            hit_SR = column_SR == labels[...] - (j * columns + s * step)
-            dy_SR = e_SR * factor_1R
-            if options.mean_over is not None:
-                dy_SR += row_1R.at_all
-            dy_SR = jnp.where(hit_SR, row_1R.at_label, dy_SR)
-            scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
-
-    _store_weight_gradient(ints, tile, out, scratch)
+    return dy
 
 
 def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int, Any]]:
@@ -171,7 +152,11 @@ def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int,
         yield s, own
 
 
-_KERNELS: dict[str, Callable[..., None]] = {"hidden": _hidden_kernel, "weight": _weight_kernel, "kept": _kept_kernel}
+_KERNELS: dict[str, Callable[..., None]] = {
+    "hidden": _hidden_kernel,
+    "weight": _weight_kernel,
+    "kept": functools.partial(_weight_kernel, from_kept=True),
+}
 
 
 def gradient(
@@ -215,7 +200,6 @@ def gradient(
         tile,
         f"head_{'kept_weight' if name == 'kept' else name}_gradient",
         inputs,
-        inputs.live.sum(dtype=jnp.int32),
         options,
         streamed=streamed,
         others=others,

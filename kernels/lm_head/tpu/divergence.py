@@ -59,28 +59,19 @@ class Plan(NamedTuple):
     chunk: int  # columns of a chunk: whole tiles, or all
 
 
-class _Block(NamedTuple):
-    """Rows in the kernels' order."""
-
-    inputs: Inputs  # of these rows alone
-    number: Integer[Array, ""]  # how many of the rows count; they are the first
-    row: Integer[Array, "R"]  # where they are among all rows
-
-
 def forward(inputs: Inputs, options: Options) -> Softmax:
     """The statistics of all rows: 1 + r matrix products, 2 + 2 r for jsd."""
     plan, axis, scales = make_plan(inputs, options), options.vocabulary_axis, contract.scales_of(inputs, options)
     how, live = options.divergence, live_rows(inputs.live, plan.rows)
 
     def over(i: Array, all_M: Softmax) -> Softmax:
-        block = _block(inputs, live, plan, i)
-        live_R = block.inputs.live
-        sums = _call("statistics", block, options, plan).reshape(-1, SUBLANES, plan.rows)
+        own, _ = _block(inputs, live, plan, i)
+        sums = _call("statistics", own, options, plan).reshape(-1, SUBLANES, plan.rows)
         running = combine_pairs(_running(sums, options), scales, how)
-        softmax = finish_pair(running, live_R, scales, how, axis, options.mean_over)
+        softmax = finish_pair(running, own.live, scales, how, axis, options.mean_over)
         if not how.in_one_pass:
-            sums_2R = _call("mixture", block, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
-            divergence, to_mixture = jnp.where(live_R, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
+            sums_2R = _call("mixture", own, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
+            divergence, to_mixture = jnp.where(own.live, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
             softmax = softmax._replace(divergence=divergence, to_mixture=to_mixture)
         return write(all_M, softmax, i * plan.rows)
 
@@ -100,15 +91,15 @@ def gradients(inputs: Inputs, softmax: Softmax, slopes: Slopes, options: Options
 
         def over(i: Array, carry: Any) -> Any:
             dh_MD, dw_TD = carry
-            block = _block(inputs, live, plan, i)
-            softmax_R, slopes_R = jax.tree.map(lambda x: x[block.row], (softmax, slopes))
-            slopes_R = jax.tree.map(lambda x: jnp.where(block.inputs.live, x, 0), slopes_R)
-            dy_TR = _call("slopes", block, options, plan, softmax_R, slopes_R, first, width)
+            own, row_R = _block(inputs, live, plan, i)
+            softmax_R, slopes_R = jax.tree.map(lambda x: x[row_R], (softmax, slopes))
+            slopes_R = jax.tree.map(lambda x: jnp.where(own.live, x, 0), slopes_R)
+            dy_TR = _call("slopes", own, options, plan, softmax_R, slopes_R, first, width)
             if options.wants_hidden:
                 w_TD = lax.dynamic_slice_in_dim(inputs.weight, first, width)
                 dh_MD = add_rows(dh_MD, product(options, dy_TR, w_TD, (0, 0)), i * plan.rows)
             if options.wants_weight:
-                dw_TD += product(options, dy_TR, block.inputs.hidden, (1, 0))
+                dw_TD += product(options, dy_TR, own.hidden, (1, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, width, features) if options.wants_weight else None
@@ -152,16 +143,12 @@ def _teacher(inputs: Inputs) -> contract.Teacher:
     return inputs.teacher
 
 
-def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> _Block:
+def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> tuple[Inputs, Integer[Array, "R"]]:
+    """The inputs of a block's rows, those that count first, and where the rows are among all."""
     (row_R, live_R), teacher = live.block(i, plan.rows), _teacher(inputs)
-    own = inputs._replace(
-        hidden=inputs.hidden[row_R],
-        labels=contract.local_labels(inputs)[row_R],
-        live=live_R,
-        columns=jnp.minimum(number_of_columns(inputs), len(teacher.weight)),
-        teacher=teacher._replace(hidden=teacher.hidden[row_R]),
-    )
-    return _Block(own, jnp.clip(live.number - i * plan.rows, 0, plan.rows), row_R)
+    local = inputs._replace(labels=contract.local_labels(inputs))
+    columns = jnp.minimum(number_of_columns(inputs), len(teacher.weight))
+    return local.each_row(lambda x: x[row_R])._replace(live=live_R, columns=columns), row_R
 
 
 def _running(sums: Float[Array, "_ 8 R"], options: Options) -> RunningPair:
@@ -174,7 +161,7 @@ def _running(sums: Float[Array, "_ 8 R"], options: Options) -> RunningPair:
 
 def _call(
     part: Part,
-    block: _Block,
+    student: Inputs,
     options: Options,
     plan: Plan,
     softmax: Softmax | None = None,
@@ -186,8 +173,7 @@ def _call(
 
     In blocks of rows past those that count, dy is 0.
     """
-    student, (case, tile, rows, _) = block.inputs, plan
-    teacher = _teacher(student)
+    (case, tile, rows, _), teacher = plan, _teacher(student)
     width = case.vocabulary if width is None else width
     across = pl.cdiv(width, tile.columns)
     spec = functools.partial(head.block_spec, case, tile)
@@ -230,7 +216,6 @@ def _call(
         tile,
         f"head_pair_{part}",
         student._replace(weight=chunk, columns=columns),  # type: ignore[arg-type]
-        block.number,
         options,
         streamed=[of_weight(student)],
         others=others,

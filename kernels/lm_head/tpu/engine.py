@@ -1,7 +1,7 @@
 """The head on TPUs: which kernel runs when.
 
 Rows that count are moved ahead of the others, block by block (`live_rows.py`). docs/head.md describes the orders of the
-work. All sums leave out the label's column (`Others`), and so do E_q[W] and the exponentials that are kept: a
+work. All sums leave out the label's column (`forward.py`), and so do E_q[W] and the exponentials that are kept: a
 probability near 1 loses nothing to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the
 dh kernel: dh doesn't follow from E_q[W] there.
 
@@ -21,7 +21,7 @@ from ..live_rows import live_rows, over_waves, round_up, write
 from ..shapes import Array, Float
 from ..softmax import RowFactors, Slopes, Softmax, row_factors
 from . import backward, divergence, tiles
-from .forward import Others, finish
+from .forward import finish
 from .forward import forward as forward_kernel
 from .tiles import Tiles, case_of
 
@@ -61,8 +61,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
         own = _rows(inputs, *live.block(i, rows))
         return write(others_and_mean, forward_kernel(own, options, tile=tile, mean=dtype)[:2], i * rows)
 
-    given = [True] * 4 + [options.mean_over is not None, options.collision]
-    others_M = Others(*(contract.zeros(inputs, len(live.row)) if one else None for one in given))  # type: ignore[arg-type]
+    others_M = contract.no_columns(contract.zeros(inputs, len(live.row)), options)
     mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
     others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
     softmax, share = finish(others, inputs, options)

@@ -2,13 +2,14 @@
 
 A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
 a tile at a time, transposed as in dW's kernel, so that a row's sums lie along lanes and cost no reduction across them:
-y = W hᵀ, then the running sums of `Others`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
+y = W hᵀ, then the sums of `Running`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
 the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next S columns of y
 meanwhile. Where there is no second product, a tile's last columns wait for the next tile's products.
 
-The label's column is left out of all sums; its logit is a product with the gathered row of W. Where the label's p is
-near 1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So
-1 - p, and what follows from it, is as exact as the logits are. Blocks of rows past `number` cost nothing.
+The label's column is left out of all sums but `sum_y`, and of `top`, which is FLOOR where there is no other; its logit
+is a product with the gathered row of W, FLOOR where the label is in none of these columns. Where the label's p is near
+1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So 1 - p,
+and what follows from it, is as exact as the logits are. Blocks of rows past those that count cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
@@ -29,23 +30,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns, scale_of, scales_of
 from ..shapes import Array, Float, Integer
-from ..softmax import FLOOR, Softmax, cap_slope
+from ..softmax import FLOOR, Running, Softmax, cap_slope
 from . import tiles
 from .tiles import LANES, Case, Tiles, case_of
 
 SUBLANES = 8
 LOG2E = math.log2(math.e)
-
-
-class Others(NamedTuple):
-    """Sums over all columns but the label's, in units of y, with e = exp(scale (y - top))."""
-
-    top: Float[Array, "R"]  # the maximum of y; FLOOR where there is no such column, and the sums then mean nothing
-    sum_e: Float[Array, "R"]
-    sum_e_y: Float[Array, "R"]  # the sum of e (y - top)
-    label: Float[Array, "R"]  # the label's y; FLOOR where the label is in none of these columns
-    sum_y: Any = None  # of all columns; None where nobody asks for it, as the next one
-    sum_e_e: Any = None  # the sum of e^2
 
 
 class KeptExponentials(NamedTuple):
@@ -60,7 +50,7 @@ class KeptExponentials(NamedTuple):
 
 def forward(
     inputs: Inputs, options: Options, *, tile: Tiles, mean: Any = None, keep: bool = False
-) -> tuple[Others, Float[Array, "M D"] | None, KeptExponentials | None]:
+) -> tuple[Running, Float[Array, "M D"] | None, KeptExponentials | None]:
     """Sums of the rows that count, which are the first, over the vocabulary, E_q[W], and with `keep` exponentials.
 
     The results of other rows are undefined. `mean` is the dtype of E_q[W], the sum of q W over these columns, times the
@@ -87,7 +77,6 @@ def forward(
         tile,
         "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
         inputs,
-        inputs.live.sum(dtype=jnp.int32),
         options,
         outputs=outputs,
         scratch=scratch,
@@ -95,10 +84,10 @@ def forward(
     kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
     y = capped((as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1), options.softcap)
     found = dict(zip(sums, out["sums"], strict=False))
-    return Others(label=jnp.where(labels >= 0, y, FLOOR), **found), out.get("mean"), kept
+    return Running(label=jnp.where(labels >= 0, y, FLOOR), **found), out.get("mean"), kept
 
 
-def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
+def finish(others: Running, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
     """The softmax over the columns of all shards of the vocabulary, and this device's share.
 
     The share is the probability of this device's columns but the label's. Both are 0 at rows that don't count. Devices
@@ -140,7 +129,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     rows, step, features = tile.rows, tile.step, hidden.shape[1]
     steps = tile.columns // step
     has_mean, keeps, carries = "mean" in out, "kept" in out, "carried" in scratch
-    sums = [name for name in Others._fields if name in scratch and name != "top"]
+    sums = [name for name in Running._fields if name in scratch and name != "top"]
 
     @pl.when(i * rows < number)
     def _() -> None:
@@ -252,7 +241,6 @@ def kernel_call(
     tile: Tiles,
     name: str,
     inputs: Inputs,
-    number: Integer[Array, ""],
     options: Options,
     *,
     streamed: Sequence[Given] = (),
@@ -262,7 +250,7 @@ def kernel_call(
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
-    """The results of a kernel over blocks of rows and tiles of the weight, of which rows [0, number) count.
+    """The results of a kernel over blocks of rows and tiles of the weight, of which the first rows count.
 
     Its refs are two arrays of scalars (how many rows and how many columns count, `more`; scales), hidden
     states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
@@ -309,7 +297,7 @@ def kernel_call(
         ),
         name=name,
     )(
-        jnp.stack([number, number_of_columns(inputs), *more]),
+        jnp.stack([inputs.live.sum(dtype=jnp.int32), number_of_columns(inputs), *more]),
         jnp.stack(scales_of(inputs, options)),
         *(array for array, _ in given),
     )
