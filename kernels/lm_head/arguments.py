@@ -96,7 +96,8 @@ def checked_inputs(
     columns = checked_vocabulary(vocabulary, rows)
     if weights is not None:
         live = live & (as_array(weights) != 0)
-    if ignore_index is not None and _fits(ignore_index, labels.dtype):
+    bounds = jnp.iinfo(labels.dtype)
+    if ignore_index is not None and bounds.min <= ignore_index <= bounds.max:
         live = live & (labels != labels.dtype.type(ignore_index))
     check_labels(labels, live, vocabulary=rows if columns is None else columns)
     bound = None if columns is None else jnp.int32(columns)
@@ -185,10 +186,6 @@ def checked_divergence(kind: Any, beta: Any) -> Divergence:
         raise ValueError(f"beta must be within [0, 1], not {beta}")
     ends: Any = {0: "forward_kl", 1: "reverse_kl"}
     return Divergence(ends[beta]) if beta in ends else Divergence(kind, float(beta))
-
-
-def _fits(number: int, dtype: Any) -> bool:
-    return jnp.iinfo(dtype).min <= number <= jnp.iinfo(dtype).max
 
 
 def _is_known(x: Any) -> bool:

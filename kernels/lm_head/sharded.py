@@ -74,14 +74,10 @@ class Sharded:
         """The layout of saved arrays: each shard of the vocabulary has its own."""
         return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
 
-    @property
-    def _gradients(self) -> tuple[PartitionSpec, PartitionSpec]:
-        return self.sharding.hidden_spec, self.sharding.weight_spec
-
     def _specs(self, inputs: Inputs) -> Any:
         """The layout of a pass's arguments."""
         whole: Any = PartitionSpec()
-        states, weight = self._gradients
+        states, weight = self.sharding.hidden_spec, self.sharding.weight_spec
         columns, teacher = None if inputs.columns is None else whole, None
         if inputs.teacher is not None:
             teacher = Teacher(states, weight, whole)  # type: ignore[arg-type]
@@ -119,14 +115,16 @@ class Sharded:
     def run_and_sum(
         self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *given: tuple[Any, Any]
     ) -> tuple[Any, Gradients]:
-        """What `pass_` gives beside the gradients of a device's part, which are summed; dW has the weight's rows."""
-        dtypes, rows = gradient_dtypes(inputs, options), len(inputs.weight)
+        """What `pass_` gives beside the gradients, and these summed over the devices that have a part of the sum."""
+        at, dtypes, rows = self.sharding, gradient_dtypes(inputs, options), len(inputs.weight)
 
         def summed(*own: Any) -> tuple[Any, Gradients]:
-            beside, gradients = pass_(*own)
-            return beside, self._summed(gradients, dtypes)
+            beside, (dh, dw) = pass_(*own)
+            if dh is not None:
+                dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(dtypes[0])
+            return beside, (dh, None if dw is None else self._weight_summed(dw, dtypes[1]))
 
-        beside, (dh, dw) = self.run(summed, (out_specs, self._gradients), inputs, options, *given)
+        beside, (dh, dw) = self.run(summed, (out_specs, (at.hidden_spec, at.weight_spec)), inputs, options, *given)
         return beside, (dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0))))
 
     def _prepared(self, own: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
@@ -154,13 +152,6 @@ class Sharded:
         if options.dtype.itemsize < weight.dtype.itemsize:
             weight = weight.astype(options.dtype)
         return lax.all_gather(weight, self.sharding.features, axis=1, tiled=True)
-
-    def _summed(self, gradients: Gradients, dtypes: tuple[jnp.dtype, jnp.dtype]) -> Gradients:
-        """The gradients summed over the devices that have a part of the sum; each keeps its part of the array."""
-        at, (dh, dw) = self.sharding, gradients
-        if dh is not None:
-            dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(dtypes[0])
-        return dh, None if dw is None else self._weight_summed(dw, dtypes[1])
 
     def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
         """dW summed over the tokens' axes, and of its features those that this device stores."""

@@ -57,12 +57,10 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
 def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product, r with a teacher; twice that for jsd without room for logits."""
     wave, plan, options = plan is None, plan or make_plan(inputs), options.values_alone
-    if wave and inputs.teacher is not None and not options.divergence.in_one_pass:
-        rows = wave_rows(plan, inputs, options)
+    if inputs.teacher is not None:
+        rows = 0 if options.divergence.in_one_pass or not wave else wave_rows(plan, inputs, options)
         if rows:
             return _waves(plan._replace(block=rows), inputs, None, options)[0], None
-
-    if inputs.teacher is not None:
         nothing = contract.no_statistics(inputs, options, 0)
         return over_rows(plan, inputs, options, lambda own: statistics(plan, own, options)[0], nothing), None
     # Devices exchange their sums of all rows at once: the loop over blocks needs no step in common.

@@ -194,20 +194,12 @@ def gradient(
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
         others.append(forward.tile_of_rows(so_far, tile.columns, lambda *step: step[0]))
-    found = forward.kernel_call(
-        _KERNELS[name],
-        case,
-        tile,
-        f"head_{'kept_weight' if name == 'kept' else name}_gradient",
-        inputs,
-        options,
-        streamed=streamed,
-        others=others,
-        outputs={"gradient": Output(to.shape, case.gradient, own)},
-        scratch=scratch,
-        # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
-        aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
-    )["gradient"]
+    title, outputs = "kept_weight" if name == "kept" else name, {"gradient": Output(to.shape, case.gradient, own)}
+    # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
+    aliases = {7: 0} if so_far is not None and target.platform() == "tpu" else {}
+    blocks: Any = {"streamed": streamed, "others": others, "outputs": outputs, "scratch": scratch, "aliases": aliases}
+    call = forward.kernel_call(_KERNELS[name], case, tile, f"head_{title}_gradient", inputs, options, **blocks)
+    found = call["gradient"]
     return found if found.shape == side.shape or case.by_rows else found.T
 
 

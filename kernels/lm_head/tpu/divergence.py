@@ -7,10 +7,9 @@ transposed. One kernel body has three ends, each of which takes 1 + r matrix pro
     mixture     jsd and KL(p || m), which need both normalisers
     slopes      dy, the derivatives by the student's products, of a chunk of the vocabulary's columns
 
-XLA multiplies a chunk's dy by the weight and by hidden states. So the value takes 1 + r products, and twice as many for
-jsd; loss and both gradients take 4 + 2 r, and 5 + 3 r for jsd. Logits aren't kept, whatever the workspace, since
-that gains nothing (docs/log.md, 2026-11-26): it makes chunks wider, so that rows are gathered, and the float32 sums of
-dh read and written, less often; not wider than the sum of a chunk's dW stays on the chip.
+XLA multiplies a chunk's dy by the weight and by hidden states. Logits aren't kept, since that gains nothing
+(docs/log.md, 2026-11-26). A workspace makes chunks wider, so that rows are gathered, and the float32 sums of dh read
+and written, less often; not wider than the sum of a chunk's dW stays on the chip.
 
 Suffixes as in `forward.py`, but T columns of a chunk; E the teacher's features.
 """
@@ -210,19 +209,10 @@ def _call(
         scratch["teacher_weight"] = pltpu.VMEM((tile.columns, features), case.product)
     chunk = jax.ShapeDtypeStruct((width, student.weight.shape[1]), student.weight.dtype)  # `streamed` is in its place
     columns = jnp.clip(number_of_columns(student) - first, 0, width)
-    return head.kernel_call(
-        functools.partial(_kernel, part=part),
-        case,
-        tile,
-        f"head_pair_{part}",
-        student._replace(weight=chunk, columns=columns),  # type: ignore[arg-type]
-        options,
-        streamed=[of_weight(student)],
-        others=others,
-        outputs={"result": out},
-        scratch=scratch,
-        more=[jnp.int32(first // tile.columns)],
-    )["result"]
+    of_chunk = student._replace(weight=chunk, columns=columns)  # type: ignore[arg-type]
+    kernel, more = functools.partial(_kernel, part=part), [jnp.int32(first // tile.columns)]
+    given: Any = {"streamed": [of_weight(student)], "others": others, "outputs": {"result": out}, "scratch": scratch}
+    return head.kernel_call(kernel, case, tile, f"head_pair_{part}", of_chunk, options, more=more, **given)["result"]
 
 
 def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:

@@ -71,16 +71,8 @@ def forward(
     if keep:
         for name, height, kind in (("kept", tile.columns, dtype), ("kept_top", SUBLANES, jnp.float32)):
             outputs[name] = Output((across * height, rows), kind, spec((height, tile.rows), lambda i, j: (j, i)))
-    out = kernel_call(
-        _kernel,
-        case,
-        tile,
-        "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else ""),
-        inputs,
-        options,
-        outputs=outputs,
-        scratch=scratch,
-    )
+    name = "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else "")
+    out = kernel_call(_kernel, case, tile, name, inputs, options, outputs=outputs, scratch=scratch)
     kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
     y = capped((as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1), options.softcap)
     found = dict(zip(sums, out["sums"], strict=False))
