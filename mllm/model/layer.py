@@ -140,7 +140,7 @@ class AttentionLayer(Layer):
         head_dim = self.config.head_dim
         heads = (*hidden.shape[:2], -1, head_dim)
 
-        def normalized(y: Float[jax.Array, "B T _"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
+        def normalized(y: Float[jax.Array, "B T *_"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
             y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
             return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
 
@@ -205,7 +205,7 @@ class DeltaLayer(Layer):
         rate = jnp.exp(self.decay_log[...].astype(jnp.float32))
         decay = jnp.where(real, -rate * jax.nn.softplus(self.product("decay", x, jnp.float32)), 0)
 
-        def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T K *_"]:
+        def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T _ *_"]:
             heads = y.reshape(*shape, net.key_heads, *size)
             return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
 

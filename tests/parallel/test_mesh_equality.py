@@ -80,7 +80,10 @@ def compute_copies(shape):
     def of_trainer(params):
         model = nnx.merge(policy.graphdef, params)
         layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
-        layers = [gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i)) for i, x in enumerate(layers)]
+        layers = [
+            gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i), "layers")
+            for i, x in enumerate(layers)
+        ]
         embedded = model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1)
         return layers, embedded, model.head_copy(model.head_weight)
 
