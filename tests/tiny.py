@@ -151,4 +151,4 @@ def load_weights(folder: Path) -> nnx.State:
     """The parameters in a model's folder, float32 on one device."""
     sizes = weights.read_config(folder)
     layout = Layout.of(make_mesh(MeshConfig()), sizes)
-    return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))))
+    return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)

@@ -122,7 +122,7 @@ def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: st
     source = config.model.source if config.model.init == "pretrained" else None
     of_a_run = source is not None and find_run(source, "model.source") is not None
     base = f"{source}/export" if of_a_run else source
-    peft.save(out, policy.lora, adapters, base, policy.learned)
+    peft.save(out, policy.architecture, policy.lora, adapters, base, policy.learned)
     if of_a_run:
         return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
     return base or "random parameters"

@@ -13,16 +13,14 @@ from mllm.config.model import LoraConfig, LoraTarget
 from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding
 from mllm.model.folder import local_folder, read_json, replacing, write_json
 from mllm.model.layout import MATRICES, TENSORS, Params
 from mllm.model.lora import Lora
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-MODULES: dict[str, str] = {
-    target: TENSORS[MATRICES["head" if target == "head" else f"layers.{target}"]].split(".")[-2]
-    for target in get_args(LoraTarget)
-}
+MODULES: dict[str, str] = {name.split(".")[-1]: TENSORS[matrix].split(".")[-2] for name, matrix in MATRICES.items()}
 """The name of the module of each product, as `target_modules` has it."""
 UNTOUCHED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which PEFT leaves the frozen matrices as they are."""
@@ -79,17 +77,19 @@ def read_config(folder: Path) -> Lora:
     return Lora(rank, float(alpha), targets, found.get("use_rslora") is True)
 
 
-def load(folder: Path, abstract: Params) -> Params:
+def load(folder: Path, abstract: Params, config: Architecture) -> Params:
     """The adapters with the shapes, dtypes and shardings of `abstract`; UserError as for `weights.load`."""
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
     tensors = weights.open_file(folder / FILE)
     # PEFT saves the frozen matrix of an adapted head, too.
     tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
-    return weights.load(folder, abstract, tensors, f"{CONFIG} and the model")
+    return weights.load(folder, abstract, config, tensors, f"{CONFIG} and the model")
 
 
-def save(place: str | Path, lora: Lora, adapters: Params, base: str | None, learned: Form | None = None) -> None:
+def save(
+    place: str | Path, config: Architecture, lora: Lora, adapters: Params, base: str | None, learned: Form | None = None
+) -> None:
     """Write a folder that PEFT loads, also in a bucket, in float32; `base` names the model without adapters.
 
     An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
@@ -109,5 +109,5 @@ def save(place: str | Path, lora: Lora, adapters: Params, base: str | None, lear
         "inference_mode": True,
     } | ({weights.LEARNED: learned} if learned == "texts" else {})
     with replacing(place) as unfinished:
-        weights.write_tensors(unfinished, adapters, Rounding(jnp.dtype(jnp.float32)), FILE)
+        weights.write_tensors(unfinished, adapters, Rounding(jnp.dtype(jnp.float32)), config, FILE)
         write_json(unfinished / CONFIG, described)

@@ -8,6 +8,7 @@ saving from several processes, are left out.
 import gc
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,9 @@ LEARNED = "mllm_learned"
 """The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
 TEXTS = "language_model."
 """Where a model of texts and images has the tensors of the texts' part."""
+LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
+"""What Qwen3.5's checkpoints have besides: a network that predicts further tokens, and the one that sees images."""
+CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -56,7 +60,11 @@ def read_config(folder: Path) -> Architecture:
 
 
 def load(
-    folder: Path, abstract: Params, tensors: Mapping[str, "Tensor"] | None = None, described: str = "config.json"
+    folder: Path,
+    abstract: Params,
+    config: Architecture,
+    tensors: Mapping[str, "Tensor"] | None = None,
+    described: str = "config.json",
 ) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
@@ -66,14 +74,24 @@ def load(
     shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
-    # Beside them a model of texts and images has others, which are not read.
-    tensors = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name} or tensors
-    check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
+    tensors = texts_part(tensors)
+    check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract, config)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
-        return map_parameters(lambda leaf, name: read_parameter(tensors, TENSORS[name], leaf, bar), abstract)
+
+        def read(leaf: Any, name: str) -> Any:
+            return read_parameter(tensors, TENSORS[name], leaf, layers_of(name, config), bar)
+
+        return map_parameters(read, abstract)
 
 
-def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, bar: tqdm) -> Any:
+def texts_part(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
+    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others."""
+    kept = {name: tensor for name, tensor in tensors.items() if not LEFT_OUT.match(name)}
+    texts = {name: tensor for name, tensor in kept.items() if TEXTS in name or name == TENSORS["head"]}
+    return {name.replace(TEXTS, ""): tensor for name, tensor in (texts if len(texts) > 1 else kept).items()}
+
+
+def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
     """One parameter on its devices. A stacked one passes through the host, and becomes int8, layer by layer."""
     shardings = jax.tree.map(lambda x: x.sharding, leaf)
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
@@ -83,9 +101,9 @@ def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, bar
         return jax.device_put(tensor, sharding).astype(leaf.dtype)
     of_layer = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
     stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
-    for layer in range(leaf.shape[0]):
+    for place, layer in enumerate(layers):
         tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)
-        stacked = put_layer(stacked, tensor, layer, sharding=shardings)
+        stacked = put_layer(stacked, tensor, place, sharding=shardings)
     return stacked
 
 
@@ -132,6 +150,24 @@ class Tensor:
         return self.stored[index]
 
 
+@dataclass(frozen=True)
+class Taps:
+    """The tensor of a convolution of each channel, [C, 1, taps], as [C, taps]."""
+
+    stored: Any
+
+    def get_shape(self) -> list[int]:
+        channels, one, taps = self.stored.get_shape()
+        return [channels, taps] if one == 1 else [channels, one, taps]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        channels, taps = index
+        return self.stored[channels, :, taps][:, 0]
+
+
 def open_tensors(folder: Path) -> dict[str, Tensor]:
     """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
     if (folder / SINGLE).is_file():
@@ -167,9 +203,13 @@ def open_file(path: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file by name; none is read."""
     try:
         file = safe_open(path, framework="numpy")
-        return {name: Tensor(name, path, file.get_slice(name)) for name in list(file.keys())}
+        slices = {name: file.get_slice(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
+    return {
+        name: Tensor(name, path, Taps(one) if name.endswith(CONVOLUTION) and len(one.get_shape()) == 3 else one)
+        for name, one in slices.items()
+    }
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
@@ -215,7 +255,7 @@ def save(
     is raised as by `replacing`.
     """
     with replacing(place) as unfinished:
-        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
+        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered), config)
         if also is not None:
             also(unfinished)
         write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned)
@@ -244,11 +284,13 @@ def write_settings(
     write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
 
 
-def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: str = SINGLE) -> None:
+def write_tensors(
+    folder: Path, params: nnx.State, rounding: Rounding, config: Architecture, single: str = SINGLE
+) -> None:
     """Write the safetensors file `single`, or several and their index."""
     shards: list[dict[str, tuple[jax.Array, Any, str]]] = [{}]
     total = used = 0
-    for tensor, shape, parameter, index, name in tensors_of(params):
+    for tensor, shape, parameter, index, name in tensors_of(params, config):
         size = math.prod(shape) * rounding.dtype.itemsize
         if shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
@@ -261,7 +303,7 @@ def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: s
         file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places |= dict.fromkeys(shard, file)
         arrays = {
-            tensor: np.asarray(narrow(x[layer], rounding, name, 0 if layer is ... else layer))
+            tensor: as_stored(np.asarray(narrow(x[layer], rounding, name, 0 if layer is ... else layer)), tensor)
             for tensor, (x, layer, name) in shard.items()
         }
         save_file(arrays, folder / file, metadata={"format": "pt"})
@@ -269,7 +311,17 @@ def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: s
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
+def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
+    """The array with the dims that the tensor of this name has."""
+    return array[:, None] if tensor.endswith(CONVOLUTION) else array
+
+
+def layers_of(name: str, config: Architecture) -> tuple[int, ...]:
+    """The numbers of the layers whose parameters are stacked in the one of this name; none outside of the layers."""
+    return config.layers_of(name.partition(".")[0])
+
+
+def tensors_of(params: nnx.State, config: Architecture) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
     """The tensors of a checkpoint of `params`: name, shape, the parameter and index of its values, and its name."""
     for path, parameter in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8):
         name, shape = parameter_name(path), parameter.shape
@@ -277,5 +329,5 @@ def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, A
         if "{}" not in tensor:
             yield tensor, shape, parameter, ..., name
             continue
-        for layer in range(shape[0]):
-            yield tensor.format(layer), shape[1:], parameter, layer, name
+        for place, layer in enumerate(layers_of(name, config)):
+            yield tensor.format(layer), shape[1:], parameter, place, name

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from mllm.algorithms.table import schema
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.model.architecture import PRESETS
 from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
+from mllm.model.presets import PRESETS
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import load_teacher
 from mllm.sampler import slots

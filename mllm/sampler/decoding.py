@@ -101,7 +101,8 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params, int8: bool = False)
     `int8`: matrices, but no adapters, are `Int8Matrix`.
     """
     model = nnx.merge(graphdef, params)
-    outer, layers = split_layers(params)
+    outer, stacks = split_layers(params)
+    layers = stacks["layers"]
     options = model.rounding, model.layout, int8
     indices = range(model.config.num_hidden_layers)
     shared = shared_parameters(model, outer, int8)
@@ -116,7 +117,8 @@ def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False
     These are among the decoding weights, but take no further memory.
     """
     assert model.layout is not None
-    outer, layers = split_layers(params)
+    outer, stacks = split_layers(params)
+    layers = stacks["layers"]
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
     shared = shared_parameters(model, outer, int8)
     outer = jax.eval_shape(lambda x: merge_adapters(x, model.lora), outer)
@@ -179,7 +181,7 @@ def apply_tokens(
     layout, config = model.layout, model.config
     new = done + jnp.arange(tokens.shape[1])
     positions = lengths[:, None] + new
-    rotations = [rotary(positions, kind, config.head_dim) for kind in config.kinds]
+    rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
     views = [
         View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
@@ -189,12 +191,12 @@ def apply_tokens(
     filled = []
     for index, (pool, own) in enumerate(zip(cache, tail, strict=True)):
         layer, kind = merge(graphdef, weights, index).layers, config.kind_of_layer[index]
-        projected = layer.project(hidden, rotations[kind])
+        *projected, gate = layer.project(hidden, rotations[kind])
         queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
         write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
         both = (write(old, new.swapaxes(1, 2)) for old, new in zip(own, (keys, values), strict=True))
         written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
-        hidden = layer.add_attention(hidden, views[kind].attend(queries, pool, written))
+        hidden = layer.add_attention(hidden, views[kind].attend(queries, pool, written), gate)
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
         filled.append(written)
     return model.last_norm(hidden), tuple(filled)

@@ -70,7 +70,8 @@ def prefill(
     """The keys and values of prompts, each of which begins its row."""
     model = nnx.merge(graphdef, params)
     places = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    keys, values = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
+    kept = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
+    keys, values = kept["layers"]
     return tuple(LayerCache(*one) for one in zip(keys, values, strict=True))
 
 

@@ -19,7 +19,8 @@ from tiny import load_weights, logits
 
 from mllm.model import weights
 from mllm.model.architecture import SMALLEST, Architecture
-from mllm.model.decoder import Decoder, linear, rms_norm
+from mllm.model.decoder import Decoder
+from mllm.model.layer import linear, rms_norm
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh

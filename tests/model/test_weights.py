@@ -17,8 +17,9 @@ from transformers import AutoConfig
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import KNOWN_KEYS, PRESETS, Architecture
+from mllm.model.architecture import KNOWN_KEYS, Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.presets import PRESETS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")

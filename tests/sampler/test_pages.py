@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model import weights
-from mllm.model.architecture import PRESETS
 from mllm.model.decoder import Decoder
+from mllm.model.presets import PRESETS
 from mllm.sampler.completion import RolloutWork
 from mllm.sampler.decoding import DecodingWeights
 from mllm.sampler.paged_cache import PagedCache
