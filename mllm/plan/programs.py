@@ -33,6 +33,7 @@ from mllm.sampler.decoding import (
 )
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
+from mllm.sampler.slots import Prefilled
 from mllm.sampler.states import abstract_states
 from mllm.training.algorithm import make_algorithm
 from mllm.training.head import States
@@ -104,9 +105,9 @@ class Programs:
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout)
         each = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
         pages, tail = tuple(Pages(x, x) for x in each), abstract_cache(self.model, [rows] * len(each), slots.CHUNK)
-        counts = slots.Slots(ints, ints, ints, ints, ints, live)
+        state = slots.Slots(ints, ints, ints, ints, ints, live)
         caches = tail, self.states(), self.cache(), pages
-        arguments = (self.decoding_weights()[0], *caches, counts, stream, scalar, scalar, scalar)
+        arguments = (self.decoding_weights()[0], *caches, state, stream, scalar, scalar, scalar)
         return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def extend(self) -> Program:
@@ -193,11 +194,11 @@ class Programs:
         int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
         return abstract_decoding_weights(self.model, self.policy.params, int8)
 
-    def prefilled(self) -> slots.Prefilled:
+    def prefilled(self) -> Prefilled:
         """What the layers keep of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
         cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
-        return slots.Prefilled(cache, abstract_states(self.model, rows))
+        return Prefilled(cache, abstract_states(self.model, rows))
 
     def head_states(self, policy: Policy | None = None) -> States:
         """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""

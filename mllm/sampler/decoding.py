@@ -183,16 +183,16 @@ def apply_tokens(
     cache: Cache,
     pages: Sequence[Pages],
     tail: Cache,
-    states: States,
     tokens: Int[jax.Array, "B Q"],
     lengths: Int[jax.Array, "B"],
     done: Int[jax.Array, ""] | int,
-    real: Bool[jax.Array, "B Q"],
+    states: States = (),
+    real: Bool[jax.Array, "B Q"] | None = None,
 ) -> tuple[Float[jax.Array, "B Q D"], Cache, States]:
     """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the tail with `tokens`.
 
     `lengths` says how many tokens of each row the pages, of each kind of layers, have; `done` how many the tail has.
-    States change by the tokens that are `real`, a row's first ones.
+    States change by the tokens that are `real`, a row's first ones; None: all are.
     """
     model = merge(graphdef, weights)
     layout, config = model.layout, model.config
@@ -205,7 +205,8 @@ def apply_tokens(
         for kind, one in zip(config.kinds, pages, strict=True)
     ]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
-    filled, changed, segments = [], [], real.astype(jnp.int32)
+    segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
+    filled, changed = [], []
     for stack, place in config.stack_of_layer:
         layer = getattr(merge(graphdef, weights, stack, place), stack)
         if stack == "delta":

@@ -118,9 +118,8 @@ class RolloutEngine:
             return False
         every = [[*dict.fromkeys([*ones, *self.parked(shard)])] for shard, ones in enumerate(decoded)]
         slots = bucket(max(map(len, every)), self.slot_sizes)
-        kept, self.sequences = (
-            np.array([[*ones, *[-1] * (slots - len(ones))] for ones in rows]) for rows in (every, decoded)
-        )
+        kept = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
+        self.sequences = np.where(np.arange(slots) < [[len(ones)] for ones in decoded], kept, -1)
         spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
         self.cache.hold(spans, slots)
         self.cache.states.arrange(kept)

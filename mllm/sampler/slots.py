@@ -169,8 +169,8 @@ def decode(
 
     def decode_step(carry: tuple) -> tuple:
         chunk, done, tail, states, tokens, live = carry
-        rows = tokens[:, None], slots.lengths, done, live[:, None]
-        hidden, tail, states = apply_tokens(graphdef, weights, cache, pages, tail, states, *rows)
+        rows = tokens[:, None], slots.lengths, done, states, live[:, None]
+        hidden, tail, states = apply_tokens(graphdef, weights, cache, pages, tail, *rows)
         positions = slots.counts + done
         logits = logits_of(model, hidden[:, 0])
         # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
@@ -215,7 +215,7 @@ def extend(
     tail = empty_cache(model, [tokens.shape[0]] * len(model.config.kinds), tokens.shape[1])
     own = tuple(take_rows(layout, one, slots) for one in states)
     real = jnp.arange(tokens.shape[1]) < counts[:, None]
-    _, tail, own = apply_tokens(graphdef, weights, cache, pages, tail, own, tokens, lengths, 0, real)
+    _, tail, own = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0, own, real)
     states = tuple(put_rows(layout, old, new, slots) for old, new in zip(states, own, strict=True))
     return add_tail(cache, tail, places, lengths, kinds=kinds, layout=layout), states
 
