@@ -49,7 +49,12 @@ GEMMA_FIXED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None,
 GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
 GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4_096, "max_position_embeddings": 131_072}
 GEMMA |= {"rope_theta": 1_000_000, "rope_local_base_freq": 10_000}
-DELTA = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "head_dim": 256}
+DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "head_dim": 256,
+}
 DELTA |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25}
 DELTA_FIXED: dict[str, Any] = SILU | NO_BIAS | {"attn_output_gate": True}
 SMOLLM3 = {"rope_theta": 2e6, "tie_word_embeddings": True}
@@ -96,8 +101,11 @@ class DeltaNet(NamedTuple):
         return self.value_heads * self.value_dim
 
 
-DELTA_SIZES = ("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim")
-DELTA_SIZES += ("linear_num_key_heads", "linear_num_value_heads")
+DELTA_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""What config.json calls them."""
 
 
 class LayerKind(NamedTuple):
@@ -298,8 +306,8 @@ class Architecture:
             if FULL not in config.layer_types:
                 raise UserError(f"{where}: layer_types has no {FULL!r}; at least one layer must be of that kind")
             if net.value_heads % net.key_heads:
-                shared = f"linear_num_key_heads ({net.key_heads})"
-                raise UserError(f"{where}: linear_num_value_heads {net.value_heads} is not divisible by {shared}")
+                divisor = f"linear_num_key_heads ({net.key_heads})"
+                raise UserError(f"{where}: linear_num_value_heads {net.value_heads} is not divisible by {divisor}")
         return config
 
     def to_hf(self) -> dict[str, Any]:

@@ -131,7 +131,7 @@ class Decoder(nnx.Module):
         counts = {name: sum(one == name for one, _ in order) for name, _ in order}
         rotations = jnp.stack([rotary(positions, kind, config.rotary_dim) for kind in kinds])
         windows = [min(kind.window or time, time) for kind in kinds]
-        split = {name: nnx.split(stacks[name]) for name in counts}
+        split: dict[str, Any] = {name: nnx.split(stacks[name]) for name in counts}
 
         def step(
             hidden: jax.Array,
@@ -145,32 +145,27 @@ class Decoder(nnx.Module):
             index, count = period, counts[name]
             if count > 1:  # sliced in here, or else the backward pass would keep copies
                 index, params = count * period + place, jax.tree.map(lambda x: x[place], params)
-            layer = nnx.merge(split[name][0], gather_layer_float32(params, self.rounding, layout, index, name))
-            hidden, kept = (mix if name == "layers" else mix_delta)(layer, hidden, index, rotations, segments)
-            hidden = constrain(layout, layer.add_feed_forward(constrain(layout, hidden, HIDDEN_STATES)), HIDDEN_STATES)
-            return hidden, kept if keep else None
-
-        def mix(
-            layer: AttentionLayer, hidden: jax.Array, index: jax.Array, rotations: jax.Array, segments: jax.Array
-        ) -> tuple[jax.Array, Any]:
             kind = jnp.asarray(config.kind_of_layer)[index] if len(kinds) > 1 else 0
             window = jnp.asarray(windows)[kind] if min(windows) < time else None
-            *projected, gate = layer.project(hidden, rotations[kind])
-            queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
-            attended = attend(queries, keys, values, segments=segments, window=window)
-            kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
-            return layer.add_attention(hidden, attended, gate), kept
-
-        def mix_delta(
-            layer: DeltaLayer, hidden: jax.Array, index: jax.Array, rotations: jax.Array, segments: jax.Array
-        ) -> tuple[jax.Array, Any]:
-            return layer.add_delta(hidden, segments, empty_state(len(hidden), config.delta_net, self.dtype), layout)
+            layer = nnx.merge(split[name][0], gather_layer_float32(params, self.rounding, layout, index, name))
+            kept: Any
+            if isinstance(layer, DeltaLayer):
+                state = empty_state(len(hidden), config.delta_net, self.dtype)
+                hidden, kept = layer.add_delta(hidden, segments, state, layout)
+            else:
+                *projected, gate = layer.project(hidden, rotations[kind])
+                queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
+                attended = attend(queries, keys, values, segments=segments, window=window)
+                hidden = layer.add_attention(hidden, attended, gate)
+                kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
+            hidden = constrain(layout, layer.add_feed_forward(constrain(layout, hidden, HIDDEN_STATES)), HIDDEN_STATES)
+            return hidden, kept if keep else None
 
         # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        steps = {which: partial(step, name=which[0], place=which[1]) for which in order}
+        steps: dict[Any, Callable] = {which: partial(step, name=which[0], place=which[1]) for which in order}
         if self.remat != "none":
             steps = {which: rematerialize(one, self.dtype) for which, one in steps.items()}
 

@@ -81,7 +81,7 @@ def documents_of(segments: Int[jax.Array, "B T"]) -> Int[jax.Array, "B T"]:
 
 def convolve(
     x: Float[jax.Array, "B T C"],
-    taps: Float[jax.Array, "C S+1"],
+    taps: Float[jax.Array, "C _"],
     segments: Int[jax.Array, "B T"],
     before: Float[jax.Array, "B S C"],
 ) -> tuple[Float32[jax.Array, "B T C"], Float[jax.Array, "B S C"]]:

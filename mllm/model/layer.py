@@ -17,7 +17,7 @@ from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture
 from mllm.model.delta_net import FEW, DeltaState, Rule, chunked, convolve, documents_of, recurrent
 from mllm.model.int8 import Int8Matrix
-from mllm.model.layout import Layout, constrain
+from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
 
 
@@ -72,9 +72,9 @@ class Layer(nnx.Module):
         self.down_weight = initial.matrix(hidden, mlp)
 
         self.lora_scale = 0.0 if lora is None else lora.scale
-        for name in () if lora is None else lora.targets:
-            if (weight := getattr(self, f"{name}_weight", None)) is not None:
-                layers, rows, columns = weight.shape
+        if lora is not None:
+            for name in (target for target in lora.targets if hasattr(self, f"{target}_weight")):
+                layers, rows, columns = getattr(self, f"{name}_weight").shape
                 a, b = adapter(rows, columns, lora.rank, layers)
                 setattr(self, f"{name}_a", a)
                 setattr(self, f"{name}_b", b)
@@ -209,16 +209,20 @@ class DeltaLayer(Layer):
             heads = y.reshape(*shape, net.key_heads, *size)
             return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
 
+        each = net.value_heads // net.key_heads
         rule = Rule(
-            *(by_heads(y, net.key_dim) for y in (queries, keys)),
-            by_heads(values, net.value_heads // net.key_heads, net.value_dim),
-            *(by_heads(y, net.value_heads // net.key_heads) for y in (decay, beta)),
-            documents_of(segments),
+            queries=by_heads(queries, net.key_dim),
+            keys=by_heads(keys, net.key_dim),
+            values=by_heads(values, each, net.value_dim),
+            decay=by_heads(decay, each),
+            beta=by_heads(beta, each),
+            documents=documents_of(segments),
         )
         run = recurrent if shape[1] <= FEW else chunked
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         read, memory = run(rule, memory)
-        state = DeltaState(inputs, memory.reshape(before.memory.shape))
+        memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)
+        state = DeltaState(constrain(layout, inputs, DELTA_INPUTS), memory)
         scale = jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=-1, keepdims=True) + self.config.rms_norm_eps)
         gate = jax.nn.silu(self.product("z", x).astype(jnp.float32)).reshape(read.shape)
         gated = (read * scale * self.out_norm[...].astype(jnp.float32) * gate).astype(self.dtype)

@@ -89,8 +89,9 @@ HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")
 KEYS = ("batch", "time", "kv_heads", "head_dim")
 CACHED_KEYS = ("batch", "kv_heads", "places", "head_dim")
-DELTA_STATE = ("batch", "taps", "heads"), ("batch", "heads", "head_dim", "head_dim")
-"""The axes of activations. Values have the same axes as keys."""
+DELTA_INPUTS = ("batch", "taps", "heads")
+DELTA_MEMORY = ("batch", "heads", "head_dim", "head_dim")
+"""The axes of activations. Values have the same axes as keys; the last two are those of a `DeltaState`."""
 
 
 def parameter_name(path: KeyPath) -> str:

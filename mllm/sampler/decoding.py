@@ -30,7 +30,8 @@ from mllm.model.delta_net import DeltaState
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import (
     CACHED_KEYS,
-    DELTA_STATE,
+    DELTA_INPUTS,
+    DELTA_MEMORY,
     HIDDEN_STATES,
     KEYS,
     QUERIES,
@@ -56,6 +57,7 @@ Cache = tuple[LayerCache, ...]
 """The cache of all layers with attention."""
 States = tuple[DeltaState, ...]
 """Each row's state in all layers with a delta net."""
+STATE_AXES = DeltaState(DELTA_INPUTS, DELTA_MEMORY)
 
 
 class Pages(NamedTuple):
@@ -211,7 +213,7 @@ def apply_tokens(
         layer = getattr(merge(graphdef, weights, stack, place), stack)
         if stack == "delta":
             hidden, state = layer.add_delta(hidden, segments, states[place], layout)
-            changed.append(DeltaState(*map(partial(constrain, layout), state, DELTA_STATE)))
+            changed.append(state)
         else:
             kind, own = config.kind_of_layer[place], tail[place]
             *projected, gate = layer.project(hidden, rotations[kind])

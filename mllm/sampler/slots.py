@@ -21,10 +21,11 @@ from jaxtyping import Bool, Float, Int
 from mllm.config.rollout import RolloutConfig
 from mllm.model.decoder import Decoder
 from mllm.model.delta_net import DeltaState
-from mllm.model.layout import CACHED_KEYS, DELTA_STATE, Layout, Params, constrain
+from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
 from mllm.parallel.mesh import sharding
 from mllm.sampler import sampling
 from mllm.sampler.decoding import (
+    STATE_AXES,
     Cache,
     DecodingWeights,
     LayerCache,
@@ -82,9 +83,8 @@ def prefill(
     model = nnx.merge(graphdef, params)
     places = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     kept = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
-    states = (DeltaState(*one) for one in zip(*kept.get("delta", ((), ())), strict=True))
-    constrained = (DeltaState(*map(partial(constrain, model.layout), state, DELTA_STATE)) for state in states)
-    return Prefilled(tuple(LayerCache(*one) for one in zip(*kept["layers"], strict=True)), tuple(constrained))
+    states = tuple(DeltaState(*one) for one in zip(*kept.get("delta", ((), ())), strict=True))
+    return Prefilled(tuple(LayerCache(*one) for one in zip(*kept["layers"], strict=True)), states)
 
 
 @partial(jax.jit, static_argnames="layout", donate_argnums=0)
@@ -222,14 +222,14 @@ def extend(
 
 def take_rows(layout: Layout | None, states: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
     """These rows of each device's states; a row beyond the last stands for any. Inside jit."""
-    axes = [(one, ("batch",)) for one in DELTA_STATE]
+    axes = [(one, ("batch",)) for one in STATE_AXES]
     take = partial(on_each_device, layout, lambda old, rows: old.at[rows].get(mode="clip"))
     return DeltaState(*(take(one)(old, rows) for old, one in zip(states, axes, strict=True)))
 
 
 def put_rows(layout: Layout | None, states: DeltaState, new: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
     """Each device's states with new ones in these rows; what goes beyond the last row is left out. Inside jit."""
-    axes = [(one, one, ("batch",)) for one in DELTA_STATE]
+    axes = [(one, one, ("batch",)) for one in STATE_AXES]
     put = partial(on_each_device, layout, lambda old, new, rows: old.at[rows].set(new, mode="drop"))
     return DeltaState(*(put(one)(*both, rows) for *both, one in zip(states, new, axes, strict=True)))
 

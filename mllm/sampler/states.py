@@ -14,8 +14,8 @@ from jaxtyping import Int
 
 from mllm.model.decoder import Decoder
 from mllm.model.delta_net import DeltaState, empty_state
-from mllm.model.layout import DELTA_STATE, Layout
-from mllm.sampler.decoding import States
+from mllm.model.layout import Layout
+from mllm.sampler.decoding import STATE_AXES, States
 from mllm.sampler.slots import on_devices, put_rows, take_rows, zeros
 
 
@@ -26,7 +26,7 @@ def abstract_states(model: Decoder, rows: int) -> States:
         return ()
     one = jax.eval_shape(partial(empty_state, rows, config.delta_net, model.dtype))
     if layout is not None:
-        one = DeltaState(*(layout.abstract(x.shape, x.dtype, axes) for x, axes in zip(one, DELTA_STATE, strict=True)))
+        one = DeltaState(*(layout.abstract(x.shape, x.dtype, axes) for x, axes in zip(one, STATE_AXES, strict=True)))
     return (one,) * len(layers)
 
 
