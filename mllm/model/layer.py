@@ -140,7 +140,7 @@ class AttentionLayer(Layer):
         head_dim = self.config.head_dim
         heads = (*hidden.shape[:2], -1, head_dim)
 
-        def normalized(y: Float[jax.Array, "B T _"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
+        def normalized(y: Float[jax.Array, "B T *_"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
             y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
             return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
 

@@ -1,6 +1,7 @@
 """A rollout's cache: pools of pages on the devices, which grow and shrink, the tables of what they hold, and states."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -144,7 +145,7 @@ class PagedCache:
             computed += tokens.size
         return computed
 
-    def add_tail(self, tail: Cache, places: tuple[Int[jax.Array, "B S"], ...], lengths: Int[jax.Array, "B"]) -> None:
+    def add_tail(self, tail: Cache, places: tuple[Int[Any, "B S"], ...], lengths: Int[Any, "B"]) -> None:
         """Write the tails of slots to these pages, behind the slots' first `lengths` tokens."""
         kinds = self.model.config.kind_of_layer
         self.layers = [*add_tail(tuple(self.layers), tail, places, lengths, kinds=kinds, layout=self.layout)]
