@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from test_rollout import Answers
-from tiny import ARCHITECTURE, config
+from tiny import QWEN35, config
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model.architecture import Architecture
@@ -23,25 +23,14 @@ from mllm.sampler.completion import RolloutWork
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Room
 
-DELTA = {
-    **ARCHITECTURE,
-    "model_type": "qwen3_5_text",
-    "num_hidden_layers": 3,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "head_dim": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 6,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "initializer_range": 0.3,  # far from uniform
-}
+SIZES = {**QWEN35, "initializer_range": 0.3}  # far from uniform
 VOCABULARY, LONGEST, WHOLE = 40, 200, 320
 LENGTHS = (3, 8, 1, 63, 5, 64, 2, 65, 130, 6, 3, LONGEST)
 
 
 @pytest.fixture(scope="module")
 def model():
-    sizes = Architecture.from_hf({**DELTA, "vocab_size": VOCABULARY}, "test")
+    sizes = Architecture.from_hf({**SIZES, "vocab_size": VOCABULARY}, "test")
     return Decoder(sizes, rngs=nnx.Rngs(0), dtype=jnp.float32)
 
 
@@ -152,7 +141,7 @@ def test_eight_devices_sample_the_tokens_of_one():
     prompts = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4], [9] * 9) for _ in range(4)]
     found = []
     for mesh in ({}, {"dp": 2, "fsdp": 2, "tp": 2}):
-        settings = config(mesh=mesh, model={"architecture": {**DELTA, "initializer_range": 0.1}})
+        settings = config(mesh=mesh, model={"architecture": {**QWEN35, "initializer_range": 0.1}})
         policy = load_policy(settings, make_mesh(settings.mesh))
         options = RolloutConfig(max_prompt_length=20, max_completion_length=40)
         sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), range(0, 260, 20), options, 1, lambda: Room(8))
