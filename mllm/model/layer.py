@@ -205,7 +205,7 @@ class DeltaLayer(Layer):
         rate = jnp.exp(self.decay_log[...].astype(jnp.float32))
         decay = jnp.where(real, -rate * jax.nn.softplus(self.product("decay", x, jnp.float32)), 0)
 
-        def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T K *_"]:
+        def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T _ *_"]:
             heads = y.reshape(*shape, net.key_heads, *size)
             return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
 

@@ -146,7 +146,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     folder, architecture = find_model(model)
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
-    lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
+    lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora, architecture)
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}

@@ -9,11 +9,12 @@ import gc
 import math
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,9 @@ from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
 from mllm.store.names import is_plain
 
+if TYPE_CHECKING:
+    from mllm.model.original import Original
+
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
@@ -47,6 +51,7 @@ TEXTS = "language_model."
 """Where a model of texts and images has the tensors of the texts' part."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
 """What Qwen3.5's checkpoints have besides: a network that predicts further tokens, and the one that sees images."""
+HEAD = TENSORS["head"].removesuffix("weight")
 CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -74,7 +79,10 @@ def load(
     shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
-    tensors = texts_part(tensors)
+    texts = texts_part(tensors)
+    if (left := len(tensors) - len(texts)) and jax.process_index() == 0:
+        print(f"{folder}: {left} tensors are not of the language model and are left out", file=sys.stderr)
+    tensors = texts
     check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract, config)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
 
@@ -85,10 +93,14 @@ def load(
 
 
 def texts_part(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others."""
+    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others.
+
+    The texts' part of such a model is below `TEXTS`, except for the head.
+    """
     kept = {name: tensor for name, tensor in tensors.items() if not LEFT_OUT.match(name)}
-    texts = {name: tensor for name, tensor in kept.items() if TEXTS in name or name == TENSORS["head"]}
-    return {name.replace(TEXTS, ""): tensor for name, tensor in (texts if len(texts) > 1 else kept).items()}
+    if any(TEXTS in name for name in kept):
+        kept = {name: tensor for name, tensor in kept.items() if TEXTS in name or HEAD in name}
+    return {name.replace(TEXTS, ""): tensor for name, tensor in kept.items()}
 
 
 def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
@@ -247,18 +259,19 @@ def save(
     bos_id: int | None = None,
     learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
+    original: "Original | None" = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
     Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
-    replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). UserError
-    is raised as by `replacing`.
+    replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). With an `original` the
+    folder is as that one, with these parameters. UserError is raised as by `replacing`.
     """
     with replacing(place) as unfinished:
-        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered), config)
+        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered), config, original=original)
         if also is not None:
             also(unfinished)
-        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned)
+        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned, original)
 
 
 def write_settings(
@@ -270,6 +283,7 @@ def write_settings(
     pad_id: int | None = None,
     bos_id: int | None = None,
     learned: Form | None = None,
+    original: "Original | None" = None,
 ) -> None:
     """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion.
 
@@ -279,36 +293,56 @@ def write_settings(
     if stop_ids:
         eos = [*stop_ids] if len(stop_ids) > 1 else stop_ids[0]
         ours |= {"bos_token_id": bos_id, "eos_token_id": eos, "pad_token_id": pad_id}
-    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
+    ours = config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours
+    write_json(folder / "config.json", original.copy_settings(folder, ours) if original else ours)
     ends = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id, "stop_strings": list(stop_texts)}
     write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
 
 
 def write_tensors(
-    folder: Path, params: nnx.State, rounding: Rounding, config: Architecture, single: str = SINGLE
+    folder: Path,
+    params: nnx.State,
+    rounding: Rounding,
+    config: Architecture,
+    single: str = SINGLE,
+    original: "Original | None" = None,
 ) -> None:
     """Write the safetensors file `single`, or several and their index."""
-    shards: list[dict[str, tuple[jax.Array, Any, str]]] = [{}]
+    shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
     total = used = 0
-    for tensor, shape, parameter, index, name in tensors_of(params, config):
-        size = math.prod(shape) * rounding.dtype.itemsize
+    for tensor, size, read in written_tensors(params, rounding, config, original):
         if shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
             used = 0
-        shards[-1][tensor] = parameter, index, name
+        shards[-1][tensor] = read
         used, total = used + size, total + size
 
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places |= dict.fromkeys(shard, file)
-        arrays = {
-            tensor: as_stored(np.asarray(narrow(x[layer], rounding, name, 0 if layer is ... else layer)), tensor)
-            for tensor, (x, layer, name) in shard.items()
-        }
-        save_file(arrays, folder / file, metadata={"format": "pt"})
+        save_file({tensor: read() for tensor, read in shard.items()}, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+
+
+def written_tensors(
+    params: nnx.State, rounding: Rounding, config: Architecture, original: "Original | None"
+) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """The tensors of an export: name, bytes, and what reads it. Vectors that the original has in float32 stay so."""
+
+    def read(tensor: str, parameter: Any, index: Any, rounding: Rounding, name: str) -> np.ndarray:
+        layer = 0 if index is ... else index
+        return as_stored(np.asarray(narrow(parameter[index], rounding, name, layer)), tensor)
+
+    for tensor, shape, parameter, index, name in tensors_of(params, config):
+        wide = original is not None and len(shape) == 1 and tensor in original.wide
+        rounded = Rounding(jnp.dtype(jnp.float32)) if wide else rounding
+        size = math.prod(shape) * rounded.dtype.itemsize
+        own = original.name(tensor) if original else tensor
+        yield own, size, partial(read, tensor, parameter, index, rounded, name)
+    for own, stored in original.others.items() if original else ():
+        yield own, stored_bytes([stored]), partial(stored.stored.__getitem__, slice(None))
 
 
 def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
