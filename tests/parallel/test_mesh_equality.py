@@ -99,7 +99,7 @@ def compute_copies(shape):
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
 def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
-    of_both = (layers, embedded, head), (sampler.layers, *[sampler.outer["embed"][...]] * 2)
+    of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
     for one, other in ((compute_copies(shape), expected), of_both):
         for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(np.float32(leaf), np.float32(same))
