@@ -185,7 +185,7 @@ def read_completion(folder: Path, text: str) -> None:
 MODEL = {path.name: path.read_bytes() for path in (ROOT / "tests/fixtures/untied_sharded").glob("[cm]*")}
 TREES = {name: json.loads(content) for name, content in MODEL.items() if name.endswith(".json")}
 DECODER = Decoder.abstract(Architecture.from_hf(TREES["config.json"], "whole"))
-SHAPES = {name: shape for name, shape, *_ in weights.tensors_of(nnx.state(DECODER))}
+SHAPES = {name: shape for name, shape, *_ in weights.tensors_of(nnx.state(DECODER), DECODER.config)}
 SHARD = "model-00001-of-00003.safetensors"
 WHOLE = MODEL[SHARD]
 HEADER = WHOLE[8 : 8 + int.from_bytes(WHOLE[:8], "little")]

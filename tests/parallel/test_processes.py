@@ -248,7 +248,7 @@ def check_rows_and_reading(path):
     for mesh_config in (MeshConfig(fsdp=8), MeshConfig(dp=8), MeshConfig(**MESH)):
         read.clear()
         layout = Layout.of(make_mesh(mesh_config), sizes)
-        params = weights.load(FIXTURE, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))))
+        params = weights.load(FIXTURE, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)
         assert sum(map(sum, gather_objects(read))) == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         loaded.append(checksums(by_name(params)))
     assert loaded[0] == loaded[1] == loaded[2]

@@ -1,5 +1,6 @@
 """tools/memory.py: what the columns share, its table and its picture."""
 
+import pytest
 import tiny
 
 from mllm.parallel.mesh import make_mesh
