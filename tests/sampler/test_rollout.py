@@ -270,6 +270,7 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     [
         "qwen3",
         "gemma3",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grouped_bfloat16", "smollm3", "olmo2")),
     ],
 )
