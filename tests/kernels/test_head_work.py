@@ -47,12 +47,17 @@ def likelihood(hidden: Any, weight: Any, labels: Any, weights: Any, impl: str, e
 likelihood_and_entropy = functools.partial(likelihood, entropy=1)
 
 
-def loss_of(objective: str, workspace: int | None) -> Callable[..., jax.Array]:
+def loss_of(objective: str, workspace: int | None, softcap: float | None = None) -> Callable[..., jax.Array]:
     def loss(hidden: Any, weight: Any, labels: Any, weights: Any, impl: Any = "xla") -> jax.Array:
         options: dict[str, Any] = {"weights": weights, "workspace": workspace, "impl": impl}
-        return token_loss(hidden, weight, labels, OBJECTIVES[objective], **options)[0]
+        chosen = smoothed if objective == "smoothed" else OBJECTIVES[objective]
+        return token_loss(hidden, weight, labels, chosen, softcap=softcap, **options)[0]
 
     return loss
+
+
+def smoothed(logprob: jax.Array, entropy: jax.Array, *, mean_logit: jax.Array) -> jax.Array:
+    return -logprob - 0.1 * mean_logit
 
 
 def divergence_of(kind: Any, workspace: int | None) -> Callable[..., jax.Array]:
@@ -91,6 +96,8 @@ NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9
         ("xla", loss_of("entropy bonus", ONE_WAVE), 3, 2, 2),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE), 4, 2, 3),
         ("xla, narrow weight", loss_of("entropy bonus", A_SMALL_WAVE + 4 * V * D), 3, 2, 2),
+        ("xla", loss_of("smoothed", NO_WORKSPACE), 4, 3, 3),
+        ("xla", loss_of("smoothed", XLA.waves, 5.0), 3, 2, 2),
         ("chunked_logits", likelihood_and_entropy, 4, 3, 3),
         ("chunked_logits", loss_of("cross-entropy", ONE_WAVE), 4, 3, 3),
         ("mosaic_tpu", likelihood, 4, 2, 3),
@@ -98,6 +105,9 @@ NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9
         ("mosaic_tpu", loss_of("cross-entropy", NO_WORKSPACE), 4, 2, 3),
         ("mosaic_tpu", loss_of("entropy bonus", NO_WORKSPACE), 5, 3, 3),
         ("mosaic_tpu", loss_of("cross-entropy", ONE_WAVE), 3, 2, 2),
+        ("mosaic_tpu", loss_of("smoothed", NO_WORKSPACE), 4, 2, 3),
+        ("mosaic_tpu", loss_of("smoothed", ONE_WAVE), 3, 2, 2),
+        ("mosaic_tpu", loss_of("smoothed", NO_WORKSPACE, 5.0), 5, 3, 3),
     ],
 )
 def test_gradients_take_so_many_products(

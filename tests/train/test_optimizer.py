@@ -47,7 +47,7 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
     applies = {}
     lora = Lora(rank=2, alpha=1.0, targets=get_args(LoraTarget))
     for family in ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text"):  # together they have every parameter
-        sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
+        sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False, "full_attention_interval": 2}
         _, params = nnx.split(Decoder.abstract(Architecture.from_hf(sizes, "test"), lora=lora))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             assert leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
