@@ -101,9 +101,7 @@ def test_adapters_of_all_products_are_written_under_the_names_that_were_read_and
 def test_a_product_that_the_model_lacks_has_no_adapter() -> None:
     sizes = weights.read_config(FIXTURES / "qwen3")
     assert peft.resolve(LoraConfig(rank=2, alpha=4.0), sizes)[0].targets == ("q", "k", "v", "o", "gate", "up", "down")
-    with pytest.raises(
-        UserError, match=r"model\.lora\.targets: the model has no product qkv, but q, k, v, o, gate, "
-    ):
+    with pytest.raises(UserError, match=r"model\.lora\.targets: the model has no product qkv, but q, k, v, o, gate, "):
         peft.resolve(LoraConfig.model_validate({"rank": 2, "alpha": 4.0, "targets": ["in_proj_qkv"]}), sizes)
 
 
