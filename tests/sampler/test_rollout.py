@@ -282,6 +282,7 @@ def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and
     [
         "qwen3",
         "gemma3",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grouped_bfloat16", "smollm3", "olmo2")),
     ],
 )
