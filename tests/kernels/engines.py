@@ -32,7 +32,7 @@ V6E = AbstractMesh(
 )
 """For tracing: what is traced under this mesh is for a TPU."""
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
-GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=0)
+GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=(0, 0))
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
 CHUNK_SIZES = {"_CPU_ROWS": 24, "_ROWS": 24, "_LEAST_ROWS": 16}
 needs_interpreter = pytest.mark.skipif(

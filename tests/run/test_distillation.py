@@ -121,7 +121,7 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
         ({"distill": {"estimator": "sampled", "kind": "jsd"}}, "distill.kind: is not used with estimator: sampled"),
         ({"grpo": {"num_generations": 2, "entropy_coef": 0.1}}, "grpo.entropy_coef: is not used by distill.estim"),
         ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
-        ({"head": {"impl": "full_logits"}}, "head.impl: full_logits has no divergences"),
+        ({"head": {"impl": "mosaic_gpu"}}, "head.impl: mosaic_gpu has no divergences"),
         ({"algorithm": "grpo", "distill": None}, "teacher: is not used by algorithm: grpo"),
         (
             {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 1}},

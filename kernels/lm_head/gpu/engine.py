@@ -2,7 +2,7 @@
 
 docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
 keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
-rows, if that is less work (`make_plan`, `Sizes.wave_cost`).
+rows, if that is less work (`make_plan`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.

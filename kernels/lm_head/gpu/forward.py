@@ -24,9 +24,10 @@ from ..shapes import Array, Bool, Float, Int
 from ..softmax import FLOOR, Running, combine, combine_all
 from . import products
 from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
-from .tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
+from .tiles import KEPT_DTYPE, Sizes, Tiles
 
 LOG2E = math.log2(math.e)
+_SHARED_ROWS = 16 * 2**20  # bytes of the hidden states of blocks whose strips are interleaved: the L2 cache holds them
 
 
 class Rows(NamedTuple):
@@ -63,7 +64,8 @@ def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth:
     """The products of so many rows with so many columns, in strips of `strip` tiles; `depth` is D."""
     blocks, used = products.blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
     slabs = jnp.int32(-(-depth // tiles.depth))
-    return Work(*products.strips_of(blocks, used, strip, shared_blocks(tiles, depth)), slabs)
+    together = max(1, _SHARED_ROWS // (2 * depth * tiles.cluster_rows))
+    return Work(*products.strips_of(blocks, used, strip, together), slabs)
 
 
 def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Scalar:
