@@ -12,7 +12,7 @@ from jax import lax
 
 from . import autodiff, full_logits, target
 from .arguments import TeacherArguments, as_array, checked_inputs, checked_options
-from .contract import Engine, Inputs, Options, Terms, as_operand, number_of_columns
+from .contract import Engine, Inputs, Options, Terms, number_of_columns
 from .layout import HeadSharding, Rows, run_on_mesh
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
 from .sharded import Sharded
@@ -50,6 +50,7 @@ def token_logprobs(
     softcap: float | None = None,
     vocabulary: int | None = None,
     weight_copy: Float[Array, "V D"] | None = None,
+    collision: bool = False,
     dtype: Any = None,
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
@@ -75,6 +76,8 @@ def token_logprobs(
         vocabulary: so many first rows of `weight` are tokens; the others, padding, have no probability. None: all.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
             likes. `weight` gets the copy's gradient, in its own dtype, as if nothing were rounded. None: `weight`.
+        collision: whether to give `sum p^2`, too, the probability that two samples are the same token; it has no
+            gradient.
         dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
             None: the wider of the arguments' dtypes. float32 products have the device's highest precision.
         impl: None for the best that runs here (see `choose_impl`), which never makes full logits; or a name.
@@ -89,6 +92,7 @@ def token_logprobs(
     inputs = checked_inputs(hidden, weight, labels, temperature=temperature, weight_copy=weight_copy, **rows)
     inputs, weight = same_varying((inputs, weight))
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight))
+    options = dataclasses.replace(options, collision=collision)
 
     def run(rows: Rows, inputs: Inputs, weight: Array) -> TokenLogprobs:
         engine = _engine(impl, inputs, options, rows.sharding)
@@ -133,8 +137,7 @@ def token_loss(
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean. An objective with a keyword-only
             argument `lse` (for z-loss), `mean_logit` (the mean of z over the vocabulary, for label smoothing) or
-            `divergence` (from the teacher's distribution) gets it, too, whether it has a default or not. `mean_logit`
-            reads the weight once more, and can't be had with a softcap.
+            `divergence` (from the teacher's distribution) gets it, too, whether it has a default or not.
         weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
         teacher_hidden, teacher_weight: bfloat16 or float32, of the teacher's own width; no gradient reaches them. Both
             softmaxes are over the first `vocabulary` rows, None: as many as both weights have.
@@ -165,15 +168,14 @@ def token_loss(
     inputs, weight, shares, operands = same_varying((inputs, weight, shares, tuple(map(as_array, operands))))
     dtypes, varying = [x.dtype for x in operands], varying_axes(inputs.hidden)
     own = autodiff.close_objective(objective, dtypes, varying, teacher is not None)
-    if own.uses_mean_logit and softcap is not None:
-        raise ValueError("objective: mean_logit can't be had with a softcap, under which it is no function of mean(W)")
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace, teacher)
     options = dataclasses.replace(options, entropy_slopes=own.uses_entropy, token_slopes=own.uses_tokens)
+    if own.uses_mean_logit:
+        shared = min(len(weight), np.shape(weight if teacher_weight is None else teacher_weight)[0])
+        options = dataclasses.replace(options, mean_over=shared if vocabulary is None else int(vocabulary))
 
     def run(rows: Rows, inputs: Inputs, weight: Array, shares: Array, operands: Any, closed: Any) -> Any:
         operands = tuple(map(rows.flat, operands))
-        if own.uses_mean_logit:
-            operands = *operands, _mean_logit(inputs, weight, options)
         shares = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(shares).astype(jnp.float32))
         engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, shares, operands)
         loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms)
@@ -248,19 +250,3 @@ def _columns(inputs: Inputs) -> Int[Array, ""]:
     """The number of tokens: rows that are in the vocabulary, and in both weights."""
     columns = number_of_columns(inputs)
     return columns if inputs.teacher is None else jnp.minimum(columns, len(inputs.teacher.weight))
-
-
-def _mean_logit(inputs: Inputs, weight: Float[Array, "V D"], options: Options) -> Float[Array, "N"]:
-    """The mean of the logits over the vocabulary: a product of hidden states with the mean row of the weight.
-
-    Its value is that of the numbers that are multiplied, its gradient as if nothing were rounded.
-    """
-
-    def rounded(x: Array, multiplied: Array) -> Float[Array, "..."]:
-        x = x.astype(jnp.float32)
-        return x + lax.stop_gradient(as_operand(multiplied, options.dtype) - x)
-
-    tokens = (jnp.arange(len(weight)) < _columns(inputs))[:, None]
-    mean_D = jnp.sum(jnp.where(tokens, rounded(weight, inputs.weight), 0), axis=0) / _columns(inputs)
-    hidden_ND = jnp.where(inputs.live[:, None], inputs.hidden, 0)
-    return jnp.sum(rounded(hidden_ND, hidden_ND) * mean_D, axis=1) / inputs.temperature

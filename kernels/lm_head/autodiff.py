@@ -24,8 +24,8 @@ from .target import vary
 class Objective(NamedTuple):
     """An objective as `Terms` have it, and what it depends on."""
 
-    function: Any  # a `Partial` of (logprob, lse, entropy[, divergence], *operands[, mean_logit]) to a token's loss
-    uses_tokens: bool  # whether it depends on the log-probability or the lse
+    function: Any  # a `Partial` of (logprob, lse, entropy[, divergence][, mean_logit], *operands) to a token's loss
+    uses_tokens: bool  # whether it depends on the log-probability, the lse or the mean logit
     uses_entropy: bool
     uses_mean_logit: bool
 
@@ -47,15 +47,15 @@ def close_objective(
 
     The operands have these dtypes and, under the caller's `shard_map`, vary over these axes.
     """
-    names, statistics = names_of(objective), 3 + has_teacher
+    names = names_of(objective)
     mean = "mean_logit" in names
-    dtypes = [*[jnp.float32] * statistics, *dtypes, *[jnp.float32] * mean]
+    statistics = 3 + has_teacher + mean
+    dtypes = [*[jnp.float32] * statistics, *dtypes]
 
     def by_place(*scalars: Array) -> Array:
         logprob, lse, entropy, *others = scalars
-        given = {"lse": lse, "divergence": others[0] if has_teacher else None, "mean_logit": scalars[-1]}
-        operands = scalars[statistics : len(scalars) - mean]
-        return objective(logprob, entropy, *operands, **{name: given[name] for name in names})
+        given = {"lse": lse, "divergence": others[0] if has_teacher else None, "mean_logit": scalars[statistics - 1]}
+        return objective(logprob, entropy, *scalars[statistics:], **{name: given[name] for name in names})
 
     if varying:
         closed = jax.make_jaxpr(by_place)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
@@ -73,7 +73,7 @@ def close_objective(
     used = [x for operands in (closed.jaxpr.outvars, *(eqn.invars for eqn in closed.jaxpr.eqns)) for x in operands]
     logprob, lse, entropy = (any(x is variable for x in used) for variable in closed.jaxpr.invars[:3])
     shared = list(map(jnp.asarray, closed.consts))
-    return Objective(jax.tree_util.Partial(function, shared), logprob or lse, entropy, mean)
+    return Objective(jax.tree_util.Partial(function, shared), logprob or lse or mean, entropy, mean)
 
 
 Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]

@@ -9,7 +9,7 @@ from jax import lax
 
 from .precision import precision_of
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
-from .softmax import Slopes, Softmax, cap_slope
+from .softmax import Running, Slopes, Softmax, cap_slope, empty_running, finish_live
 from .target import vary, varying_axes
 from .two_softmaxes import REVERSE_KL, Divergence
 
@@ -47,7 +47,9 @@ class Options:
     wants_hidden: bool = True
     wants_weight: bool = True
     entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
-    token_slopes: bool = True  # False: so are those by the log-probability and the lse
+    token_slopes: bool = True  # False: so are those by the log-probability, the lse and the mean logit
+    mean_over: int | None = None  # number of tokens, where the mean of their logits is asked for
+    collision: bool = False  # whether the sum of p^2 is asked for
     divergence: Divergence = REVERSE_KL
     teacher_softcap: float | None = None
     vocabulary_axis: tuple[str, ...] | None = None  # inside `shard_map`, the mesh axes of the rows of W
@@ -118,10 +120,21 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
     return vary(jnp.zeros(shape, dtype), varying_axes(inputs.hidden))
 
 
-def no_statistics(inputs: Inputs, rows: int) -> Softmax:
+def no_statistics(inputs: Inputs, options: Options, rows: int) -> Softmax:
     """Statistics of rows of which none was visited."""
-    number = 4 if inputs.teacher is None else len(Softmax._fields)
-    return Softmax(*(zeros(inputs, rows) for _ in range(number)))
+    given = [True] * 4 + [inputs.teacher is not None] * 4 + [options.mean_over is not None, options.collision]
+    return Softmax(*(zeros(inputs, rows) if one else None for one in given))  # type: ignore[arg-type]
+
+
+def no_columns(zeros_R: Float[Array, "*R"], options: Options) -> Running:
+    """The state of rows' softmax before any column."""
+    return empty_running(zeros_R, options.mean_over is not None, options.collision)
+
+
+def finish(running: Running, inputs: Inputs, options: Options) -> Softmax:
+    """The statistics of the inputs' rows after all columns."""
+    scale = scale_of(inputs.temperature, options.softcap)
+    return finish_live(running, inputs.live, scale, options.vocabulary_axis, options.mean_over)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int], product: Any) -> Float[Array, "_ _"]:
@@ -165,7 +178,7 @@ def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:
     return softmax.outputs(inputs.live, scale_of(inputs.temperature, options.softcap))
 
 
-def weighted_sum(live: Bool[Array, "N"], statistics: tuple[Float[Array, "N"], ...], terms: Terms) -> Float[Array, ""]:
+def weighted_sum(live: Bool[Array, "N"], statistics: Slopes, terms: Terms) -> Float[Array, ""]:
     """`sum_i weights_i * objective(*statistics_i, *operands_i)` over the rows that count.
 
     An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
@@ -179,11 +192,12 @@ def weighted_sum(live: Bool[Array, "N"], statistics: tuple[Float[Array, "N"], ..
         objective = jax.tree.map(lambda x: x if x.ndim else guard(x, live), terms.objective)
         return objective(*scalars)
 
-    values = jax.vmap(of_token)(live, *map(guard, (*statistics, *terms.operands)))
+    values = jax.vmap(of_token)(live, *map(guard, (*jax.tree.leaves(statistics), *terms.operands)))
     return jnp.sum(jnp.where(live, guard(terms.weights) * values.astype(jnp.float32), 0))
 
 
 def loss_slopes(softmax: Softmax, terms: Terms, inputs: Inputs, options: Options) -> Slopes:
     """The derivatives of `weighted_sum` by the tokens' statistics."""
     tokens = outputs_of(softmax, inputs, options)
-    return Slopes(*jax.grad(weighted_sum, 1)(inputs.live, tokens.statistics, terms))
+    slopes = jax.grad(weighted_sum, 1)(inputs.live, tokens.statistics, terms)
+    return slopes if options.mean_over is None else slopes._replace(mean_logit=slopes.mean_logit / options.mean_over)

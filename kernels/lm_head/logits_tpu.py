@@ -92,7 +92,7 @@ def _sums_kernel(live_ref: Any, scale_ref: Any, label_ref: Any, y_ref: Any, out_
 
     def turn(row: Any, y_CRL: Array, columns: Columns) -> None:
         running = Running(*(out_ref[n, row, :] for n in range(4)))
-        for n, x in enumerate(include_tile(running, y_CRL, columns, scale_ref[0], 0)):
+        for n, x in enumerate(include_tile(running, y_CRL, columns, scale_ref[0], 0)[:4]):
             out_ref[n, row, :] = x
 
     pl.when(live_ref[pl.program_id(0)] > 0)(lambda: _over_rows(y_ref, label_ref, vocabulary, turn))

@@ -28,11 +28,13 @@ class TokenLogprobs(NamedTuple):
     entropy: Float[Array, "*N"]  # `-sum p log p`
     likeliest: Bool[Array, "*N"]  # whether no token has a larger logit than the label; ties count
     divergence: Float[Array, "*N"] | None = None  # from the teacher's distribution; None where there is no teacher
+    mean_logit: Float[Array, "*N"] | None = None  # of z, over the vocabulary; None where no objective names it
+    collision: Float[Array, "*N"] | None = None  # `sum p^2`; None where it isn't asked for
 
     @property
-    def statistics(self) -> tuple[Float[Array, "*N"], ...]:
-        """What an objective may depend on."""
-        return self[:3] if self.divergence is None else (*self[:3], self.divergence)
+    def statistics(self) -> "Slopes":
+        """What an objective may depend on, in the order of their slopes."""
+        return Slopes(self.logprob, self.lse, self.entropy, self.divergence, self.mean_logit)
 
 
 class Slopes(NamedTuple):
@@ -42,6 +44,7 @@ class Slopes(NamedTuple):
     lse: Float[Array, "*N"]
     entropy: Float[Array, "*N"]
     divergence: Any = None  # None where there is no teacher
+    mean_logit: Any = None  # for the engines by the sum of z, and None where no objective names it
 
 
 class Columns(NamedTuple):
@@ -54,13 +57,16 @@ class Columns(NamedTuple):
 class Running(NamedTuple):
     """Sums over the columns seen so far, with e = exp(scale (y - top)) and `top` the maximum of y.
 
-    `sum_e_y` is the sum of e (y - top), `label` the label's y, 0 until it is seen; a teacher has neither.
+    `sum_e_y` is the sum of e (y - top), `label` the label's y, 0 until it is seen; a teacher has neither. The others,
+    the sums of y and of e^2, are None where nobody asks for them.
     """
 
     top: Float[Array, "*R"]
     sum_e: Float[Array, "*R"]
     sum_e_y: Any = None
     label: Any = None
+    sum_y: Any = None
+    sum_e_e: Any = None
 
 
 class Softmax(NamedTuple):
@@ -77,16 +83,20 @@ class Softmax(NamedTuple):
     teacher_log_sum_e: Any = None
     divergence: Any = None
     to_mixture: Any = None
+    mean_logit: Any = None
+    collision: Any = None
 
     def outputs(self, live: Bool[Array, "*R"], scale: Any) -> TokenLogprobs:
         """What the head returns; `live` are the rows that count."""
         lse, likeliest = scale * self.top + self.log_sum_e, (self.label >= 0) & live
-        return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, self.divergence)
+        found = self.divergence, self.mean_logit, self.collision
+        return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, *found)
 
 
-def empty_running(zeros_R: Float[Array, "*R"]) -> Running:
-    """The state before any column."""
-    return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R)
+def empty_running(zeros_R: Float[Array, "*R"], mean_logit: bool = False, collision: bool = False) -> Running:
+    """The state before any column, with the sums that these two take where they are asked for."""
+    sum_y, sum_e_e = zeros_R if mean_logit else None, zeros_R if collision else None
+    return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R, sum_y, sum_e_e)
 
 
 def include_tile(running: Running, y_RT: Float[Array, "..."], columns: Columns, scale: Any, dim: int = 1) -> Running:
@@ -102,16 +112,20 @@ def include_tile(running: Running, y_RT: Float[Array, "..."], columns: Columns, 
         sum_e=old.sum_e + e_RT.sum(axis=dim),
         sum_e_y=old.sum_e_y + (e_RT * below_RT).sum(axis=dim),
         label=old.label + jnp.where(columns.hit, y_RT, 0).sum(axis=dim),
+        sum_y=None if old.sum_y is None else old.sum_y + jnp.where(columns.fresh, y_RT, 0).sum(axis=dim),
+        sum_e_e=None if old.sum_e_e is None else old.sum_e_e + (e_RT * e_RT).sum(axis=dim),
     )
 
 
 def raised(running: Running, top: Float[Array, "*R"], scale: Any) -> Running:
     """The state relative to another maximum."""
     shift = running.top - top
-    factor, sum_e_y = jnp.exp(shift * scale), running.sum_e_y
+    factor, sum_e_y, sum_e_e = jnp.exp(shift * scale), running.sum_e_y, running.sum_e_e
     if sum_e_y is not None:
         sum_e_y = factor * (sum_e_y + shift * running.sum_e)
-    return Running(top, factor * running.sum_e, sum_e_y, running.label)
+    if sum_e_e is not None:
+        sum_e_e = factor * factor * sum_e_e
+    return running._replace(top=top, sum_e=factor * running.sum_e, sum_e_y=sum_e_y, sum_e_e=sum_e_e)
 
 
 def combine(a: Running, b: Running, scale: Any) -> Running:
@@ -128,20 +142,29 @@ def combine_all(parts: Running, scale: Any) -> Running:
 
 
 def across_devices(running: Running, scale: Any, axis: Any) -> Running:
-    """The state after the columns of all devices along `axis`, which exchange a maximum and up to three sums a row."""
+    """The state after the columns of all devices along `axis`, which exchange a maximum and a row's sums."""
     if axis is None:
         return running
     top = lax.pmax(running.top, axis)
     return Running(top, *lax.psum(raised(running, top, scale)[1:], axis))
 
 
-def finish_live(running: Running, live: Bool[Array, "R"], scale: Any, axis: Any) -> Softmax:
-    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count."""
+def finish_live(
+    running: Running, live: Bool[Array, "R"], scale: Any, axis: Any, vocabulary: int | None = None
+) -> Softmax:
+    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
+
+    `vocabulary` is the number of columns over which the mean logit is taken.
+    """
     running = across_devices(running, scale, axis)
     log_sum_e = jnp.log(running.sum_e)
     # H = lse - E[z], both relative to the maximum
     entropy = log_sum_e - scale * (running.sum_e_y / running.sum_e)
     softmax = Softmax(running.top, log_sum_e, scale * (running.label - running.top), entropy)
+    if running.sum_y is not None:
+        softmax = softmax._replace(mean_logit=running.sum_y * (scale / vocabulary))
+    if running.sum_e_e is not None:
+        softmax = softmax._replace(collision=running.sum_e_e / running.sum_e**2)
     return jax.tree.map(lambda x: jnp.where(live, x, 0), softmax)
 
 
@@ -161,9 +184,9 @@ def logit_slopes(
     entropy: bool = True,
     dim: int = 1,
 ) -> Float[Array, "..."]:
-    """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy)`, where `slopes` has a row's three g.
+    """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy) + g_mean`, where `slopes` has a row's g.
 
-    Without `entropy` the last term is 0.
+    Without `entropy` that term is 0, and without its slope that of the mean.
     """
     log_p_RT = log_probabilities(y_RT, softmax.top, softmax.log_sum_e, scale, dim)
     g_logprob, by_p_RT = (jnp.expand_dims(x, dim) for x in (slopes.logprob, slopes.lse - slopes.logprob))
@@ -171,6 +194,8 @@ def logit_slopes(
         g_entropy, of_row = (jnp.expand_dims(x, dim) for x in (slopes.entropy, softmax.entropy))
         by_p_RT -= g_entropy * (log_p_RT + of_row)
     dz_RT = jnp.exp(log_p_RT) * by_p_RT + jnp.where(columns.hit, g_logprob, 0)
+    if slopes.mean_logit is not None:
+        dz_RT += jnp.expand_dims(slopes.mean_logit, dim)
     return jnp.where(columns.fresh, dz_RT, 0)
 
 
@@ -179,6 +204,8 @@ def label_slope(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: f
     log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
     slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)
+    if slopes.mean_logit is not None:
+        slope += slopes.mean_logit
     if softcap is not None:
         slope *= cap_slope(softmax.label * (temperature / softcap) + softmax.top)
     return slope / temperature
@@ -193,8 +220,8 @@ def cap_slope(y: Float[Array, "..."]) -> Float[Array, "..."]:
 class RowFactors(NamedTuple):
     """Each row's numbers from which a kernel makes the derivatives by its products h·W, float32.
 
-    They are `at_label` in the label's column, and elsewhere `p (at_p + at_p_log_p log p)` times the cap's derivative.
-    The last three include 1 / temperature, and `at_label` the cap's derivative at the label.
+    They are `at_label` in the label's column, elsewhere `p (at_p + at_p_log_p log p) + at_all` times the cap's
+    derivative. The last four include 1 / temperature, and `at_label` the cap's derivative at the label.
     """
 
     top: Float[Array, "R"]  # the maximum of y over the whole vocabulary
@@ -202,6 +229,7 @@ class RowFactors(NamedTuple):
     at_p: Float[Array, "R"]
     at_p_log_p: Float[Array, "R"]  # 0 where the loss doesn't depend on the entropy
     at_label: Float[Array, "R"]
+    at_all: Any = None  # None where the loss doesn't depend on the mean logit
 
     def where(self, live: Bool[Array, "R"]) -> "RowFactors":
         """The same, but 0 at rows that don't count, with a maximum that makes every probability 0 there."""
@@ -214,4 +242,5 @@ def row_factors(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: f
     scale = 1 / temperature
     by_p = slopes.lse - slopes.logprob - slopes.entropy * softmax.entropy
     at_label = label_slope(softmax, slopes, temperature, softcap)
-    return RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label)
+    at_all = None if slopes.mean_logit is None else slopes.mean_logit * scale
+    return RowFactors(softmax.top, softmax.log_sum_e, by_p * scale, -slopes.entropy * scale, at_label, at_all)

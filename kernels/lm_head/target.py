@@ -28,19 +28,15 @@ def multiprocessors() -> int:
     return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 132
 
 
-def kind() -> str:
-    """JAX's name for the kind of device that is traced for."""
-    return _device().device_kind
-
-
 def why_not_hopper() -> str | None:
     """The reason why the device that is traced for is no GPU of the Hopper generation, or None."""
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"
-    found = getattr(_device(), "compute_capability", None)  # an abstract device has none
-    if found == "9.0" or (found is None and any(name in kind() for name in ("H100", "H200", "H800", "H20"))):
+    device = _device()
+    found, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract ones have none
+    if found == "9.0" or (found is None and any(name in kind for name in ("H100", "H200", "H800", "H20"))):
         return None
-    return f"it needs a Hopper GPU, and this is {kind()}"
+    return f"it needs a Hopper GPU, and this is {kind}"
 
 
 def _device() -> Any:

@@ -25,7 +25,6 @@ from .softmax import (
     Running,
     Softmax,
     across_devices,
-    empty_running,
     finish_live,
     include_tile,
     log_probabilities,
@@ -73,9 +72,9 @@ class RunningPair(NamedTuple):
         return RunningPair(student, teacher, cross)
 
 
-def empty_pair(zeros_R: Float[Array, "*R"]) -> RunningPair:
-    """The state before any column."""
-    return RunningPair(empty_running(zeros_R), Running(zeros_R + FLOOR, zeros_R), zeros_R)
+def empty_pair(student: Running, zeros_R: Float[Array, "*R"]) -> RunningPair:
+    """The state before any column, of which the student's is given."""
+    return RunningPair(student, Running(zeros_R + FLOOR, zeros_R), zeros_R)
 
 
 def include_tiles(
@@ -100,7 +99,14 @@ def combine_pairs(parts: RunningPair, scales: Both, how: Divergence) -> RunningP
     return RunningPair(student._replace(top=tops[0]), teacher._replace(top=tops[1]), cross)
 
 
-def finish_pair(running: RunningPair, live: Bool[Array, "R"], scales: Both, how: Divergence, axis: Any) -> Softmax:
+def finish_pair(
+    running: RunningPair,
+    live: Bool[Array, "R"],
+    scales: Both,
+    how: Divergence,
+    axis: Any,
+    vocabulary: int | None = None,
+) -> Softmax:
     """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
 
     For jsd the divergence is still to be added up (`mixture_terms`). Devices exchange two maxima and five sums a row.
@@ -115,7 +121,7 @@ def finish_pair(running: RunningPair, live: Bool[Array, "R"], scales: Both, how:
     divergence = cross / sums[first] - jnp.log(sums[first]) + jnp.log(sums[other])
     found = teacher.top, jnp.log(teacher.sum_e), divergence if how.in_one_pass else cross
     top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in found)
-    softmax = finish_live(student, live, scales[0], None)
+    softmax = finish_live(student, live, scales[0], None, vocabulary)
     return softmax._replace(
         teacher_top=top, teacher_log_sum_e=log_sum_e, divergence=divergence, to_mixture=jnp.zeros_like(top)
     )

@@ -21,7 +21,7 @@ from . import contract, target
 from .contract import Gradients, Inputs, Options, Terms
 from .live_rows import live_rows, over_waves, round_up, write
 from .shapes import Array, Bool, Float
-from .softmax import Columns, Slopes, Softmax, empty_running, finish_live, include_tile, logit_slopes
+from .softmax import Columns, Slopes, Softmax, include_tile, logit_slopes
 from .two_softmaxes import both_log_p, divergence_slopes, empty_pair, finish_pair, include_tiles, mixture_terms
 
 _CPU_BLOCK, _BLOCK = 256, 1024
@@ -63,12 +63,13 @@ def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple
             return _waves(plan._replace(block=rows), inputs, None, options)[0], None
 
     if inputs.teacher is not None:
-        nothing = contract.no_statistics(inputs, 0)
+        nothing = contract.no_statistics(inputs, options, 0)
         return over_rows(plan, inputs, options, lambda own: statistics(plan, own, options)[0], nothing), None
     # Devices exchange their sums of all rows at once: the loop over blocks needs no step in common.
-    alone, empty = dataclasses.replace(options, vocabulary_axis=None), empty_running(contract.zeros(inputs, 0))
+    alone = dataclasses.replace(options, vocabulary_axis=None)
+    empty = contract.no_columns(contract.zeros(inputs, 0), options)
     running = over_rows(plan, inputs, alone, lambda own: _running(plan, own, options)[0], empty)
-    return finish_live(running, inputs.live, contract.scales_of(inputs, options)[0], options.vocabulary_axis), None
+    return contract.finish(running, inputs, options), None
 
 
 def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inputs], Any], nothing: Any) -> Any:
@@ -139,7 +140,7 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
 
         return softmax_R, *lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD)), kept
 
-    all_M = contract.no_statistics(inputs, round_up(len(inputs.labels), plan.block))
+    all_M = contract.no_statistics(inputs, options, round_up(len(inputs.labels), plan.block))
     kept = tuple(contract.zeros(inputs, plan.tiles, plan.block, plan.tile) for _ in _models(inputs))
     return over_waves(inputs, options, plan.block, step, all_M, kept=kept)
 
@@ -149,8 +150,8 @@ def statistics(plan: Plan, own: Inputs, options: Options, kept: Logits | None = 
     scales, how, axis = contract.scales_of(own, options), options.divergence, options.vocabulary_axis
     running, kept = _running(plan, own, options, kept)
     if own.teacher is None:
-        return finish_live(running, own.live, scales[0], axis), kept
-    softmax = finish_pair(running, own.live, scales, how, axis)
+        return contract.finish(running, own, options), kept
+    softmax = finish_pair(running, own.live, scales, how, axis, options.mean_over)
     if how.in_one_pass:
         return softmax, kept
 
@@ -179,7 +180,8 @@ def _running(plan: Plan, own: Inputs, options: Options, kept: Logits | None = No
             return include_tile(running, y[0], columns, scales[0]), kept
         return include_tiles(running, y, columns, scales, options.divergence), kept
 
-    running = empty_running(zeros_R) if own.teacher is None else empty_pair(zeros_R)
+    student = contract.no_columns(zeros_R, options)
+    running = student if own.teacher is None else empty_pair(student, zeros_R)
     return _over_tiles(plan, include, (running, kept))
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from mllm.config.section import Section, impossible
 
@@ -75,9 +75,9 @@ class DataConfig(Section):
     input: input, answer: output}`, of which the `input` follows the question behind an empty line."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
-    packing: bool = True
+    packing: StrictBool = True
     """Fill a row with several examples; they don't attend to each other."""
-    shuffle: bool = True
+    shuffle: StrictBool = True
     """Whether the examples come in another order in each pass."""
     epochs: PositiveInt | None = None
     """Passes over the data; None: as many as `steps` take."""

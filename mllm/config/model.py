@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, field_validator, model_validator
 
 from mllm.config.section import Section, impossible
 
@@ -25,7 +25,7 @@ class LoraConfig(Section):
     """The smaller dimension of a and b; None: the source's, and without one an error."""
     alpha: PositiveFloat | None = None
     """The scale s is alpha / rank; None: the source's, and without one an error."""
-    rslora: bool | None = None
+    rslora: StrictBool | None = None
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
     """The products with an adapter, of q, k, v, o, gate, up, down and head, or by PEFT's names (`q_proj`); None:

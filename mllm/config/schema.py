@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, StrictBool, model_validator
 
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig, ModelConfig, OptimizerConfig
@@ -28,7 +28,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; None: only one at the end. A multiple of the updates of a rollout."""
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
-    keep_best: bool = False
+    keep_best: StrictBool = False
     """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`. Needs
     `eval` or `data.validation`, whose `every` is a multiple of `checkpoint.every`."""
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from mllm.config.answer_form import AnswerForm
 from mllm.config.section import Section, impossible
@@ -105,7 +105,7 @@ class TaskConfig(Section):
     """What answers the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
-    keep_thoughts: bool | None = None
+    keep_thoughts: StrictBool | None = None
     """Let earlier turns keep their thoughts in a conversation where the chat template, which drops them, would render
     it anew."""
     reward_timeout: PositiveFloat = 2.0

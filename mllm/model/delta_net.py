@@ -113,10 +113,12 @@ def recurrent(
     def step(carry: tuple[jax.Array, jax.Array], token: Rule) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         memory, document = carry
         kept = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
+        # Sums instead of products of matrices, for which XLA for CPUs transposes the memory.
+        query, key = (x[:, :, None, :, None] for x in (token.queries, token.keys))
         memory = memory * kept[..., None, None]
-        wrong = token.values - einsum("bkgde,bkd->bkge", memory, token.keys)
-        memory += einsum("bkd,bkge->bkgde", token.keys, token.beta[..., None] * wrong)
-        return (memory, token.documents), einsum("bkgde,bkd->bkge", memory, token.queries)
+        wrong = token.values - jnp.sum(memory * key, axis=-2)
+        memory += key * (token.beta[..., None] * wrong)[..., None, :]
+        return (memory, token.documents), jnp.sum(memory * query, axis=-2)
 
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), rule.normalized)
     first = jnp.zeros_like(rule.documents[:, 0])

@@ -14,7 +14,7 @@ from typing import Any
 from mllm.model.architecture import TEXT_PARTS
 from mllm.model.folder import read_json
 from mllm.model.layout import TENSORS
-from mllm.model.weights import LEARNED, Tensor, open_tensors, texts_part
+from mllm.model.tensors import LEARNED, Tensor, open_tensors, texts_part
 
 OWN = re.compile(r"\bmodel\.(?=(layers|embed_tokens|norm)\.)")
 COPIED = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")

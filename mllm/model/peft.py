@@ -20,6 +20,7 @@ from mllm.model.folder import local_folder, read_json, replacing, write_json
 from mllm.model.layout import MATRICES, TENSORS, Params
 from mllm.model.lora import Lora
 from mllm.model.original import Original
+from mllm.model.tensors import open_file
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES: dict[str, str] = {name.split(".")[-1]: TENSORS[matrix].split(".")[-2] for name, matrix in MATRICES.items()}
@@ -95,7 +96,7 @@ def load(folder: Path, abstract: Params, config: Architecture) -> Params:
     """The adapters with the shapes, dtypes and shardings of `abstract`; UserError as for `weights.load`."""
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
-    tensors = weights.open_file(folder / FILE)
+    tensors = open_file(folder / FILE)
     # PEFT saves the frozen matrix of an adapted head, too.
     tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
     return weights.load(folder, abstract, config, tensors, f"{CONFIG} and the model")

@@ -1,20 +1,16 @@
 """Reads and writes Hugging Face's safetensors by the table of parameters in layout.py, without torch.
 
-Each process reads only what its devices need, and a share of what several need. Pickled checkpoints (.bin, .pt) are
-never opened, because loading one can run any code, and code in the folder is never run. Quantized checkpoints, and
-saving from several processes, are left out.
+Each process reads only what its devices need, and a share of what several need. Code in the folder is never run.
+Quantized checkpoints, and saving from several processes, are left out.
 """
 
 import gc
 import math
-import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +18,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -33,27 +28,16 @@ from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.folder import read_json, replacing, write_json
 from mllm.model.int8 import Int8Matrix, is_int8, quantize
 from mllm.model.layout import TENSORS, Params, map_parameters, parameter_name
+from mllm.model.original import Original
+from mllm.model.tensors import CONVOLUTION, INDEX, LEARNED, SINGLE, Tensor, open_tensors, texts_part
 from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
-from mllm.store.names import is_plain
-
-if TYPE_CHECKING:
-    from mllm.model.original import Original
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
-LEARNED = "mllm_learned"
-"""The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
-TEXTS = "language_model."
-"""Where a model of texts and images has the tensors of the texts' part."""
-LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
-"""What Qwen3.5's checkpoints have besides: a network that predicts further tokens, and the one that sees images."""
-HEAD = TENSORS["head"].removesuffix("weight")
-CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> Architecture:
@@ -68,7 +52,7 @@ def load(
     folder: Path,
     abstract: Params,
     config: Architecture,
-    tensors: Mapping[str, "Tensor"] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     described: str = "config.json",
 ) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
@@ -92,18 +76,7 @@ def load(
         return map_parameters(read, abstract)
 
 
-def texts_part(tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others.
-
-    The texts' part of such a model is below `TEXTS`, except for the head.
-    """
-    kept = {name: tensor for name, tensor in tensors.items() if not LEFT_OUT.match(name)}
-    if any(TEXTS in name for name in kept):
-        kept = {name: tensor for name, tensor in kept.items() if TEXTS in name or HEAD in name}
-    return {name.replace(TEXTS, ""): tensor for name, tensor in kept.items()}
-
-
-def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
+def read_parameter(tensors: Mapping[str, Tensor], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
     """One parameter on its devices. A stacked one passes through the host, and becomes int8, layer by layer."""
     shardings = jax.tree.map(lambda x: x.sharding, leaf)
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
@@ -127,7 +100,7 @@ def put_layer(stacked: Any, tensor: jax.Array, layer: jax.Array | int, *, shardi
     return jax.lax.with_sharding_constraint(jax.tree.map(put, stacked, new), sharding)
 
 
-def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
+def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
     """The tensor on its devices in its stored dtype; the host never holds more of it than the file does."""
     blocks: dict[str, np.ndarray] = {}
 
@@ -145,83 +118,8 @@ def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
     return array
 
 
-def stored_bytes(tensors: Iterable["Tensor"]) -> int:
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(math.prod(tensor.stored.get_shape()) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint; indexing it reads a part of it."""
-
-    name: str
-    file: Path
-    stored: Any
-    """safetensors' PySafeSlice, which knows shape and dtype from the file's header."""
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.stored[index]
-
-
-@dataclass(frozen=True)
-class Taps:
-    """The tensor of a convolution of each channel, [C, 1, taps], as [C, taps]."""
-
-    stored: Any
-
-    def get_shape(self) -> list[int]:
-        channels, one, taps = self.stored.get_shape()
-        return [channels, taps] if one == 1 else [channels, one, taps]
-
-    def get_dtype(self) -> str:
-        return self.stored.get_dtype()
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        channels, taps = index
-        return self.stored[channels, :, taps][:, 0]
-
-
-def open_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
-    if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickled:
-            way_out = "convert them to safetensors with transformers' save_pretrained"
-            raise UserError(f"{folder}: only pickled weights ({pickled[0]}), which are never opened; {way_out}")
-        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
-
-    where = folder / INDEX
-    places = read_json(where).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
-        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
-        if "/" in name or not is_plain(name):
-            raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
-        if not name.endswith(".safetensors"):
-            raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
-        if not os.path.isfile(folder / name):
-            raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
-        tensors |= open_file(folder / name)
-    for tensor, name in places.items():
-        if tensor not in tensors or tensors[tensor].file.name != name:
-            raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
-    return tensors
-
-
-def open_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file by name; none is read."""
-    try:
-        file = safe_open(path, framework="numpy")
-        slices = {name: file.get_slice(name) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
-    return {
-        name: Tensor(name, path, Taps(one) if name.endswith(CONVOLUTION) and len(one.get_shape()) == 3 else one)
-        for name, one in slices.items()
-    }
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
@@ -259,7 +157,7 @@ def save(
     bos_id: int | None = None,
     learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
-    original: "Original | None" = None,
+    original: Original | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
@@ -283,7 +181,7 @@ def write_settings(
     pad_id: int | None = None,
     bos_id: int | None = None,
     learned: Form | None = None,
-    original: "Original | None" = None,
+    original: Original | None = None,
 ) -> None:
     """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion.
 
@@ -305,7 +203,7 @@ def write_tensors(
     rounding: Rounding,
     config: Architecture,
     single: str = SINGLE,
-    original: "Original | None" = None,
+    original: Original | None = None,
 ) -> None:
     """Write the safetensors file `single`, or several and their index."""
     shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
@@ -327,7 +225,7 @@ def write_tensors(
 
 
 def written_tensors(
-    params: nnx.State, rounding: Rounding, config: Architecture, original: "Original | None"
+    params: nnx.State, rounding: Rounding, config: Architecture, original: Original | None
 ) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
     """The tensors of an export: name, bytes, and what reads it. Vectors that the original has in float32 stay so."""
 

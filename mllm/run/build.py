@@ -48,6 +48,7 @@ from mllm.run.source_run import SourceRun, load_policy, pin_commit
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.run.teacher import load_teacher, pin_teacher
 from mllm.sampler.sampler import Sampler
+from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums
 from mllm.training.algorithm import Parts, make_algorithm
 from mllm.training.head import choose_head
@@ -181,7 +182,7 @@ class Run:
                 check_turns(renderer, tools, bool(config.task.keep_thoughts))
             renderer = with_tools(renderer, tools)
         warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
-        held = self.algorithm.reference == "held"
+        held, whole = self.algorithm.reference == "held", self.algorithm.completions
         return Sampler(
             policy.graphdef,
             renderer,
@@ -190,6 +191,7 @@ class Run:
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
             cache(partial(room_that_fits, policy, config.rollout, config.optimizer, held, teacher=self.teacher)),
+            Usual(whole // self.algorithm.group, whole) if whole else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
         )

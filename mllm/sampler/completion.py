@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model.tokenizer import Renderer, decode
-from mllm.sampler.schedule import Room
+from mllm.sampler.schedule import Room, Usual
 from mllm.sampler.slots import CHUNK
 
 
@@ -82,6 +82,8 @@ class SamplerSettings:
     seed: int
     room: Callable[[], Room | None] = lambda: None
     """Returns how much is decoded at a time; None: all. It is called where `options.max_slots` is None."""
+    usual: Usual | None = None
+    """What a training step samples; rollouts of up to twice its size reuse its programs."""
     poll: Callable[[], object] = lambda: None
     """Called by all processes after each call of the decode program; what it raises ends the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)

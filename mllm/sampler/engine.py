@@ -33,9 +33,11 @@ from mllm.sampler.completion import Completion, SamplerSettings, Turns
 from mllm.sampler.decoding import Cache, Pages, decoding_graphdef, decoding_weights
 from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.schedule import (
+    PREFILL_TOKENS,
     PREFILLED_BATCHES,
     WIDTHS,
     Room,
+    Usual,
     assign_prompts,
     prompts_a_batch,
     slot_buckets,
@@ -79,13 +81,15 @@ class RolloutEngine:
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)
-        most = max(sum(map(len, queue)) for queue in self.queues)
+        own = Usual(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
+        self.most_prompts, most = own if sampler.usual is None else sampler.usual.serve(own, self.shards)
         slots = self.options.max_slots
         room = sampler.room() if slots is None else Room(slots)
         self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
         tokens = None if room is None or room.tokens is None else room.tokens // self.shards
         self.cache = PagedCache(self.model, self.options, self.weights, self.most_slots, tokens)
-        self.slot_sizes = slot_buckets(self.most_slots, self.model.config.vocab_size, self.cache.weights)
+        vocabulary, answered = self.model.config.vocab_size, self.options.turns > 1
+        self.slot_sizes = slot_buckets(self.most_slots, vocabulary, self.cache.weights, answered)
         self.batches: list[Prefilled] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.tail: Cache | None = None
@@ -185,7 +189,8 @@ class RolloutEngine:
 
     def wants_prompts(self) -> bool:
         """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
-        if len(self.batches) == PREFILLED_BATCHES:
+        held, most = [batch.tokens for batch in self.batches], PREFILLED_BATCHES * PREFILL_TOKENS * self.shards
+        if len(held) >= PREFILLED_BATCHES and (self.cache.states.used or sum(held) + max(held) > most):
             return False
         free = [self.most_slots - len(self.live(shard)) - len(self.parked(shard)) for shard in range(self.shards)]
         shards = zip(self.queues, self.candidates, free, strict=True)
@@ -193,9 +198,8 @@ class RolloutEngine:
 
     def prefill(self) -> None:
         """Prefill the next prompts of each shard."""
-        most = max(map(len, self.queues))
         longest = max(self.length(first) + 1 for queue in self.queues for first, *_ in queue)
-        rows = prompts_a_batch(self.model, min(most, self.most_slots), bucket(longest, WIDTHS))
+        rows = prompts_a_batch(self.model, min(self.most_prompts, self.most_slots), bucket(longest, WIDTHS))
         taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
         # The last token of a prompt is the first that is decoded.
         contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
@@ -219,7 +223,7 @@ class RolloutEngine:
             chosen = [[one for one in candidates if one.batch is batch] for candidates in entering]
             if not (most := max(map(len, chosen))):
                 continue
-            rows = self.entering_rows(most)
+            rows = bucket(most, self.slot_sizes)
             sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
             for shard, candidates in enumerate(chosen):
                 sources[shard, : len(candidates)] = [one.source for one in candidates]
@@ -232,17 +236,13 @@ class RolloutEngine:
         """Prefill the answers of these sequences of each shard behind what their pages hold."""
         if not (most := max(map(len, resumed))):
             return
-        sequences = np.full((self.shards, self.entering_rows(most)), -1)
+        sequences = np.full((self.shards, bucket(most, self.slot_sizes)), -1)
         for row, ones in zip(sequences, resumed, strict=True):
             row[: len(ones)] = ones
         contexts = {one: self.context(one)[self.cached[one] : -1] for ones in resumed for one in ones}
         self.work.prefilled += self.cache.extend(self.decoder, self.weights, sequences, contexts, self.cached)
         for one in contexts:
             del self.cached[one]
-
-    def entering_rows(self, most: int) -> int:
-        """The rows of a program for so many sequences that enter a shard: a power of four."""
-        return min(1 << 2 * -(-(most - 1).bit_length() // 2), self.most_slots)
 
     def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
         """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.

@@ -37,6 +37,8 @@ class PagedCache:
         self.page = page_size(options.total_length)
         self.limits = pool_pages(model, options, slots, tokens)
         """The most pages of each kind of layers."""
+        # A program more costs more than pages that are empty.
+        self.short = max(self.limits) <= SHORT * slots
         slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
         self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
         self.layers: list[LayerCache] = []
@@ -81,14 +83,10 @@ class PagedCache:
 
     def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
-        most, now = pool_pages(self.model, self.options, rows), max(self.pages)
-        whole = max(most)
-        if whole <= SHORT * rows:  # a program more costs more than pages that are empty
-            doubled = (whole * 2**power for power in range(10))
-            wanted = min(max(self.limits), next(size for size in doubled if size >= max(needed)))
-            wanted = now if wanted <= now < 2 * wanted else wanted  # of other rows, and good enough
-        else:
-            wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
+        if self.short:
+            return self.limits
+        most = pool_pages(self.model, self.options, rows)
+        wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
         windows = zip(self.tables, most, needed, strict=True)
         return [wanted if table.window is None else min(wanted, max(of_rows, own)) for table, of_rows, own in windows]
 

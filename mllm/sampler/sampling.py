@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Bool, Float, Int, Key
+from jaxtyping import Bool, Float, Float32, Int, Key, UInt32
 
 from mllm.config.rollout import RolloutConfig
 
@@ -49,14 +49,24 @@ def sample(
     if options.min_p is not None:
         kept = jnp.where(kept < kept.max(-1, keepdims=True) + math.log(options.min_p), -jnp.inf, kept)
     keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, kept.shape[1:]))(keys)
-    token = jnp.argmax(kept + noise, axis=-1)
+    bits = jax.vmap(lambda key: jax.random.bits(key, kept.shape[1:], jnp.uint32))(keys)
+    token = jnp.argmax(kept + gumbel_noise(bits), axis=-1)
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     mass = jax.nn.logsumexp(kept, axis=-1)
     if not options.truncates:
         return Draw(token.astype(jnp.int32), chosen - mass, None)
     whole = jax.nn.logsumexp(logits, axis=-1)
     return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))
+
+
+def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
+    """-log(-log(u)) with u = (bits + 1/2) / 2^32, up to 22.9.
+
+    `jax.random.gumbel` takes u from 23 of the 32 bits, and its noise ends at 16: it draws a token of probability p with
+    p exp(-2^-23 / p) only. Here 1 - u is computed, which keeps all bits where noise is large.
+    """
+    beyond = (jnp.invert(bits).astype(jnp.float32) + 0.5) * 2.0**-32
+    return -jnp.log(-jnp.log1p(-jnp.minimum(beyond, 1 - 2.0**-24)))
 
 
 def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:

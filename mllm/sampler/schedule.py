@@ -19,7 +19,7 @@ PREFILL_TOKENS = 4096
 PREFILLED_STATES = 8
 """The most prompts with states of delta nets that a device prefills at a time: a state is up to 50 MB."""
 PREFILLED_BATCHES = 2
-"""The most batches of prompts whose keys and values wait for slots."""
+"""The most batches of prompts whose keys and values wait for slots; more than these if they have no more tokens."""
 MEAN_LENGTH = 0.25
 """The mean length of sequences over their limit, as it is assumed until the pages are full."""
 PIECE = 32
@@ -37,6 +37,18 @@ class Room(NamedTuple):
     """Sequences, at least one on each device."""
     tokens: int | None = None
     """Their tokens, those in the pages that they have begun to fill included; None: as many as they may have."""
+
+
+class Usual(NamedTuple):
+    """How many distinct prompts and sequences programs are made for, over all devices or on one."""
+
+    prompts: int
+    sequences: int
+
+    def serve(self, own: "Usual", shards: int) -> "Usual":
+        """What a device's programs are made for, whose own share of a rollout is this: the usual if it is no burden."""
+        usual = Usual(-(-self.prompts // shards), -(-self.sequences // shards))
+        return usual if own.sequences <= 2 * usual.sequences else own
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
@@ -72,14 +84,15 @@ def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int |
     return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
 
 
-def slot_buckets(most: int, vocabulary: int, weights: int) -> list[int]:
-    """The numbers of slots that a shard may have: the most; its half and its quarter, too, where rows cost time.
+def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = False) -> list[int]:
+    """The numbers of slots that a shard may have: the most; where rows cost time its half and its quarter, too.
 
     They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where the
-    logits of all have less than an eighth of the weights' bytes, which are `weights`.
+    logits of all have less than an eighth of the weights' bytes, which are `weights`. Sequences that are `answered`
+    have two programs for each number, and so no quarter.
     """
     free = jax.default_backend() != "cpu" and 8 * LOGITS * 4 * vocabulary * most < weights
-    return sorted({-(-most // 2**power) for power in range(1 if free else 3)})
+    return [most] if free else sorted({-(-most // 2**power) for power in range(2 if answered else 3)})
 
 
 def prompts_a_batch(model: Decoder, needed: int, width: int) -> int:

@@ -8,6 +8,7 @@ Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of 
 key and value heads, P pages of the pool, T places of a page, H size of a head, W width of a batch of prompts.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -73,6 +74,11 @@ class Prefilled(NamedTuple):
 
     cache: Cache
     states: States
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of all rows have keys and values, padding included."""
+        return math.prod(self.cache[0].keys.shape[::2]) if self.cache else 0
 
 
 @partial(jax.jit, static_argnames="graphdef")

@@ -10,7 +10,6 @@ from jaxtyping import Array, Bool, Float, Int
 
 import lm_head
 from lm_head import EngineChoice, HeadSharding, TokenLogprobs
-from lm_head.two_softmaxes import Kind
 from mllm.config.model import HeadConfig, ModelConfig
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch
@@ -51,9 +50,21 @@ class Head:
         return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **how, **self.options)
 
     def loss(
-        self, states: States, batch: Batch, objective: Callable[..., Array], *operands: Array
+        self,
+        states: States,
+        batch: Batch,
+        objective: Callable[..., Array],
+        *operands: Array,
+        teacher: States | None = None,
+        **divergence: Any,
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The weighted sum of `objective(logprob, entropy, *operands)`; the log-probabilities without gradient."""
+        """The weighted sum of `objective(logprob, entropy, *operands)`; the tokens' statistics without gradient.
+
+        With a `teacher` the objective may name the `divergence` from it, whose `kind` and `beta` are given.
+        """
+        given: dict[str, Any] = (
+            {} if teacher is None else {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.copy}
+        )
         return lm_head.token_loss(
             states.hidden,
             states.weight,
@@ -64,24 +75,8 @@ class Head:
             weight_copy=states.copy,
             workspace=self.workspace,
             dtype=states.hidden.dtype,
-            **self.options,
-        )
-
-    def divergence(
-        self, states: States, teacher: States, batch: Batch, kind: Kind, beta: float
-    ) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        """The weighted sum of the divergences from the teacher's distributions; the divergences without gradient."""
-        return lm_head.divergence_loss(
-            states.hidden,
-            states.weight,
-            teacher.hidden,
-            teacher.copy,
-            kind=kind,
-            beta=beta,
-            weights=batch.weights,
-            weight_copy=states.copy,
-            workspace=self.workspace,
-            dtype=states.hidden.dtype,
+            **given,
+            **divergence,
             **self.options,
         )
 

@@ -90,15 +90,19 @@ def both_logits():
     return np.float64(mine), np.float64(logits(forward.teacher.graphdef, teacher, tokens[1], *more))
 
 
-@pytest.mark.parametrize(("kind", "how"), KINDS.items())
-def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperature(kind, how):
+@pytest.mark.parametrize(("kind", "how", "coef"), [*((*one, 0.0) for one in KINDS.items()), ("forward_kl", {}, 0.4)])
+def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperature(kind, how, coef):
+    """`coef` adds the labels' cross-entropy, which settings allow with given completions only."""
     forward, params, _ = make_pair(make_settings())
     mine, yours = both_logits()
     log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
     p, q = (log_softmax(z[..., :260] / TEMPERATURE) for z in (mine, yours))
     expected, counts = divergence(kind, p, q, how.get("beta")), BATCH.weights > 0
-    loss, metrics, gradients = update(make_settings(kind=kind, **how))
-    assert loss == pytest.approx((BATCH.weights * expected).sum(), rel=2e-5)
+    settings = make_settings(kind=kind, **how)
+    labelled = settings.distill.model_copy(update={"label_coef": coef})
+    loss, metrics, gradients = update(settings.model_copy(update={"distill": labelled}))
+    of_labels = np.take_along_axis(p, BATCH.labels[..., None], -1)[..., 0]
+    assert loss == pytest.approx((BATCH.weights * (expected - coef * of_labels)).sum(), rel=2e-5)
     assert metrics["kl"] == pytest.approx(expected[counts].mean(), rel=2e-5)
     some = np.asarray(forward.algorithm.measured(BATCH))
     assert 0.05 < some[counts].mean() < 0.25
@@ -111,8 +115,9 @@ def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperatur
 
     def oracle(params):
         z = logits(forward.graphdef, params, BATCH.tokens, BATCH.positions, BATCH.segments)[..., :260] / TEMPERATURE
-        found = divergence(kind, jax.nn.log_softmax(z), jnp.float32(q), how.get("beta"), jnp)
-        return (BATCH.weights * found).sum()
+        log_p = jax.nn.log_softmax(z)
+        found = divergence(kind, log_p, jnp.float32(q), how.get("beta"), jnp)
+        return (BATCH.weights * (found - coef * jnp.take_along_axis(log_p, BATCH.labels[..., None], -1)[..., 0])).sum()
 
     same = jax.jit(jax.grad(oracle))(params)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(same), strict=True):

@@ -97,6 +97,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
         (GRPO, "grpo.nothing_like_it=8", "grpo.nothing_like_it: unknown setting"),
         (SFT, "optimizer={learning_rate: -1}", "optimizer.learning_rate: Input should be greater than 0 (got -1)"),
+        (SFT, "data.packing=no", "data.packing: Input should be a valid boolean (got 'no')"),  # a text in YAML 1.2
         (SFT.replace("steps: 4", ""), None, "steps: this setting is required"),
         (SFT.replace("batch_size: 8", ""), None, "batch_size: Field required"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),

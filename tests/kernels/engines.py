@@ -32,7 +32,7 @@ V6E = AbstractMesh(
 )
 """For tracing: what is traced under this mesh is for a TPU."""
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
-GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=0)
+GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=(0, 0))
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
 CHUNK_SIZES = {"_CPU_ROWS": 24, "_ROWS": 24, "_LEAST_ROWS": 16}
 needs_interpreter = pytest.mark.skipif(
@@ -95,8 +95,8 @@ FULL = XLA._replace(impl="full_logits")
 CHUNKED = XLA._replace(impl="chunked_logits")
 XLA_BF16 = XLA._replace(dtype=BF16, waves=XLA.waves + 4 * 301 * 16)
 FULL_BF16, CHUNKED_BF16 = FULL._replace(dtype=BF16), CHUNKED._replace(dtype=BF16)
-TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 64), 200_000 + 4 * 499 * 64)
-TPU = TPU_F32._replace(dtype=BF16)
+TPU_F32 = Engine("mosaic_tpu", F32, (300, 499, 128), 200_000 + 4 * 499 * 128)
+TPU = Engine("mosaic_tpu", BF16, (300, 499, 64), 200_000 + 4 * 499 * 64)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
 GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
 """Its `waves`: logits of a tile of columns."""

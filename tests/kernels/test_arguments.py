@@ -24,10 +24,6 @@ def cross_entropy(logprob: jax.Array, entropy: jax.Array, *operands: jax.Array) 
     return -logprob
 
 
-def smoothed(logprob: jax.Array, entropy: jax.Array, *, mean_logit: jax.Array) -> jax.Array:
-    return -mean_logit
-
-
 def call_token_loss(
     hidden: Any, weight: Any, labels: Any, operands: Any = (), objective: Any = cross_entropy, **options: Any
 ) -> Any:
@@ -59,7 +55,6 @@ VALUES = {
 OF_TOKEN_LOSS = {
     "weights of another rank": ("weights", {"weights": jnp.ones((4, 1))}),
     "where that is not boolean": ("where", {"where": jnp.ones(4)}),
-    "a mean logit under a softcap": ("mean_logit.* softcap", {"objective": smoothed, "softcap": 1.0}),
     "an operand of another shape": ("operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
     "an objective of two numbers": ("objective", {"objective": lambda *scalars: jnp.stack(scalars)}),
     "a workspace below zero": ("workspace", {"workspace": -1}),

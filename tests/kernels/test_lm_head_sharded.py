@@ -57,12 +57,16 @@ def general(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True
     return jnp.sum(weights * (jnp.where(live, operand, 0) * product + jnp.sin(scale * tokens.lse))), tokens
 
 
-def loss(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, **options):
+def loss(hidden, weight, operand, weights, scale, labels=LABELS, entropy=True, smooth=False, **options):
     def objective(logprob, entropy_, operand):
         by_entropy = 0.1 * jnp.clip(entropy_, 0, 4) ** 2 if entropy else 0
         return -operand * jnp.exp(scale * 0.1 * logprob) + by_entropy
 
-    return token_loss(hidden, weight, labels, objective, operand, weights=weights, **options)
+    def smoothed(logprob, entropy_, operand, *, mean_logit):
+        return objective(logprob, entropy_, operand) + operand * mean_logit
+
+    chosen = smoothed if smooth else objective
+    return token_loss(hidden, weight, labels, chosen, operand, weights=weights, **options)
 
 
 def of_a_copy(hidden, weight, *arguments, **options):
@@ -78,8 +82,8 @@ TEACHER_WEIGHT = RNG.normal(size=(V + 13, 24)).astype(np.float32)
 def with_teacher(hidden, weight, operand, weights, scale, labels=LABELS, words=V + 13, order=None, **options):
     """Label and teacher in one pass; with fewer `words` the last rows of the student's weight are no tokens."""
 
-    def objective(logprob, entropy, operand, *, divergence):
-        return scale * divergence - operand * logprob
+    def objective(logprob, entropy, operand, *, divergence, mean_logit):
+        return scale * divergence - operand * (logprob - mean_logit)
 
     states, labels = (
         TEACHER[np.arange(N) if order is None else np.array(order)].reshape(*hidden.shape[:-1], -1),
@@ -116,10 +120,11 @@ def of_one_device(way, **options):
 SCALED = {"temperature": 0.6, "softcap": 2.0}
 ALL = (0, 1, 2, 3, 4)
 CASES = [
-    (CUBE, {}, "general", {}, ALL),
+    (CUBE, {}, "general", {"collision": True}, ALL),
     (CUBE, {}, "recomputed", SCALED, ALL),
     (CUBE, {}, "in waves", {}, ALL),
     (CUBE, {}, "general", {}, (0,)),  # the other side is frozen
+    (CUBE, {}, "in waves", {"smooth": True}, ALL),
     (CUBE, {}, "in waves", {}, (1,)),
     (CUBE, {}, "a copy", {}, ALL),
     (CUBE, {}, "a teacher", {}, ALL),
@@ -143,17 +148,17 @@ def test_values_and_gradients_are_those_of_one_device(shape, axes, way, options,
 
 
 KERNELS = [
-    pytest.param((2, 1, 2), "general", True, marks=pytest.mark.nightly),
-    pytest.param((1, 4, 1), "general", False, marks=pytest.mark.nightly),
-    ((1, 2, 2), "in waves", False),
-    pytest.param((1, 2, 2), "a teacher", None, marks=pytest.mark.nightly),
+    pytest.param((2, 1, 2), "general", {"entropy": True, "collision": True}, marks=pytest.mark.nightly),
+    pytest.param((1, 4, 1), "general", {"entropy": False}, marks=pytest.mark.nightly),
+    ((1, 2, 2), "in waves", {"entropy": False, "smooth": True}),
+    pytest.param((1, 2, 2), "a teacher", {}, marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("shape", "way", "entropy"), KERNELS, ids=str)
-def test_kernels_for_tpus_give_what_one_device_gives(shape, way, entropy):
+@pytest.mark.parametrize(("shape", "way", "options"), KERNELS, ids=str)
+def test_kernels_for_tpus_give_what_one_device_gives(shape, way, options):
     """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here."""
-    arguments, options = ARGUMENTS, {} if entropy is None else {"entropy": entropy}
+    arguments, options = ARGUMENTS, dict(options)
     if way in ("general", "a teacher"):
         # For the same reason each device needs a token that counts, unless all go through the blocks in step.
         order = np.arange(N).reshape(2, -1).T.ravel()

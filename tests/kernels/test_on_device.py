@@ -79,7 +79,7 @@ def test_every_workspace_is_as_accurate_as_full_logits(workspace: int | None) ->
     problem = cases.random_problem((600, 1400, 192), dtype=jnp.bfloat16)
     small: Any = tpu_tiles.override(rows=128, columns=256, step=128)
     if jax.default_backend() == "gpu":
-        small = gpu_tiles.override(Sizes(Tiles(), 512, wave_rows=0))
+        small = gpu_tiles.override(Sizes(Tiles(), 512, wave_rows=(0, 0)))
     with small:
         cases.check_loss(problem, CROSS_ENTROPY, cases.sparse_weights(600), impl=kernels(), workspace=workspace)
 

@@ -5,6 +5,7 @@ error is that of the softmax alone, whose bound is float32's epsilon times the s
 """
 
 import contextlib
+import functools
 import inspect
 from typing import Any
 
@@ -256,18 +257,94 @@ def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
         token_loss(hidden, weight, labels, lambda logprob, entropy, *, divergence=0.0: divergence)
 
 
-@engines(*PLAIN)
-def test_the_mean_logit_is_of_the_numbers_that_are_multiplied(engine: Engine) -> None:
-    """With narrow products, or a narrow copy of the weight, over the rows that are tokens."""
-    hidden, weight = (RNG.normal(size=size).astype(np.float32) for size in ((9, 16), (30, 16)))
-    rounded = [np.asarray(jnp.asarray(x, BF16), np.float64) for x in (hidden, weight)]
-    labels, objective = np.zeros(9, np.int32), lambda *_, mean_logit: mean_logit
-    for given in ({"dtype": BF16}, {"weight_copy": jnp.asarray(weight, BF16), "dtype": BF16}):
-        given |= {"vocabulary": 25, "temperature": 0.5, "impl": engine.impl}
-        value, dw = jax.value_and_grad(lambda w, given=given: token_loss(hidden, w, labels, objective, **given)[0])(
-            jnp.asarray(weight)
-        )
-        terms = rounded[0] @ rounded[1][:25].T / 0.5 / 25
-        near(value, terms.sum(), np.abs(rounded[0]) @ np.abs(rounded[1]).T.sum(axis=1))
-        right = np.pad(np.tile(rounded[0].sum(axis=0) / 0.5 / 25, (25, 1)), ((0, 5), (0, 0)))
-        np.testing.assert_allclose(dw, right, rtol=0, atol=32 * EPS * np.abs(right).max())
+NAMED = [
+    *((engine, way, cap) for engine in (*PLAIN, TPU_F32, TPU, GPU) for way in ("none", "all") for cap in (None, 20.0)),
+    *((engine, "some", None) for engine in (XLA, TPU_F32, GPU)),
+]
+
+
+@pytest.mark.parametrize(("engine", "way", "softcap"), [parameter(*x) for x in NAMED])
+def test_the_mean_logit_has_its_value_and_gradients_of_the_rows_that_are_tokens(
+    engine: Engine, way: str, softcap: float | None
+) -> None:
+    """Label smoothing, beside the entropy or without. Rows of the weight past the vocabulary hold large numbers."""
+    (n, v, d), temperature, common = engine.shape, 2.5, engine.shape[1] - 90
+    hidden, weight, labels = problem_of(n, v, d, most=1)
+    weight[common:], labels, live = 100, labels % common, np.arange(n) % 5 > 0
+    weights = np.where(live, np.linspace(-1, 1, n), 0)
+    arrays = jnp.asarray(hidden, engine.dtype), jnp.asarray(weight, engine.dtype)
+    y = hidden.astype(np.float64) @ weight[:common].T.astype(np.float64)
+    tanh = 0 * y if softcap is None else np.tanh(y / softcap)
+    by_entropy = 0.5 if softcap is not None and way == "none" else 0
+
+    def objective(logprob: Any, entropy: Any, *, mean_logit: Any, lse: Any) -> Any:
+        smoothed = -0.5 * logprob - 4 * (mean_logit - lse)
+        return smoothed + by_entropy * entropy if by_entropy else smoothed
+
+    def loss(h: Any, w: Any) -> Any:
+        options = {"temperature": temperature, "softcap": softcap, "vocabulary": common, "impl": engine.impl}
+        options |= {"workspace": engine.bytes_of(way), "weights": jnp.asarray(weights, F32)}
+        return token_loss(h, w, labels, objective, **options)
+
+    with engine.strictly():
+        (value, tokens), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(*arrays)
+    z = y / temperature if softcap is None else softcap * tanh / temperature
+    top = z.max(axis=1, keepdims=True)
+    lse = top + np.log(np.exp(z - top).sum(axis=1, keepdims=True))
+    p, mean, hit = np.exp(z - lse), z.mean(axis=1), np.arange(common) == labels[:, None]
+    entropy = -(p * (z - lse)).sum(axis=1)
+    size = 1 + np.abs(z).max()
+    near(np.asarray(tokens.mean_logit)[live], mean[live], size)
+    assert not np.any(np.asarray(tokens.mean_logit)[~live])
+    values = -0.5 * (z - lse)[hit] - 4 * (mean - lse[:, 0]) + by_entropy * entropy
+    near(value, (weights * values).sum(), 20 * size * np.abs(weights).sum())
+    # A derivative's terms. A product rounds their sum to its dtype; p is off by the rounding of the logits.
+    terms = -0.5 * hit, 4.5 * p, -4.0 / common, -by_entropy * p * (z - lse + entropy[:, None])
+    factor = weights[:, None] * (1 - tanh**2) / temperature
+    dy, parts = factor * sum(terms), np.abs(factor) * sum(map(np.abs, terms))
+    within, others = 16 * EPS * size + (2**-7 if engine.dtype == BF16 else 0), (weight[:common], hidden)
+    for got, left, part, right in zip(gradients, (dy, dy.T), (parts, parts.T), others, strict=True):
+        found = np.asarray(got, np.float64)[: len(left)]
+        np.testing.assert_array_less(np.abs(found - left @ right), within * (part @ np.abs(right)) + 1e-30)
+    assert not np.any(gradients[1][common:])
+
+
+@engines(*PLAIN, TPU_F32, TPU, GPU)
+@pytest.mark.parametrize(("temperature", "softcap"), [(1e-6, None), (2.5, None), (0.7, 20.0)])
+def test_the_collision_is_the_sum_of_squared_probabilities(
+    engine: Engine, temperature: float, softcap: float | None
+) -> None:
+    (n, v, d), common = engine.shape, engine.shape[1] - 90
+    hidden, weight, labels = problem_of(n, v, d, most=1)
+    weight[common:], labels, live = 100, labels % common, np.arange(n) % 5 > 0
+    arrays = jnp.asarray(hidden, engine.dtype), jnp.asarray(weight, engine.dtype), labels
+    options = {"temperature": temperature, "softcap": softcap, "vocabulary": common, "where": live}
+    with engine.strictly():
+        run = jax.jit(lambda *x: token_logprobs(*x, collision=True, impl=engine.impl, **options))
+        found = run(*arrays)
+    y = hidden.astype(np.float64) @ weight[:common].T.astype(np.float64)
+    z = (y if softcap is None else softcap * np.tanh(y / softcap)) / np.float64(np.float32(temperature))
+    p = np.exp(z - z.max(axis=1, keepdims=True))
+    right = np.where(live, ((p / p.sum(axis=1, keepdims=True)) ** 2).sum(axis=1), 0)
+    near(found.collision, right, 0 if softcap is None else np.abs(z).max())
+    assert token_logprobs(*arrays, impl="xla").collision is None
+
+
+@pytest.mark.parametrize("way", ["none", "all"])
+@engines(*PLAIN, TPU_F32, TPU, GPU)
+def test_rows_of_the_weight_that_are_no_tokens_get_no_gradient_and_have_no_effect(engine: Engine, way: str) -> None:
+    """They are so large that their exponentials overflow."""
+    (n, v, d), common = engine.shape, engine.shape[1] - 90
+    hidden, weight, labels = problem_of(n, v, d)
+    hidden, options = jnp.asarray(hidden, engine.dtype), {"workspace": engine.bytes_of(way), "impl": engine.impl}
+
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(h: Any, w: Any) -> Any:
+        objective = lambda logprob, entropy: -logprob  # noqa: E731
+        return token_loss(h, w, labels % common, objective, vocabulary=common, **options)[0]
+
+    with engine.strictly():
+        run = jax.jit(lambda padding: gradients(hidden, jnp.asarray(weight, engine.dtype).at[common:].set(padding)))
+        large, none = run(100.0), run(0.0)
+    jax.tree.map(np.testing.assert_array_equal, large, none)
+    assert not np.any(large[1][common:])

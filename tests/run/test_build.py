@@ -15,6 +15,7 @@ from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
 from mllm.run.signals import Interrupted
+from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums
 
 SEED = 7
@@ -78,6 +79,8 @@ def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
     assert {given[name]["steps"] for name in TIMED} == {run.source.steps}
     assert (run.source.steps < run.config.steps) == (run.config.data is not None)
     assert run.sampler.room().slots > 0
+    grpo, batch = run.config.grpo, run.config.batch_size
+    assert given["Sampler"]["usual"] == (Usual(batch // grpo.num_generations, batch) if grpo else None)
     planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "holds_reference")]
     assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo is not None]
     assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)

@@ -8,7 +8,9 @@ from tools import generate
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [{"architecture": QWEN35}, {"dtype": "bfloat16", "lora": {"rank": 2, "alpha": 2}}])
+@pytest.mark.parametrize(
+    "model", [{}, pytest.param({"dtype": "bfloat16", "lora": {"rank": 2, "alpha": 2}}, marks=pytest.mark.nightly)]
+)
 def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been_and_its_model_answers(model, tmp_path, capsys):
     """Some turns end by stop texts, and more conversations than there are slots go on."""
     whole = changed(METHODS["turns"], run_dir=str(tmp_path / "whole"), model={"architecture": QWEN35, **model})

@@ -17,7 +17,8 @@ from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.load import load_policy
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import bytes_on_device, make_mesh
+from mllm.plan.programs import Programs
 from mllm.sampler import engine
 from mllm.sampler.completion import RolloutWork
 from mllm.sampler.sampler import Sampler
@@ -150,3 +151,15 @@ def test_eight_devices_sample_the_tokens_of_one():
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert len({len(one.tokens) for one in found[0]}) > 10
+
+
+@pytest.mark.slow
+def test_decode_steps_change_states_in_place():
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}
+    layers = {"num_hidden_layers": 12, "layer_types": ["linear_attention"] * 11 + ["full_attention"]}
+    settings = config(batch_size=64, model={"architecture": {**QWEN35, **heads, **layers}})
+    shapes = Programs(settings, make_mesh(settings.mesh))
+    function, arguments = shapes.decode()
+    used, states = function.lower(*arguments).compile().memory_analysis(), bytes_on_device(shapes.states())
+    assert used.alias_size_in_bytes >= states
+    assert used.temp_size_in_bytes < states / 4

@@ -1,6 +1,7 @@
 """Rollouts against the model without cache, padding or batch, applied to each whole sequence."""
 
 import json
+import re
 from array import array
 from collections import Counter
 from functools import partial
@@ -31,7 +32,7 @@ from mllm.sampler.decoding import DecodingWeights
 from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.pages import page_size
 from mllm.sampler.sampler import Sampler
-from mllm.sampler.schedule import Room, assign_prompts
+from mllm.sampler.schedule import Room, Usual, assign_prompts
 from mllm.sampler.slots import CHUNK
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
@@ -96,7 +97,7 @@ def completion_logits(model, prompt, tokens):
 @jax.jit
 def gumbel_noise(keys):
     def at(key, position):
-        return jax.random.gumbel(jax.random.fold_in(key, position), (VOCABULARY,))
+        return sampling.gumbel_noise(jax.random.bits(jax.random.fold_in(key, position), (VOCABULARY,), jnp.uint32))
 
     return jax.vmap(lambda key: jax.vmap(partial(at, key))(jnp.arange(LIMIT)))(keys)
 
@@ -251,17 +252,28 @@ def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_l
 
 @pytest.mark.slow
 def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
-    """On one device, too, a tail that is new has the sharding of one that the program returned."""
+    """On one device, too, a tail that is new has the sharding of one that the program returned.
+
+    So does evaluation, which has other numbers of prompts and sequences than training, one prompt a sequence.
+    """
     settings = config()
     policy = load_policy(settings, make_mesh(settings.mesh))
-    options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=3)
-    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0)
+    options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=4)
+    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0, usual=Usual(2, 4))
+    training, evaluation = [[1, 2]] * 2 + [[3]] * 2, [[number] for number in range(7)]
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        for greedy in (True, False, True):
-            found = sampler.complete(policy.initial_params(), [[1, 2], [3], [4]], step=0, greedy=greedy)
+        for prompts, greedy in ((evaluation, True), (training, False), (evaluation[:3], True)):
+            found = sampler.complete(policy.initial_params(), prompts, step=0, greedy=greedy)
             assert any(any(one.logprobs) for one in found) != greedy
-    compiled = [line for line in caplog.messages if line.startswith("Finished XLA compilation of jit(decode)")]
-    assert len(compiled) == len(sampler.work.programs) == 1
+    compiled = Counter(re.findall(r"Finished XLA compilation of jit\((prefill|decode)\)", caplog.text))
+    assert compiled == {"prefill": 1, "decode": 1}
+    assert len(sampler.work.programs) == 1
+
+
+def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and_shards_share_the_usual_ones():
+    usual, own = Usual(2, 8), Usual(17, 17)
+    assert (usual.serve(Usual(16, 16), 1), usual.serve(own, 1)) == (usual, own)
+    assert (usual.serve(Usual(3, 4), 4), Usual(2, 6).serve(Usual(1, 1), 4)) == (Usual(1, 2), Usual(1, 2))
 
 
 @pytest.mark.slow
@@ -270,6 +282,7 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     [
         "qwen3",
         "gemma3",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grouped_bfloat16", "smollm3", "olmo2")),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from rollouts import sampling_logprobs
 
 from mllm.config.rollout import RolloutConfig
-from mllm.sampler.sampling import exclude, sample, sequence_keys
+from mllm.sampler.sampling import exclude, gumbel_noise, sample, sequence_keys
 
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
@@ -19,6 +19,29 @@ SETTINGS = [
     {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.5},
     {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.35},
 ]
+
+
+def test_noise_has_all_bits_where_it_is_large():
+    ends = np.arange(2000, dtype=np.uint32)
+    bits = np.concatenate([ends, np.random.default_rng(0).integers(2**32, size=4000, dtype=np.uint32), ~ends[::-1]])
+    noise = np.asarray(gumbel_noise(jnp.asarray(bits)))
+    u = (bits + 0.5) * 2.0**-32  # float64
+    exact = -np.log(-np.log1p(u - 1))
+    rounded = 2.0**-24 * np.minimum(1, 1 - u + 2.0**-24) / (-u * np.log1p(u - 1))  # 1 - u is, to float32
+    assert (np.abs(noise - exact) <= rounded + 2.0**-22 * (1 + np.abs(exact)))[2000:].all()
+    assert -3 < noise[:2000].min() <= noise[:2000].max() < -2.5  # 1 - u has 24 bits there
+    assert (np.diff(noise[-2000:]) > 0).all()
+
+
+@pytest.mark.nightly
+def test_a_tail_of_150_000_tokens_is_drawn_as_often_as_it_is_likely():
+    """Its tokens have 6e-8 each: `jax.random.gumbel` would draw exp(-2^-23 / 6e-8) of them, about 2 of 16."""
+    tail, rows = 150_000, 89
+    logits = jnp.log(jnp.concatenate([jnp.array([0.991]), jnp.full(tail, 0.009 / tail)]))
+    rows_of = jnp.tile(logits, (rows, 1))
+    one = jax.jit(lambda keys: sample(rows_of, keys, jnp.zeros(rows, jnp.int32), RolloutConfig(**LIMITS)).tokens)
+    found = sum(int((one(sequence_keys(0, step, jnp.arange(rows))) > 0).sum()) for step in range(20))
+    assert 8 <= found <= 28  # of 16 expected, by 2 and 3 standard deviations
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

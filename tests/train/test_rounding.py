@@ -122,6 +122,7 @@ def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardl
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampler_in_int8_moves_as_float32_does():
     assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
 
@@ -172,6 +173,7 @@ def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_begins_with_the_very_model_that_it_was_given():
     """Values and float32 gradients, before a master has left bfloat16's grid."""
     dithered, nearest = (model("bfloat16", rounding) for rounding in ROUNDINGS)

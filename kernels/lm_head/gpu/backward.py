@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..contract import Options
 from ..shapes import Array, Float, Int
 from ..softmax import RowFactors
 from . import products
@@ -37,17 +38,16 @@ def logit_gradient(
     block: Block,
     chunk: Chunk,
     scale: Float[Array, ""],
+    options: Options,
     *,
     size: tuple[int, int],
     sizes: Sizes,
-    softcap: float | None,
-    entropy: bool,
 ) -> Float[Array, "B C"]:
     """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
 
-    dy has the rows and columns `size`, whole tiles. `entropy` says whether the loss depends on the entropy.
+    dy has the rows and columns `size`, whole tiles.
     """
-    tiles, strip = sizes.tiles, sizes.strip(*size)
+    tiles, strip, softcap = sizes.tiles, sizes.strip(*size), options.softcap
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
         number, columns = counts[1], counts[4]
@@ -59,7 +59,7 @@ def logit_gradient(
 
             def strip_of_rows(place: Place, product: Product, step: Scalar) -> Scalar:
                 in_all = place._replace(row=token + place.row)
-                row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(len(RowFactors._fields))))
+                row = RowFactors(*(products.load_vector(by_row, in_all, i) for i in range(by_row.shape[0])))
                 label = products.load_vector(labels, in_all) - first
                 log_sum_e, at_p_log2_p = row.log_sum_e * LOG2E, row.at_p_log_p / LOG2E
                 hits = hits_of_strip(in_tile, first, in_all, tiles)
@@ -73,8 +73,12 @@ def logit_gradient(
                         wide = functools.partial(lax.broadcast_in_dim, shape=piece.shape, broadcast_dimensions=(0,))
                         own_y = capped(piece, softcap)
                         log2_p = (own_y - wide(row.top)) * (own_scale * LOG2E) - wide(log_sum_e)
-                        by_z = wide(row.at_p) + wide(at_p_log2_p) * log2_p if entropy else wide(row.at_p)
-                        by_y = jnp.exp2(log2_p) * by_z
+                        by_p = wide(row.at_p)
+                        if options.entropy_slopes:
+                            by_p += wide(at_p_log2_p) * log2_p
+                        by_y = jnp.exp2(log2_p) * by_p
+                        if options.mean_over is not None:
+                            by_y += wide(row.at_all)
                         if softcap is not None:
                             by_y *= (1 + own_y) * (1 - own_y)
                         corrected = functools.partial(_corrected, i, label - start, row.at_label, left)
@@ -92,7 +96,15 @@ def logit_gradient(
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    arguments = (counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile, jnp.stack(factors))
+    arguments = (
+        counts,
+        scale[None],
+        rows.hidden,
+        weight,
+        rows.labels,
+        rows.in_tile,
+        jnp.stack(jax.tree.leaves(factors)),
+    )
     return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 

@@ -2,7 +2,7 @@
 
 docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
 keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
-rows, if that is less work (`make_plan`, `Sizes.wave_cost`).
+rows, if that is less work (`make_plan`).
 
 Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
@@ -20,7 +20,7 @@ from .. import contract, target
 from ..contract import Gradients, Inputs, Options, Terms
 from ..live_rows import live_rows, over_waves, round_up
 from ..shapes import Array, Bool, Float, Int
-from ..softmax import RowFactors, Running, Slopes, Softmax, cap_slope, combine, empty_running, finish_live, row_factors
+from ..softmax import RowFactors, Running, Slopes, Softmax, cap_slope, combine, row_factors
 from . import tiles
 from .backward import Block, hidden_gradient, logit_gradient, weight_gradient
 from .forward import Chunk, KeptLogits, Rows, labels_in_tiles
@@ -70,7 +70,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD)
         return softmax_R, dh_RD, dw_VD, None
 
-    nothing = contract.no_statistics(inputs, round_up(len(inputs.labels), plan.rows))
+    nothing = contract.no_statistics(inputs, options, round_up(len(inputs.labels), plan.rows))
     # The host would have to wait for the device before each step of a loop whose length is found there.
     return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
@@ -107,8 +107,8 @@ def forward_over(
 
     def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
         weight, columns = chunk_of(inputs, options, first, size)
-        how: Any = {"size": size, "sizes": sizes, "softcap": options.softcap, "keep": keep}
-        return forward_kernel(rows, weight, columns, _scale(inputs, options), **how)
+        how: Any = {"size": size, "sizes": sizes, "keep": keep}
+        return forward_kernel(rows, weight, columns, _scale(inputs, options), options, **how)
 
     if inputs.weight.dtype == options.dtype:
         running, kept = kernel(jnp.int32(first), last - first)
@@ -118,7 +118,7 @@ def forward_over(
         found, kept = kernel(first + i * chunk, chunk)
         return combine(running, found, _scale(inputs, options)), kept
 
-    nothing = empty_running(contract.zeros(inputs, len(rows.labels)))
+    nothing = contract.no_columns(contract.zeros(inputs, len(rows.labels)), options)
     return lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
 
 
@@ -129,8 +129,8 @@ def _scale(inputs: Inputs, options: Options) -> Float[Array, ""]:
 def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
     """The softmax over the whole vocabulary; 0 at rows that don't count."""
     # Nothing was written there, and a product of 0 with what isn't finite is not 0.
-    running = Running(*(jnp.where(live, x, fill) for x, fill in zip(running, (0, 1, 0, 0), strict=True)))
-    return finish_live(running, live, _scale(inputs, options), options.vocabulary_axis)
+    running = jax.tree.map(lambda x: jnp.where(live, x, 0), running._replace(sum_e=jnp.where(live, running.sum_e, 1)))
+    return contract.finish(running, inputs._replace(live=live), options)
 
 
 # --- backward -------------------------------------------------------------------------------------------------------
@@ -167,9 +167,8 @@ def _backward_pass(
         return _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
 
     def anew(_: Array, block: Block, chunk: Chunk, weight: Array) -> Float[Array, "B C"]:
-        how: Any = {"size": (size, left), "sizes": sizes, "softcap": options.softcap}
         places = block, chunk, _scale(inputs, options)
-        return logit_gradient(rows, weight, factors, *places, entropy=options.entropy_slopes, **how)
+        return logit_gradient(rows, weight, factors, *places, options, size=(size, left), sizes=sizes)
 
     first, left = plan.kept_columns, plan.chunk(vocabulary)
     spans = [Span(0, plan.kept_chunk, first // plan.kept_chunk, of_kept)] if first else []
@@ -257,9 +256,12 @@ def _kept_logit_gradient(
     by_p_BUT = factors.at_p[:, None, None]
     if options.entropy_slopes:
         by_p_BUT += factors.at_p_log_p[:, None, None] * log_p_BUT
+    by_z_BUT = jnp.exp(log_p_BUT) * by_p_BUT
+    if options.mean_over is not None:
+        by_z_BUT += factors.at_all[:, None, None]
     if options.softcap is not None:
-        by_p_BUT *= cap_slope(below_BUT + top_UB.T[:, :, None])
+        by_z_BUT *= cap_slope(below_BUT + top_UB.T[:, :, None])
     column_C = jnp.arange(size[1])
     hit_BC = column_C == (labels - chunk.first)[:, None]
-    dy_BC = jnp.where(hit_BC, factors.at_label[:, None], (jnp.exp(log_p_BUT) * by_p_BUT).reshape(size))
+    dy_BC = jnp.where(hit_BC, factors.at_label[:, None], by_z_BUT.reshape(size))
     return jnp.where(live[:, None] & (column_C < chunk.columns), dy_BC, 0).astype(options.dtype)

@@ -19,13 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ..contract import Options, no_columns
 from ..shapes import Array, Bool, Float, Int
-from ..softmax import FLOOR, Running, combine, combine_all, empty_running
+from ..softmax import FLOOR, Running, combine, combine_all
 from . import products
 from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
-from .tiles import KEPT_DTYPE, Sizes, Tiles, shared_blocks
+from .tiles import KEPT_DTYPE, Sizes, Tiles
 
 LOG2E = math.log2(math.e)
+_SHARED_ROWS = 16 * 2**20  # bytes of the hidden states of blocks whose strips are interleaved: the L2 cache holds them
 
 
 class Rows(NamedTuple):
@@ -62,7 +64,8 @@ def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth:
     """The products of so many rows with so many columns, in strips of `strip` tiles; `depth` is D."""
     blocks, used = products.blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
     slabs = jnp.int32(-(-depth // tiles.depth))
-    return Work(*products.strips_of(blocks, used, strip, shared_blocks(tiles, depth)), slabs)
+    together = max(1, _SHARED_ROWS // (2 * depth * tiles.cluster_rows))
+    return Work(*products.strips_of(blocks, used, strip, together), slabs)
 
 
 def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Scalar:
@@ -98,10 +101,10 @@ def forward(
     weight: Float[Array, "V D"],
     chunk: Chunk,
     scale: Float[Array, ""],
+    options: Options,
     *,
     size: int,
     sizes: Sizes,
-    softcap: float | None,
     keep: bool = False,
 ) -> tuple[Running, KeptLogits | None]:
     """Running statistics of the rows that count over a chunk, and with `keep` its logits.
@@ -114,7 +117,9 @@ def forward(
     column_tiles = -(-size // width)
     strips = -(-column_tiles // strip)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
-    out = [typed((strips, 4, count), jnp.float32)]
+    softcap, nothing = options.softcap, no_columns(jnp.zeros((tiles.rows_each,), jnp.float32), options)
+    number_of_sums = len(jax.tree.leaves(nothing))
+    out = [typed((strips, number_of_sums, count), jnp.float32)]
     if keep:
         out.append(typed((column_tiles, count), jnp.float32))
         out.append(typed((count, column_tiles * width), KEPT_DTYPE))
@@ -144,28 +149,38 @@ def forward(
                     top = functools.reduce(jnp.maximum, pieces).max(axis=1)
                     if kept:
                         products.store_vectors(vectors, place, [top], lambda _: kept[0].at[t, own_rows])
-                    sum_e = sum_e_y = jnp.zeros_like(top)
+                    sum_e = sum_e_y = sum_y = sum_e_e = jnp.zeros_like(top)
                     for i, piece in enumerate(pieces):
                         below = piece - lax.broadcast_in_dim(top, piece.shape, (0,))
                         e = jnp.exp2(below * (own_scale * LOG2E))
                         sum_e, sum_e_y = sum_e + e.sum(axis=1), sum_e_y + (e * below).sum(axis=1)
+                        if options.mean_over is not None:
+                            sum_y += jnp.where(piece == FLOOR, 0, piece).sum(axis=1)
+                        if options.collision:
+                            sum_e_e += (e * e).sum(axis=1)
                         if kept:
                             to = kept[1].at[pl.ds(place.row, 64), pl.ds(start + i * PIECE, PIECE)]
                             products.store_piece(stages[0], place, i, below, to)
                     at_label = lax.cond(
                         hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *pieces
                     )
-                    return step, combine(running, Running(top, sum_e, sum_e_y, at_label), own_scale)
+                    found = Running(
+                        *(top, sum_e, sum_e_y, at_label),
+                        None if options.mean_over is None else sum_y,
+                        sum_e_e if options.collision else None,
+                    )
+                    return step, combine(running, found, own_scale)
 
-                nothing = empty_running(jnp.zeros((tiles.rows_each,), jnp.float32))
+                nothing = no_columns(jnp.zeros((tiles.rows_each,), jnp.float32), options)
                 step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
                 number = lax.div(place.tile, jnp.int32(strip))
-                products.store_vectors(vectors, place, running, lambda i: sums.at[number, i, own_rows])
+                leaves = jax.tree.leaves(running)
+                products.store_vectors(vectors, place, leaves, lambda i: sums.at[number, i, own_rows])
                 return step
 
             return strip_of_rows
 
-        scratch = [products.piece_stages(KEPT_DTYPE)] * bool(kept) + [products.vector_stages(4)]
+        scratch = [products.piece_stages(KEPT_DTYPE)] * bool(kept) + [products.vector_stages(number_of_sums)]
         products.run(tiles, work, Operand(h, False), Operand(w, False, first_row), multiplier, scratch)
 
     call = products.kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
@@ -173,8 +188,8 @@ def forward(
     sums, *kept = call(counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
-    top, sum_e, sum_e_y, label = (jnp.where(used, sums[:, i], 0) for i in range(4))
-    running = combine_all(Running(jnp.where(used, top, FLOOR), sum_e, sum_e_y, label), scale)
+    found = [jnp.where(used, sums[:, i], 0 if i else FLOOR) for i in range(number_of_sums)]
+    running = combine_all(jax.tree.unflatten(jax.tree.structure(nothing), found), scale)
     return running, KeptLogits(*kept) if keep else None
 
 

@@ -1,6 +1,6 @@
 """Sizes of the Hopper kernels' tiles, chunks and strips, and of which rows and columns forward keeps logits.
 
-They follow from the number of multiprocessors, bounds on memory, and a workspace.
+They follow from a table for GPUs of 132 multiprocessors, bounds on memory, and a workspace.
 """
 
 import dataclasses
@@ -21,16 +21,24 @@ SHARED_MEMORY = 227 * 1024
 _VECTOR_STAGES = 2048  # bytes of shared memory for vectors that are being stored
 _MOST_STRIP = 32  # tiles
 _DY_AND_DH, _LEAST_DY = 64 * 2**20, 32 * 2**20  # bytes: of dy and one array of hidden's shape together; of dy, at least
-_SHARED_ROWS = 16 * 2**20  # bytes of hidden states that clusters share in the L2 cache
-_WAVE_ROWS = {"H200": (735, 1837), "H100": (896, 2239)}
-"""Rows whose product takes as long as a wave's float32 sum of dW, of a bfloat16 weight and of a float32 one.
+_CHUNKS = {
+    512: (1, 2, 4, 8, 13, 14, 28, 30, 32, 33, 66),
+    768: (1, 2, 4, 8, 11, 13, 14, 15, 16, 22, 44, 66),
+    1024: (1, 2, 4, 8, 12, 13, 14, 15, 16, 32, 33, 49, 64, 66),
+    1280: (1, 2, 4, 8, 11, 12, 13, 26, 39, 52, 66),
+    1536: (1, 2, 4, 8, 10, 11, 21, 22, 33, 44, 55, 63, 66),
+    2048: (1, 2, 4, 8, 16, 24, 33, 41, 56, 57, 64, 66),
+    2560: (1, 2, 4, 6, 13, 19, 26, 33, 39, 46, 52, 57, 59, 66),
+    3072: (1, 2, 4, 5, 11, 16, 22, 27, 33, 44, 49, 55, 60, 65, 66),
+    3584: (1, 2, 4, 8, 9, 14, 18, 28, 33, 36, 50, 55, 56, 63, 66),
+    4096: (1, 2, 4, 8, 12, 16, 28, 32, 33, 48, 53, 56, 61, 66),
+}
+"""For up to so many features, the tiles of columns that a chunk may have: dW's then keep 66 clusters busy to the end.
 
-From 8 and 20 bytes of each number of dW at 4.3 and 3.35 TB/s, beside 790 and 750 Tflop/s; other Hopper GPUs count as an
-H100. None was measured.
+Of these an H200 ran 16, and 17 beside it, at 2048 features (docs/log.md): 17, a round more of few tiles, was 5 % slower.
 """
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time
-_MOST_CHUNK = 66 * 256  # columns
 _MOST_SPARE = 100 * 2**20  # bytes of a workspace, at most, for larger chunks
 _override: "Sizes | None" = None
 
@@ -68,7 +76,7 @@ class Sizes:
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
     default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
-    wave_rows: int | None = None  # rows that a wave's sum costs; None: as `_WAVE_ROWS` says
+    wave_rows: tuple[int, int] = (896, 2239)  # rows as slow as a wave's sum of dW: of a bfloat16 weight, a float32 one
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
@@ -92,12 +100,6 @@ class Sizes:
 
         return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
 
-    def wave_cost(self, cast: bool) -> int:
-        """What a wave takes beside its products, in rows whose product takes as long; `cast`: of a float32 weight."""
-        if self.wave_rows is not None:
-            return self.wave_rows
-        return next((rows for name, rows in _WAVE_ROWS.items() if name in target.kind()), _WAVE_ROWS["H100"])[cast]
-
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     """The sizes for so many rows at a time; dy of a chunk may take `spare` bytes more than without a workspace."""
@@ -108,21 +110,9 @@ def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
     block = sizes.block(rows)
     # dh is summed in twice an array of hidden's shape, which is once more than the gradient itself.
     room = max(_DY_AND_DH - 2 * block * features, _LEAST_DY) + spare
-    most = min(room // (2 * block), _MOST_CHUNK, round_up(vocabulary, tiles.columns))
-    across, clusters = -(-features // tiles.columns), target.multiprocessors() // tiles.cluster
-
-    def use(chunk: int) -> float:  # the share of the clusters that the tiles of a chunk's weight gradient keep busy
-        number = chunk // tiles.columns * across
-        return number / (-(-number // clusters) * clusters)
-
-    # 17 tiles of 256 columns in place of 16 took 5 % longer on an H200 (docs/log.md): a round more, of few tiles.
-    chunks = range(tiles.columns, max(most, tiles.columns) + 1, tiles.columns)
-    return Sizes(tiles, max(chunks, key=lambda chunk: (round(use(chunk), 1), chunk)))
-
-
-def shared_blocks(tiles: Tiles, features: int) -> int:
-    """Number of blocks of a cluster's rows whose strips are interleaved, so that the L2 cache holds all of them."""
-    return max(1, _SHARED_ROWS // (2 * features * tiles.cluster_rows))
+    most = min(room // (2 * block), round_up(vocabulary, tiles.columns)) // tiles.columns
+    allowed = next((counts for width, counts in _CHUNKS.items() if features <= width), _CHUNKS[4096])
+    return Sizes(tiles, tiles.columns * max((count for count in allowed if count <= most), default=1))
 
 
 def overridden() -> bool:
@@ -200,7 +190,7 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
     if gradient_dtypes(inputs, options)[1] != jnp.float32:
         room = 0 if options.workspace is None else max(0, room - 4 * inputs.weight.size)
     most = min(room // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
-    cost = sizes.wave_cost(cast=inputs.weight.dtype != options.dtype)
+    cost = sizes.wave_rows[inputs.weight.dtype != options.dtype]
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
     return Plan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)

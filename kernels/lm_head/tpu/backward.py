@@ -12,20 +12,23 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .. import target
-from ..contract import Inputs, Options, capped, dot
+from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns
 from ..shapes import Array, Float
 from ..softmax import FLOOR, RowFactors, Slopes, Softmax, cap_slope, label_slope
 from . import forward
 from .forward import LOG2E, SUBLANES, KeptExponentials, Output
 from .tiles import LANES, KernelName, Tiles, case_of
 
-_FACTORS = len(RowFactors._fields)
+
+def _number_of_factors(options: Options) -> int:
+    return len(RowFactors._fields) - (options.mean_over is None)
 
 
 def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -37,14 +40,14 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     def _() -> None:
         scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
         if "weight" in scratch:
-            scratch["weight"][...] = weight[...].astype(dtype)
+            forward.load_tile(scratch["weight"], weight)
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_FACTORS)))
+        factors_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
 
         def products(s: int) -> Float[Array, "S R"]:
             return dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype)
@@ -56,9 +59,17 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             dy_SR = _dy(y_SR, hit_SR, scales[0], factors_1R, options)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
+    _store_weight_gradient(ints, tile, out, scratch)
+
+
+def _store_weight_gradient(ints: Any, tile: Tiles, out: Any, scratch: Any) -> None:
+    """Writes a tile's sum after the last block of rows; rows of W that are no tokens get 0, whatever their dy was."""
+    j, i = pl.program_id(0), pl.program_id(1)
+
     @pl.when(i == pl.num_programs(1) - 1)
     def _() -> None:
-        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
+        forward.zero_tail(scratch["sum"], ints[1] - j * tile.columns, (j + 1) * tile.columns > ints[1])
+        forward.store_tile(out["gradient"], scratch["sum"])
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
@@ -73,15 +84,15 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def _() -> None:
             scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
             scratch["label"][...] = forward.to_lanes(labels[...])
-            for n in range(_FACTORS):
+            for n in range(_number_of_factors(options)):
                 scratch["factors"][n] = forward.to_lanes(factors[pl.ds(n, 1), :])
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
-        forward.zero_tail(weight, ints[1] - j * tile.columns, j == last)
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "weight" in scratch:
-            w_TD[...] = weight[...].astype(dtype)
+            forward.load_tile(w_TD, weight)
+        forward.zero_tail(w_TD, ints[1] - j * tile.columns, j == last)
 
         def products(s: int) -> Float[Array, "R S"]:
             return dot(h_RD[...], w_TD[pl.ds(s * step, step), :], (1, 1), dtype)
@@ -92,8 +103,11 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
             y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
-            factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in range(_FACTORS)))
+            numbers = range(_number_of_factors(options))
+            factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in numbers))
             dy_RS = _dy(y_RS, hit_RS, scales[0], factors_RS, options)
+            if options.mean_over is not None:
+                dy_RS = jnp.where(y_RS == FLOOR, 0, dy_RS)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
         @pl.when(j == last)
@@ -107,6 +121,8 @@ def _dy(y: Array, hit: Array, scale: Array, factors: RowFactors, options: Option
         dy = jnp.exp2(log_p * LOG2E) * (factors.at_p + factors.at_p_log_p * log_p)
     else:
         dy = jnp.exp2((y - factors.top) * (scale * LOG2E)) * (factors.at_p * jnp.exp2(-factors.log_sum_e * LOG2E))
+    if options.mean_over is not None:
+        dy += factors.at_all
     if options.softcap is not None:
         dy *= cap_slope(y)
     return jnp.where(hit, factors.at_label, dy)
@@ -119,26 +135,30 @@ def _kept_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
 
     @pl.when(i == 0)
     def _() -> None:
-        scratch["sum"][...] = so_far[0][...] if so_far else jnp.zeros(scratch["sum"].shape, jnp.float32)
+        if so_far:
+            forward.load_tile(scratch["sum"], so_far[0])
+        else:
+            scratch["sum"][...] = jnp.zeros(scratch["sum"].shape, jnp.float32)
 
     @pl.when(i * tile.rows < ints[0])
     def _() -> None:
         h_RD = scratch.get("hidden", hidden)
         if "hidden" in scratch:
             h_RD[...] = hidden[...].astype(dtype)
-        top_1R, log_sum_e_1R, at_p_1R, _, at_label_1R = (factors[pl.ds(n, 1), :] for n in range(_FACTORS))
+        row_1R = RowFactors(*(factors[pl.ds(n, 1), :] for n in range(_number_of_factors(options))))
         for s in range(columns // step):
             then_1R = kept_top[pl.ds(s, 1), :]
-            factor_1R = at_p_1R * jnp.exp2(((then_1R - top_1R) * scales[0] - log_sum_e_1R) * LOG2E)
+            factor_1R = row_1R.at_p * jnp.exp2(((then_1R - row_1R.top) * scales[0] - row_1R.log_sum_e) * LOG2E)
             e_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32)
             column_SR = lax.broadcasted_iota(jnp.int32, e_SR.shape, 0)
             hit_SR = column_SR == labels[...] - (j * columns + s * step)
-            dy_SR = jnp.where(hit_SR, at_label_1R, e_SR * factor_1R)
+            dy_SR = e_SR * factor_1R
+            if options.mean_over is not None:
+                dy_SR += row_1R.at_all
+            dy_SR = jnp.where(hit_SR, row_1R.at_label, dy_SR)
             scratch["sum"][pl.ds(s * step, step), :] += dot(dy_SR.astype(dtype), h_RD[...], (1, 0), dtype)
 
-    @pl.when(i == pl.num_programs(1) - 1)
-    def _() -> None:
-        out["gradient"][...] = scratch["sum"][...].astype(out["gradient"].dtype)
+    _store_weight_gradient(ints, tile, out, scratch)
 
 
 def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int, Any]]:
@@ -171,22 +191,25 @@ def gradient(
     case = case_of(inputs, options, name)
     side = inputs.hidden if case.by_rows else inputs.weight
     shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
-    own = forward.block_spec(case, tile, shape, lambda i, j: (i if case.by_rows else j, 0))
+    to, own = forward.tile_of_rows(side, shape[0], lambda *step: step[0])
+    if case.by_rows:
+        to, own = side, pl.BlockSpec(shape, lambda i, *_: (i, 0))
     # The factors as rows of one array, padded to whole sublanes.
-    factors_8M = jnp.stack([*factors, *[jnp.zeros_like(factors.top)] * (SUBLANES - _FACTORS)])
+    given = jax.tree.leaves(factors)
+    factors_8M = jnp.stack(given + [jnp.zeros_like(factors.top)] * (SUBLANES - len(given)))
     others = [(factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True))]
     streamed, scratch = [], {"sum": pltpu.VMEM(shape, jnp.float32)}
     if name == "hidden":
         scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
-        scratch["factors"] = pltpu.VMEM((_FACTORS, tile.rows, LANES), jnp.float32)
+        scratch["factors"] = pltpu.VMEM((len(given), tile.rows, LANES), jnp.float32)
     if kept is not None:
         for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES)):
             spec = forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True)
             streamed.append((array, spec))
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
-        others.append((so_far, own))
-    return forward.kernel_call(
+        others.append(forward.tile_of_rows(so_far, tile.columns, lambda *step: step[0]))
+    found = forward.kernel_call(
         _KERNELS[name],
         case,
         tile,
@@ -196,11 +219,12 @@ def gradient(
         options,
         streamed=streamed,
         others=others,
-        outputs={"gradient": Output(side.shape, case.gradient, own)},
+        outputs={"gradient": Output(to.shape, case.gradient, own)},
         scratch=scratch,
         # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
         aliases={7: 0} if so_far is not None and target.platform() == "tpu" else {},
     )["gradient"]
+    return found if found.shape == side.shape or case.by_rows else found.T
 
 
 def hidden_gradient_from_mean(
@@ -213,8 +237,15 @@ def hidden_gradient_from_mean(
 ) -> Float[Array, "N D"]:
     """dh, float32, where the loss doesn't depend on the entropy, from E_q[W] and the probability of its columns.
 
-    The labels of `inputs` are negative where they are another shard's.
+    The labels of `inputs` are negative where they are another shard's. The mean logit's part is a multiple of the sum
+    of W's rows that are tokens, which is read once for it.
     """
-    own = jnp.where(inputs.labels >= 0, label_slope(softmax, slopes, inputs.temperature, options.softcap), 0)
+    alone = slopes._replace(mean_logit=None)
+    own = jnp.where(inputs.labels >= 0, label_slope(softmax, alone, inputs.temperature, options.softcap), 0)
     at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
-    return at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
+    dh = at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
+    if slopes.mean_logit is None:
+        return dh
+    tokens = jnp.arange(len(inputs.weight)) < number_of_columns(inputs)
+    sum_D = jnp.where(tokens[:, None], as_operand(inputs.weight, options.dtype), 0).sum(axis=0)
+    return dh + (slopes.mean_logit / inputs.temperature)[:, None] * sum_D

@@ -47,8 +47,7 @@ from .tiles import Case, Tiles
 
 _MIB = 2**20
 _ROOM, _MOST_ROOM = 40 * _MIB, 80 * _MIB  # bytes of a chunk's arrays: without a workspace, and at most
-_PARTS = {"statistics": 7, "mixture": 2}  # sums of a row
-_SOFTMAX, _VECTORS = len(Softmax._fields), 2 * SUBLANES  # the statistics of a row, and its numbers with the slopes
+_SOFTMAX, _VECTORS = 8, 2 * SUBLANES  # the statistics of a row that slopes need, and all of its numbers
 
 Part = Literal["statistics", "mixture", "slopes"]
 
@@ -76,15 +75,16 @@ def forward(inputs: Inputs, options: Options) -> Softmax:
     def over(i: Array, all_M: Softmax) -> Softmax:
         block = _block(inputs, live, plan, i)
         live_R = block.inputs.live
-        sums = _call("statistics", block, options, plan).reshape(_PARTS["statistics"], SUBLANES, -1)
-        softmax = finish_pair(combine_pairs(_running(sums), scales, how), live_R, scales, how, axis)
+        sums = _call("statistics", block, options, plan).reshape(-1, SUBLANES, plan.rows)
+        running = combine_pairs(_running(sums, options), scales, how)
+        softmax = finish_pair(running, live_R, scales, how, axis, options.mean_over)
         if not how.in_one_pass:
             sums_2R = _call("mixture", block, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
             divergence, to_mixture = jnp.where(live_R, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
             softmax = softmax._replace(divergence=divergence, to_mixture=to_mixture)
         return write(all_M, softmax, i * plan.rows)
 
-    nothing = contract.no_statistics(inputs, len(live.row))
+    nothing = contract.no_statistics(inputs, options, len(live.row))
     return jax.tree.map(lambda x: x[live.place], live.over_blocks(plan.rows, over, nothing, options.in_step))
 
 
@@ -164,8 +164,9 @@ def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> _Block:
     return _Block(own, jnp.clip(live.number - i * plan.rows, 0, plan.rows), row_R)
 
 
-def _running(sums: Float[Array, "7 8 R"]) -> RunningPair:
-    return RunningPair(Running(*sums[:4]), Running(*sums[4:6]), sums[6])
+def _running(sums: Float[Array, "_ 8 R"], options: Options) -> RunningPair:
+    student = Running(*sums[:4], sum_y=None if options.mean_over is None else sums[7])  # type: ignore[misc]
+    return RunningPair(student, Running(*sums[4:6]), sums[6])
 
 
 # --- the kernels --------------------------------------------------------------------------------------------------
@@ -194,15 +195,15 @@ def _call(
     def of_weight(model: Any) -> Given:
         last = pl.cdiv(len(model.weight), tile.columns) - 1
 
-        def place(i: Any, j: Any, ints: Any, _: Any) -> tuple[Any, Any]:  # past the rows that count, nothing is fetched
-            return jnp.minimum(ints[2] + jnp.where(i * tile.rows < ints[0], j, across - 1), last), 0
+        def place(i: Any, j: Any, ints: Any, _: Any) -> Any:  # past the rows that count, nothing is fetched
+            return jnp.minimum(ints[2] + jnp.where(i * tile.rows < ints[0], j, across - 1), last)
 
-        return model.weight, pl.BlockSpec((tile.columns, model.weight.shape[1]), place)
+        return head.tile_of_rows(model.weight, tile.columns, place)
 
     zeros_R = contract.zeros(student, rows)
-    numbers = [zeros_R] * _SOFTMAX if softmax is None else [*softmax]
+    numbers = [zeros_R] * _SOFTMAX if softmax is None else [*softmax[:_SOFTMAX]]
     if slopes is not None:
-        numbers += [x / student.temperature for x in slopes]
+        numbers += [zeros_R if x is None else x / student.temperature for x in slopes]
     numbers += [zeros_R] * (_VECTORS - len(numbers))
     features = teacher.hidden.shape[1]
     others = [
@@ -213,12 +214,13 @@ def _call(
     if part == "slopes":
         out = Output((width, rows), case.product, spec((tile.columns, tile.rows), lambda i, j: (j, i)))
     else:
-        height = SUBLANES * _PARTS[part]
+        sums = 2 if part == "mixture" else 7 + (options.mean_over is not None)
+        height = SUBLANES * sums
         out = Output((height, rows), jnp.float32, spec((height, tile.rows), lambda i, j: (0, i)))
     scratch = {}
     if case.hidden != case.product:
         scratch["teacher_hidden"] = pltpu.VMEM((tile.rows, features), case.product)
-    if case.weight != case.product:
+    if case.weight != case.product or tiles.turned(features):
         scratch["teacher_weight"] = pltpu.VMEM((tile.columns, features), case.product)
     chunk = jax.ShapeDtypeStruct((width, student.weight.shape[1]), student.weight.dtype)  # `streamed` is in its place
     columns = jnp.clip(number_of_columns(student) - first, 0, width)
@@ -258,11 +260,16 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
 
             @pl.when((j == 0) | name.endswith("weight"))
             def cast(name: str = name) -> None:
-                scratch[name][...] = given[name][...].astype(dtype)
+                if name.endswith("weight"):
+                    head.load_tile(scratch[name], given[name])
+                else:
+                    scratch[name][...] = given[name][...].astype(dtype)
 
         h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in given.items())
         numbers = [vectors[pl.ds(n, 1), :] for n in range(_SOFTMAX + len(Slopes._fields))]
         softmax, slopes = Softmax(*numbers[:_SOFTMAX]), Slopes(*numbers[_SOFTMAX:])
+        if options.mean_over is None:
+            slopes = slopes._replace(mean_logit=None)
 
         def products(s: int) -> tuple[Float[Array, "C 8 R"], Float[Array, "C 8 R"]]:
             own = pl.ds(s * step, step)
@@ -278,10 +285,10 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
             columns = Columns(fresh_C8R, fresh_C8R & (column_C8R == label_1R))
             y = tuple(jnp.where(fresh_C8R, x, 0) for x in y)  # past the arrays' ends there may be NaN
             if part == "statistics":
-                running = _running(out[...].reshape(_PARTS[part], SUBLANES, rows))
+                running = _running(out[...].reshape(-1, SUBLANES, rows), options)
                 student, teacher, cross = include_tiles(running, y, columns, scales, how, 0)
-                sums = (*student, *teacher[:2], cross)
-                out[...] = jnp.concatenate(sums)
+                sum_y = [] if student.sum_y is None else [student.sum_y]
+                out[...] = jnp.concatenate([*student[:4], *teacher[:2], cross, *sum_y])
             elif part == "mixture":
                 terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, how)
                 out[...] += jnp.concatenate([term_C8R.sum(axis=0) for term_C8R in terms])

@@ -2,8 +2,8 @@
 
 Rows that count are moved ahead of the others, block by block (`live_rows.py`). docs/head.md describes the orders of the
 work. All sums leave out the label's column (`Others`), and so do E_q[W] and the exponentials that are kept: a
-probability near 1 loses nothing to rounding. A loss that uses the entropy needs the dh kernel: dh doesn't follow from
-E_q[W] there.
+probability near 1 loses nothing to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the
+dh kernel: dh doesn't follow from E_q[W] there.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -61,7 +61,8 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
         own = _rows(inputs, *live.block(i, rows))
         return write(others_and_mean, forward_kernel(own, options, tile=tile, mean=dtype)[:2], i * rows)
 
-    others_M = Others(*(contract.zeros(inputs, len(live.row)) for _ in Others._fields))
+    given = [True] * 4 + [options.mean_over is not None, options.collision]
+    others_M = Others(*(contract.zeros(inputs, len(live.row)) if one else None for one in given))  # type: ignore[arg-type]
     mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
     others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
     softmax, share = finish(others, inputs, options)
@@ -71,7 +72,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
 def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, options: Options) -> Gradients:
     factors = _row_factors(inputs, options, softmax, slopes)
     dh = dw = None
-    if options.wants_hidden and options.entropy_slopes:
+    if options.wants_hidden and _needs_logits(options):
         dh = _hidden_gradient(inputs, factors, options)
     elif options.wants_hidden:
         assert saved.mean is not None
@@ -91,7 +92,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         return softmax, divergence.gradients(inputs, softmax, slopes, options)
     wave = _wave(inputs, options)
     keep = wave is not None
-    mean = jnp.dtype(jnp.float32) if options.wants_hidden and not options.entropy_slopes else None
+    mean = jnp.dtype(jnp.float32) if options.wants_hidden and not _needs_logits(options) else None
     tile, rows = wave or _plan(inputs, options, mean)
     count = round_up(len(inputs.labels), rows)
 
@@ -112,7 +113,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         return softmax_R, dh_RD, dw_VD, None
 
     sums = dataclasses.replace(options, wants_weight=keep)
-    softmax, (dh, dw) = over_waves(inputs, sums, rows, over, contract.no_statistics(inputs, count))
+    softmax, (dh, dw) = over_waves(inputs, sums, rows, over, contract.no_statistics(inputs, options, count))
     if options.wants_weight and not keep:
         # One array of hidden's shape at a time: dh is complete before the rows are gathered once more.
         dh, hidden = lax.optimization_barrier((dh, inputs.hidden))
@@ -156,6 +157,11 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
     return backward.gradient("weight", _rows(inputs, live.row, live_M), factors_M, options, tile)
 
 
+def _needs_logits(options: Options) -> bool:
+    """Whether dh, and dy, don't follow from E_q[W] and exponentials, but take every logit."""
+    return options.entropy_slopes or (options.mean_over is not None and options.softcap is not None)
+
+
 # --- sizes --------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +173,7 @@ def _plan(inputs: Inputs, options: Options, mean: Any) -> tuple[Tiles, int]:
 
 def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
     """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or no use for them."""
-    if not options.wants_weight or options.entropy_slopes:
+    if not options.wants_weight or _needs_logits(options):
         return None
     mean = jnp.float32 if options.wants_hidden else None
     tile = tiles.choose(case_of(inputs, options, "forward", mean, keep=True))

@@ -44,6 +44,8 @@ class Others(NamedTuple):
     sum_e: Float[Array, "R"]
     sum_e_y: Float[Array, "R"]  # the sum of e (y - top)
     label: Float[Array, "R"]  # the label's y; FLOOR where the label is in none of these columns
+    sum_y: Any = None  # of all columns; None where nobody asks for it, as the next one
+    sum_e_e: Any = None  # the sum of e^2
 
 
 class KeptExponentials(NamedTuple):
@@ -69,9 +71,8 @@ def forward(
     case = case_of(inputs, options, "forward", mean, keep)
     spec = functools.partial(block_spec, case, tile)
     outputs = {"sums": Output((SUBLANES, rows), jnp.float32, spec((SUBLANES, tile.rows), lambda i, j: (0, i)))}
-    scratch: dict[str, Any] = {
-        name: pltpu.VMEM((SUBLANES, tile.rows), jnp.float32) for name in ("top", "sum_e", "sum_e_y")
-    }
+    sums = ["top", "sum_e", "sum_e_y", *["sum_y"] * (options.mean_over is not None), *["sum_e_e"] * options.collision]
+    scratch: dict[str, Any] = {name: pltpu.VMEM((SUBLANES, tile.rows), jnp.float32) for name in sums}
     if mean is None and not keep:
         scratch["carried"] = pltpu.VMEM((tile.step, tile.rows), jnp.float32)
     if mean is not None:
@@ -93,28 +94,34 @@ def forward(
     )
     kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
     y = capped((as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1), options.softcap)
-    top, sum_e, sum_e_y = out["sums"][:3]
-    return Others(top, sum_e, sum_e_y, jnp.where(labels >= 0, y, FLOOR)), out.get("mean"), kept
+    found = dict(zip(sums, out["sums"], strict=False))
+    return Others(label=jnp.where(labels >= 0, y, FLOOR), **found), out.get("mean"), kept
 
 
 def finish(others: Others, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
     """The softmax over the columns of all shards of the vocabulary, and this device's share.
 
     The share is the probability of this device's columns but the label's. Both are 0 at rows that don't count. Devices
-    exchange two maxima and two sums a row.
+    exchange two maxima and a row's sums.
     """
     scale, axis = scale_of(inputs.temperature, options.softcap), options.vocabulary_axis
     top, label = (others.top, others.label) if axis is None else lax.pmax((others.top, others.label), axis)
     highest = jnp.maximum(top, label)
     shift, label_z = (others.top - highest) * scale, (label - highest) * scale
+    sum_y: Any = others.sum_y
+    sum_e_e: Any = jnp.exp(2 * shift) * others.sum_e_e if options.collision else None
     sum_e = own = jnp.exp(shift) * others.sum_e
     sum_e_z = jnp.exp(shift) * (others.sum_e_y * scale + shift * others.sum_e)
     if axis is not None:
-        sum_e, sum_e_z = lax.psum((sum_e, sum_e_z), axis)
+        sum_e, sum_e_z, sum_y, sum_e_e = lax.psum((sum_e, sum_e_z, sum_y, sum_e_e), axis)
     # Where the label is the maximum, this is log(1 + sum_e), and expm1 is 0.
     log_sum_e = jnp.log1p(sum_e + jnp.expm1(label_z))
     entropy = log_sum_e - (sum_e_z + jnp.exp(label_z) * label_z) * jnp.exp(-log_sum_e)
     softmax = Softmax(highest, log_sum_e, jnp.where(label == FLOOR, -highest * scale, label_z), entropy)
+    if options.mean_over is not None:
+        softmax = softmax._replace(mean_logit=sum_y * (scale / options.mean_over))
+    if options.collision:
+        softmax = softmax._replace(collision=(sum_e_e + jnp.exp(2 * label_z)) * jnp.exp(-2 * log_sum_e))
     return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, own * jnp.exp(-log_sum_e)))
 
 
@@ -133,6 +140,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
     rows, step, features = tile.rows, tile.step, hidden.shape[1]
     steps = tile.columns // step
     has_mean, keeps, carries = "mean" in out, "kept" in out, "carried" in scratch
+    sums = [name for name in Others._fields if name in scratch and name != "top"]
 
     @pl.when(i * rows < number)
     def _() -> None:
@@ -140,7 +148,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def _() -> None:
             # Exponentials of the floor itself are 1; the first column that counts rescales them to 0.
             scratch["top"][...] = jnp.full((SUBLANES, rows), FLOOR)
-            for name in ("sum_e", "sum_e_y"):
+            for name in sums:
                 scratch[name][...] = jnp.zeros((SUBLANES, rows), jnp.float32)
             if carries:
                 scratch["carried"][...] = jnp.full((step, rows), FLOOR)
@@ -149,23 +157,28 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             if "hidden" in scratch:
                 scratch["hidden"][...] = hidden[...].astype(dtype)
 
-        zero_tail(weight, columns - j * tile.columns, j == last)
         h_RD, w_TD = scratch.get("hidden", hidden), scratch.get("weight", weight)
         if "weight" in scratch:
-            w_TD[...] = weight[...].astype(dtype)
+            load_tile(w_TD, weight)
+        zero_tail(w_TD, columns - j * tile.columns, j == last)
 
         def products(s: int) -> Float[Array, "S R"]:
             return capped(dot(w_TD[pl.ds(s * step, step), :], h_RD[...], (1, 1), dtype), softcap)
+
+        def by_sublane(x_SR: Array) -> Float[Array, "C 8 R"]:
+            return x_SR.reshape(-1, SUBLANES, rows)
 
         def add_to_sums(y_SR: Array, s: int) -> tuple[Array, Array, Array]:
             """Adds step s of this tile; its exponentials for E_q[W], the maximum so far, the factor of earlier sums."""
             first = j * tile.columns + s * step
             column_SR = lax.broadcasted_iota(jnp.int32, (step, rows), 0)
             y_SR = jnp.where(column_SR < columns - first, y_SR, FLOOR)
+            if "sum_y" in scratch:
+                scratch["sum_y"][...] += by_sublane(jnp.where(y_SR == FLOOR, 0, y_SR)).sum(axis=0)
             y_SR = jnp.where(column_SR == labels[...] - first, FLOOR, y_SR)
 
             old_top_8R, old_sum_e_8R = scratch["top"][...], scratch["sum_e"][...]
-            y_C8R = y_SR.reshape(-1, SUBLANES, rows)
+            y_C8R = by_sublane(y_SR)
             highest_1R = y_C8R.max(axis=0).max(axis=0, keepdims=True)
             top_8R = jnp.maximum(old_top_8R, jnp.broadcast_to(highest_1R, (SUBLANES, rows)))
             below_C8R = y_C8R - top_8R
@@ -177,6 +190,9 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             scratch["sum_e_y"][...] = rescale_8R * (scratch["sum_e_y"][...] + shift_8R * old_sum_e_8R) + (
                 e_C8R * below_C8R
             ).sum(axis=0)
+            if "sum_e_e" in scratch:
+                e_e_8R = (e_C8R * e_C8R).sum(axis=0)
+                scratch["sum_e_e"][...] = rescale_8R * rescale_8R * scratch["sum_e_e"][...] + e_e_8R
             e_SR = e_C8R.reshape(step, rows)
             return (e_SR if softcap is None else e_SR * cap_slope(y_SR)), top_8R[:1], rescale_8R[:1]
 
@@ -210,11 +226,11 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
         def _() -> None:
             if carries:
                 add_to_sums(scratch["carried"][...], steps - 1)
-            sum_e_1R, sum_e_y_1R = (scratch[name][...].sum(axis=0, keepdims=True) for name in ("sum_e", "sum_e_y"))
-            for n, sum_1R in enumerate((scratch["top"][...][:1], sum_e_1R, sum_e_y_1R)):
-                out["sums"][pl.ds(n, 1), :] = sum_1R
+            out["sums"][pl.ds(0, 1), :] = scratch["top"][...][:1]
+            for n, name in enumerate(sums, 1):
+                out["sums"][pl.ds(n, 1), :] = scratch[name][...].sum(axis=0, keepdims=True)
             if has_mean:
-                mean_RD = scratch["sum"][...] * lanes(to_lanes(1 / sum_e_1R), features)
+                mean_RD = scratch["sum"][...] * lanes(to_lanes(1 / out["sums"][pl.ds(1, 1), :]), features)
                 out["mean"][...] = mean_RD.astype(out["mean"].dtype)
 
 
@@ -256,15 +272,19 @@ def kernel_call(
     height, features = tile.rows, hidden.shape[1]
     spec = functools.partial(block_spec, case, tile, live=True)
     across = pl.cdiv(len(inputs.weight), tile.columns)
-    weight_tile = block_spec(case, tile, (tile.columns, features), lambda i, j: (j, 0))
-    if case.by_rows:  # past the rows that count the last tile, so that nothing is fetched
-        past = lambda i, j, ints, _: (jnp.where(i * tile.rows < ints[0], j, across - 1), 0)  # noqa: E731
-        weight_tile = pl.BlockSpec((tile.columns, features), past)
-    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *(streamed or [(inputs.weight, weight_tile)])]
+
+    def place(*step: Any) -> Any:
+        if not case.by_rows:
+            return step[0]
+        i, j, ints, _ = step  # past the rows that count the last tile, so that nothing is fetched
+        return jnp.where(i * tile.rows < ints[0], j, across - 1)
+
+    streamed = streamed or [tile_of_rows(inputs.weight, tile.columns, place)]
+    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
     given += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
     if case.hidden != case.product:
         scratch["hidden"] = pltpu.VMEM((height, features), case.product)
-    if case.weight != case.product and case.kernel != "kept":
+    if (case.weight != case.product or tiles.turned(features)) and case.kernel != "kept":
         scratch["weight"] = pltpu.VMEM((tile.columns, features), case.product)
     grid = pl.cdiv(len(hidden), height), across
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(hidden).manual_axis_type)
@@ -308,6 +328,23 @@ def block_spec(
         return place(jnp.minimum(i, jnp.maximum(lax.div(step[2][0] - 1, jnp.int32(tile.rows)), 0)) if live else i, j)
 
     return pl.BlockSpec(shape, index)
+
+
+def tile_of_rows(matrix: Float[Array, "V D"], rows: int, place: Callable[..., Any]) -> Given:
+    """A matrix as XLA keeps it, and its tile number `place(*step)` of so many rows."""
+    if tiles.turned(matrix.shape[1]):
+        return matrix.T, pl.BlockSpec((matrix.shape[1], rows), lambda *step: (0, place(*step)))
+    return matrix, pl.BlockSpec((rows, matrix.shape[1]), lambda *step: (place(*step), 0))
+
+
+def load_tile(to: Any, tile: Any) -> None:
+    """Loads a tile of rows, in another dtype."""
+    to[...] = (tile[...].T if tiles.turned(to.shape[1]) else tile[...]).astype(to.dtype)
+
+
+def store_tile(to: Any, tile: Any) -> None:
+    """Stores a tile of rows in its matrix's dtype."""
+    to[...] = (tile[...].T if tiles.turned(tile.shape[1]) else tile[...]).astype(to.dtype)
 
 
 def zero_tail(block: Any, rows: Any, is_last: Any) -> None:

@@ -69,6 +69,14 @@ def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = No
     return Case(kernel, tokens, vocabulary, features, hidden, weight, options.dtype, gradient, mean is not None, keep)
 
 
+def turned(features: int) -> bool:
+    """Whether XLA keeps a matrix [V, D] transposed, as it does where its rows would be padded to whole lanes.
+
+    Kernels then take its tiles, and give those of dW, as [D, V], and turn them on the chip: XLA copies nothing.
+    """
+    return features % LANES != 0
+
+
 _override: tuple[KernelName | None, Tiles, int | None] | None = None
 
 
@@ -91,7 +99,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     features = round_up(case.features, LANES)
     by_rows, by_columns, product = tiles.rows * features, tiles.columns * features, case.product.itemsize
     vectors = 4 + 3 * forward + 2 * case.keep + 18 * pair
-    turned = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors across lanes
+    across_lanes = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors
     logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and those carried to the next tile
     logits *= 1 + pair
     result = by_rows if case.by_rows else by_columns
@@ -99,10 +107,12 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
         "hidden block": 2 * case.hidden.itemsize * by_rows,
         "weight tile": 0 if from_kept else 2 * case.weight.itemsize * by_columns,
         "hidden block as operand": product * by_rows if case.hidden != case.product else 0,
-        "weight tile as operand": product * by_columns if case.weight != case.product and not from_kept else 0,
+        "weight tile as operand": product * by_columns * (case.weight != case.product or turned(case.features))
+        if not from_kept
+        else 0,
         # Operands in parts, of bfloat16, which the compiler spills.
         "float32 operands": 8 * (by_rows + by_columns) if case.product == jnp.float32 else 0,
-        "row vectors": 4 * tiles.rows * (8 * vectors + LANES * turned),
+        "row vectors": 4 * tiles.rows * (8 * vectors + LANES * across_lanes),
         "logits and slopes": logits * 4 * tiles.rows * tiles.step,
         "sums and result": 0 if pair or (forward and not case.mean) else 2 * (4 + case.gradient.itemsize) * result,
         "kept exponentials, or dy": 2 * product * tiles.rows * tiles.columns if case.keep or from_kept or pair else 0,

@@ -60,11 +60,20 @@ class Distillation(Algorithm):
         self, head: Head, states: States, batch: Batch, teacher: States | None = None
     ) -> tuple[Float[Array, ""], Comparison]:
         assert teacher is not None
-        loss, divergence = head.divergence(states, teacher, batch, self.distill.kind, self.distill.mixture)
+        coef = self.distill.label_coef
+
+        def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
+            return divergence - coef * logprob if coef else divergence
+
+        how = {"kind": self.distill.kind, "beta": self.distill.mixture}
+        # Otherwise a sampled token that the teacher's vocabulary lacks would be a label out of range.
+        labelled = batch if coef else batch._replace(labels=jnp.zeros_like(batch.labels))
+        loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **how)
+        assert tokens.divergence is not None
         states, some = jax.lax.stop_gradient(states), self.measured(batch)
         measured = batch._replace(weights=jnp.float32(some), labels=head.likeliest(states, some))
         mine, yours = head.logprobs(states, measured), head.logprobs(teacher, measured)
-        return loss, Comparison(divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
+        return loss, Comparison(tokens.divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
 
     def measured(self, batch: Batch) -> Bool[Array, "B T"]:
         """Where entropies and agreement are measured: at every eighth learned token of a row.

@@ -29,6 +29,10 @@ class DistillConfig(Section):
     """The divergence over the whole vocabulary, or the policy gradient of the sampled token with the advantage log
     teacher - log student, by the objective of `grpo`, which is reverse_kl and needs `grpo`."""
 
+    label_coef: float = Field(default=0.0, ge=0)
+    """How much of the cross-entropy of the labels, the tokens of given completions, is added to the divergence
+    (Hinton et al. 2015, arXiv:1503.02531, section 2). Both take one pass of the head. Only with `data`."""
+
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.kind != "jsd":
@@ -52,13 +56,15 @@ class DistillRules(Rules):
         distill, samples = config.section(DistillConfig), samples_completions(config)
         if samples == (config.data is not None):
             yield "data", "algorithm: distill learns either from data, or from task, rollout and grpo"
-        if distill.estimator == "full" and config.head.impl not in (None, "xla", "mosaic_tpu"):
-            yield "head.impl", f"{config.head.impl} has no divergences: xla and mosaic_tpu have"
+        if distill.estimator == "full" and config.head.impl == "mosaic_gpu":
+            yield "head.impl", "mosaic_gpu has no divergences: remove it, or take xla"
         if not samples:
             if distill.estimator == "sampled":
                 yield "grpo", "distill.estimator: sampled needs this section"
             yield from example_faults(config)
             return
+        if distill.label_coef:
+            yield "distill.label_coef", "is for the completions of data: remove it"
         yield from config.missing("grpo under algorithm: distill", "task", "rollout")
         unused = UNREWARDED if distill.estimator == "sampled" else UNREWARDED + POLICY_GRADIENT
         because = f"by distill.estimator: {distill.estimator}"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
 from mllm.config.schema import Config, Rows, Rules
 from mllm.config.section import Fault, Section, impossible
@@ -79,7 +79,7 @@ class GrpoConfig(Section):
     """The limit of the importance weight; None: no such weight."""
     dynamic_sampling: PositiveInt = 1
     """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
-    mask_truncated_completions: bool = False
+    mask_truncated_completions: StrictBool = False
     """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
     """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
