@@ -37,7 +37,6 @@ def logit_gradient(
     factors: RowFactors,
     block: Block,
     chunk: Chunk,
-    scale: Float[Array, ""],
     options: Options,
     *,
     size: tuple[int, int],
@@ -96,15 +95,8 @@ def logit_gradient(
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
     counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
-    arguments = (
-        counts,
-        scale[None],
-        rows.hidden,
-        weight,
-        rows.labels,
-        rows.in_tile,
-        jnp.stack(jax.tree.leaves(factors)),
-    )
+    by_row = jnp.stack(jax.tree.leaves(factors))
+    arguments = counts, rows.scale[None], rows.hidden, weight, rows.labels, rows.in_tile, by_row
     return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]
 
 

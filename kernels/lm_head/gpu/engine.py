@@ -8,9 +8,7 @@ Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of th
 of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +41,7 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
-    rows = gather_rows(inputs, options, sizes, live.row, live.number)
+    rows = _gather_rows(inputs, options, sizes, live.row, live.number)
     running, _ = _forward_pass(inputs, options, Plan(sizes, len(rows.labels)), rows)
     return _finish(inputs, options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
 
@@ -51,7 +49,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
 def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options) -> Gradients:
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
-    rows = gather_rows(inputs, options, sizes, live.row, live.number)
+    rows = _gather_rows(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
     plan = Plan(sizes, len(rows.labels))
     dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes)
@@ -62,7 +60,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     plan = make_plan(inputs, options)
 
     def wave(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
-        rows = gather_rows(inputs, options, plan.sizes, row_R, live_R.sum(dtype=jnp.int32))
+        rows = _gather_rows(inputs, options, plan.sizes, row_R, live_R.sum(dtype=jnp.int32))
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(inputs, options, running, live_R)
         own = inputs._replace(live=live_R)
@@ -75,55 +73,45 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
 
-def gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
+def _gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
     live = jnp.arange(len(row)) < number
     labels = jnp.where(live, contract.local_labels(inputs)[row], -1)
     in_tile = labels_in_tiles(labels, len(inputs.weight), sizes.tiles)
-    return Rows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number)
+    scale = contract.scale_of(inputs.temperature, options.softcap)
+    return Rows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number, scale)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
 def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, KeptLogits | None]:
-    """Running statistics over the whole vocabulary, and the logits that the plan says to keep (see `forward_over`)."""
-    vocabulary, first = len(inputs.weight), plan.kept_columns
-    over = functools.partial(forward_over, inputs, options, plan.sizes, rows)
-    if not first:
-        return over(0, vocabulary, plan.chunk(vocabulary))
-    running, kept = over(0, first, plan.kept_chunk, keep=True)
-    if first < vocabulary:
-        running = combine(running, over(first, vocabulary, plan.chunk(vocabulary))[0], _scale(inputs, options))
+    """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
+    vocabulary, kept_columns, left = len(inputs.weight), plan.kept_columns, plan.chunk(len(inputs.weight))
+
+    def over(start: int, end: int, chunk: int, keep: bool = False) -> tuple[Running, KeptLogits | None]:
+        """Columns [start, end), in P parts: a weight of another dtype is cast chunk by chunk."""
+
+        def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
+            weight, columns = _chunk_of(inputs, options, first, size)
+            return forward_kernel(rows, weight, columns, options, size=size, sizes=plan.sizes, keep=keep)
+
+        if inputs.weight.dtype == options.dtype:
+            running, kept = kernel(jnp.int32(start), end - start)
+            return running, jax.tree.map(lambda x: x[None], kept)
+
+        def part(running: Running, i: Array) -> tuple[Running, KeptLogits | None]:
+            found, kept = kernel(start + i * chunk, chunk)
+            return combine(running, found, rows.scale), kept
+
+        nothing = contract.no_columns(contract.zeros(inputs, len(rows.labels)), options)
+        return lax.scan(part, nothing, jnp.arange(-(-(end - start) // chunk)))
+
+    if not kept_columns:
+        return over(0, vocabulary, left)
+    running, kept = over(0, kept_columns, plan.kept_chunk, keep=True)
+    if kept_columns < vocabulary:
+        running = combine(running, over(kept_columns, vocabulary, left)[0], rows.scale)
     return running, kept
-
-
-def forward_over(
-    inputs: Inputs, options: Options, sizes: Sizes, rows: Rows, first: int, last: int, chunk: int, keep: bool = False
-) -> tuple[Running, KeptLogits | None]:
-    """The forward kernel over columns [first, last), in P parts: a weight of another dtype is cast chunk by chunk.
-
-    The logits that are kept have the parts as a first dim.
-    """
-
-    def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
-        weight, columns = chunk_of(inputs, options, first, size)
-        how: Any = {"size": size, "sizes": sizes, "keep": keep}
-        return forward_kernel(rows, weight, columns, _scale(inputs, options), options, **how)
-
-    if inputs.weight.dtype == options.dtype:
-        running, kept = kernel(jnp.int32(first), last - first)
-        return running, jax.tree.map(lambda x: x[None], kept)
-
-    def part(running: Running, i: Array) -> tuple[Running, KeptLogits | None]:
-        found, kept = kernel(first + i * chunk, chunk)
-        return combine(running, found, _scale(inputs, options)), kept
-
-    nothing = contract.no_columns(contract.zeros(inputs, len(rows.labels)), options)
-    return lax.scan(part, nothing, jnp.arange(-(-(last - first) // chunk)))
-
-
-def _scale(inputs: Inputs, options: Options) -> Float[Array, ""]:
-    return contract.scale_of(inputs.temperature, options.softcap)
 
 
 def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
@@ -136,16 +124,6 @@ def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array
 # --- backward -------------------------------------------------------------------------------------------------------
 
 
-class Span(NamedTuple):
-    """Chunks of so many columns that follow each other, and what makes dy of a chunk and a block of rows."""
-
-    first: int
-    columns: int
-    chunks: int
-    slopes: Callable[[Array, Block, Chunk, Float[Array, "_ D"]], Float[Array, "B C"]]
-    """(the chunk's number in the span, block, chunk, an array with the chunk's weights) -> dy."""
-
-
 def _backward_pass(
     inputs: Inputs,
     options: Options,
@@ -156,51 +134,28 @@ def _backward_pass(
     kept: KeptLogits | None = None,
     dw: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """What `products_of_slopes` gives; dy is made of kept logits, or of logits anew."""
-    sizes = plan.sizes
-    size, vocabulary = sizes.block(len(rows.labels)), len(inputs.weight)
-    factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
-
-    def of_kept(number: Array, block: Block, chunk: Chunk, _: Array) -> Float[Array, "B C"]:
-        assert kept is not None
-        own = read_kept(kept, number, block.first, (size, plan.kept_chunk), plan.kept_chunk // sizes.tiles.columns)
-        return _kept_logit_gradient(inputs, options, rows, factors, own, block, chunk)
-
-    def anew(_: Array, block: Block, chunk: Chunk, weight: Array) -> Float[Array, "B C"]:
-        places = block, chunk, _scale(inputs, options)
-        return logit_gradient(rows, weight, factors, *places, options, size=(size, left), sizes=sizes)
-
-    first, left = plan.kept_columns, plan.chunk(vocabulary)
-    spans = [Span(0, plan.kept_chunk, first // plan.kept_chunk, of_kept)] if first else []
-    if first < vocabulary:
-        spans.append(Span(first, left, -(-(vocabulary - first) // left), anew))
-    return products_of_slopes(inputs, options, sizes, rows, spans, dw)
-
-
-def products_of_slopes(
-    inputs: Inputs,
-    options: Options,
-    sizes: Sizes,
-    rows: Rows,
-    spans: Sequence[Span],
-    dw: Float[Array, "V D"] | None = None,
-) -> Gradients:
-    """dh, and dW, added to `dw` if that is given, from the spans' dy."""
-    tiles, size = sizes.tiles, sizes.block(len(rows.labels))
+    """dh, and dW, added to `dw` if that is given; dy is made of kept logits, or of logits anew."""
+    sizes, tiles, vocabulary = plan.sizes, plan.sizes.tiles, len(inputs.weight)
+    size, left = sizes.block(len(rows.labels)), plan.chunk(vocabulary)
     blocks, (dh_dtype, dw_dtype) = len(rows.labels) // size, contract.gradient_dtypes(inputs, options)
+    factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
     add = dw is not None
     if not add and options.wants_weight:
         dw = contract.zeros(inputs, *inputs.weight.shape, dtype=dw_dtype)
     dh_sum = jax.new_ref(contract.zeros(inputs, *rows.hidden.shape)) if options.wants_hidden else None
     dw_sum = None if dw is None else jax.new_ref(dw)
 
-    def chunk(span: Span, number: Array) -> None:
-        """Adds a chunk's part of the gradients."""
-        weight, chunk = chunk_of(inputs, options, span.first + number * span.columns, span.columns)
+    def of_chunk(number: Array, start: int, columns: int, kept: KeptLogits | None) -> None:
+        """Adds the part of the gradients of a chunk, which has that number from column `start` on."""
+        weight, chunk = _chunk_of(inputs, options, start + number * columns, columns)
 
-        def block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
+        def of_block(i: Array, out: Any, chunk_of_out: Chunk, **how_to_add: Any) -> None:
             block = Block(i * size, jnp.clip(rows.number - i * size, 0, size))
-            dy = span.slopes(number, block, chunk, weight)
+            if kept is None:
+                dy = logit_gradient(rows, weight, factors, block, chunk, options, size=(size, columns), sizes=sizes)
+            else:
+                own = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
+                dy = _kept_logit_gradient(options, rows, factors, own, block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
@@ -208,22 +163,26 @@ def products_of_slopes(
 
         last = jnp.int32(blocks - 1)
         if blocks == 1:
-            block(last, dw_sum, chunk, add=add)
+            of_block(last, dw_sum, chunk, add=add)
         elif dw_sum is None:
-            lax.fori_loop(0, blocks, lambda i, _: block(i, None, chunk), None)
+            lax.fori_loop(0, blocks, lambda i, _: of_block(i, None, chunk), None)
         else:
-            sums = jax.new_ref(contract.zeros(inputs, span.columns, round_up(rows.hidden.shape[1], tiles.columns)))
+            sums = jax.new_ref(contract.zeros(inputs, columns, round_up(rows.hidden.shape[1], tiles.columns)))
             at_start = chunk._replace(first=jnp.int32(0))
-            lax.fori_loop(0, blocks - 1, lambda i, _: block(i, sums, at_start, add=True), None)
-            block(last, dw_sum, chunk, before=jax.freeze(sums))
+            lax.fori_loop(0, blocks - 1, lambda i, _: of_block(i, sums, at_start, add=True), None)
+            of_block(last, dw_sum, chunk, before=jax.freeze(sums))
 
-    for span in spans:
-        lax.fori_loop(0, span.chunks, lambda i, _, span=span: chunk(span, i), None)
+    if kept is not None:
+        chunks = plan.kept_columns // plan.kept_chunk
+        lax.fori_loop(0, chunks, lambda i, _: of_chunk(i, 0, plan.kept_chunk, kept), None)
+    if plan.kept_columns < vocabulary:
+        chunks = -(-(vocabulary - plan.kept_columns) // left)
+        lax.fori_loop(0, chunks, lambda i, _: of_chunk(i, plan.kept_columns, left, None), None)
     dh = None if dh_sum is None else jax.freeze(dh_sum).astype(dh_dtype)
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
-def chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
+def _chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
     columns = jnp.clip(contract.number_of_columns(inputs) - first, 0, size)
     if inputs.weight.dtype == options.dtype:
@@ -232,7 +191,7 @@ def chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tuple
     return inputs.weight[row].astype(options.dtype), Chunk(first, jnp.int32(0), columns)
 
 
-def read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
+def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
     """What is kept of the chunk of that number, and of a block of rows from `row` on; `size` is their product's."""
     part, place = (number, 0) if len(kept.below) > 1 else (0, number)
     below_BC = lax.dynamic_slice(kept.below, (part, row, place * size[1]), (1, *size))[0]
@@ -240,7 +199,7 @@ def read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int]
 
 
 def _kept_logit_gradient(
-    inputs: Inputs, options: Options, rows: Rows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
+    options: Options, rows: Rows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
 ) -> Float[Array, "B C"]:
     """dy of a block and a chunk from their kept logits, without a product."""
     top_UB, below_BC = kept
@@ -252,7 +211,7 @@ def _kept_logit_gradient(
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
     below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max))
     from_top_BUT = below_BUT + (top_UB - factors.top).T[:, :, None]
-    log_p_BUT = _scale(inputs, options) * from_top_BUT - factors.log_sum_e[:, None, None]
+    log_p_BUT = rows.scale * from_top_BUT - factors.log_sum_e[:, None, None]
     by_p_BUT = factors.at_p[:, None, None]
     if options.entropy_slopes:
         by_p_BUT += factors.at_p_log_p[:, None, None] * log_p_BUT

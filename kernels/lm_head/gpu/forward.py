@@ -38,6 +38,7 @@ class Rows(NamedTuple):
     in_tile: Int[Array, "W I"]  # `labels_in_tiles(labels)`
     live: Bool[Array, "M"]
     number: Int[Array, ""]
+    scale: Float[Array, ""]  # the logits over y
 
 
 class Chunk(NamedTuple):
@@ -100,7 +101,6 @@ def forward(
     rows: Rows,
     weight: Float[Array, "V D"],
     chunk: Chunk,
-    scale: Float[Array, ""],
     options: Options,
     *,
     size: int,
@@ -185,11 +185,11 @@ def forward(
 
     call = products.kernel(body, tiles, "lm_head_keep" if keep else "lm_head_forward", out)
     counts = jnp.stack([rows.number, *chunk]).astype(jnp.int32)
-    sums, *kept = call(counts, scale[None], rows.hidden, weight, rows.labels, rows.in_tile)
+    sums, *kept = call(counts, rows.scale[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
     found = [jnp.where(used, sums[:, i], 0 if i else FLOOR) for i in range(number_of_sums)]
-    running = combine_all(jax.tree.unflatten(jax.tree.structure(nothing), found), scale)
+    running = combine_all(jax.tree.unflatten(jax.tree.structure(nothing), found), rows.scale)
     return running, KeptLogits(*kept) if keep else None
 
 
