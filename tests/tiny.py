@@ -34,6 +34,19 @@ ARCHITECTURE = {
     "rope_theta": 10000.0,
 }
 
+QWEN35 = {
+    **ARCHITECTURE,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+"""A model with delta nets."""
+
 
 def config(algorithm: str = "grpo", **sections) -> Config:
     """A valid configuration of two-digit sums on 8 rows; `sections` replace or extend settings, a level deep."""
@@ -151,4 +164,4 @@ def load_weights(folder: Path) -> nnx.State:
     """The parameters in a model's folder, float32 on one device."""
     sizes = weights.read_config(folder)
     layout = Layout.of(make_mesh(MeshConfig()), sizes)
-    return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))))
+    return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)

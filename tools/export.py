@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mllm.config.schema import Config
     from mllm.model.layout import Params
     from mllm.model.load import Policy
+    from mllm.model.original import Original
 
 
 @errors.command
@@ -84,8 +85,28 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
         bos_id=policy.tokenizer.bos_token_id,
         learned=policy.learned,
         also=add_files,
+        original=find_original(config, policy),
     )
     return line
+
+
+def find_original(config: "Config", policy: "Policy") -> "Original | None":
+    """The folder whose names an export has, and whose other tensors: where a Qwen3.5 was trained from one with images.
+
+    UserError is raised if it is not there any more.
+    """
+    if not policy.architecture.traits.delta:
+        return None
+    from mllm.model.folder import local_folder
+    from mllm.model.original import Original
+    from mllm.run.source_run import SourceRun
+
+    while (run := SourceRun.open(config.model)) is not None:
+        config = run.config
+    model = config.model
+    if model.init == "random" or model.source is None:
+        return None
+    return Original.open(local_folder(model.source, last_resort="put it back", revision=model.revision))
 
 
 def restore(
@@ -122,7 +143,7 @@ def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: st
     source = config.model.source if config.model.init == "pretrained" else None
     of_a_run = source is not None and find_run(source, "model.source") is not None
     base = f"{source}/export" if of_a_run else source
-    peft.save(out, policy.lora, adapters, base, policy.learned)
+    peft.save(out, policy.architecture, policy.lora, adapters, base, policy.learned, find_original(config, policy))
     if of_a_run:
         return f"{base}, which tools/export.py {source} --step {config.model.step} writes"
     return base or "random parameters"

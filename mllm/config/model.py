@@ -6,8 +6,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, field_valida
 
 from mllm.config.section import Section, impossible
 
-LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "head"]
-PEFT_NAMES = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")} | {"lm_head": "head"}
+LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out", "head"]
+PEFT_NAMES = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down", "out")} | {"lm_head": "head"}
+PEFT_NAMES |= {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "beta", "in_proj_a": "decay"}
 """What PEFT calls them."""
 
 

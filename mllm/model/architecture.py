@@ -1,7 +1,4 @@
-"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name.
-
-`PRESETS` has the sizes of published checkpoints, as in their own config.json.
-"""
+"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -13,11 +10,13 @@ from mllm.errors import UserError
 LARGEST_SIZE = 2**31 - 1  # JAX counts in int32
 LARGEST_FLOAT = 10**15
 LARGEST = {"num_hidden_layers": 10_000}
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
-Family = Literal["qwen2", "qwen3", "llama", "smollm3", "olmo2", "gemma3_text"]
-"""A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Llama 3, 3.1 and 3.2; SmolLM3; OLMo 2; and
-Gemma 3 without images."""
+Family = Literal["qwen2", "qwen3", "qwen3_5_text", "llama", "smollm3", "olmo2", "gemma3_text"]
+"""A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Qwen3.5's without images; Llama 3, 3.1 and
+3.2; SmolLM3; OLMo 2; and Gemma 3 without images."""
+TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
+"""Models of texts and images, of which the texts' part is made: in their config.json it is `text_config`."""
 
 
 class Traits(NamedTuple):
@@ -35,8 +34,12 @@ class Traits(NamedTuple):
     """Whether each head of queries and of keys is normalized before its rotation, or all heads together."""
     norms: Literal["before", "after", "both"] = "before"
     """Where attention and the feed-forward network have a norm: before, after (of what is added), or both."""
+    norms_add_one: bool = False
+    """Whether norms multiply by 1 + weight."""
     gemma: bool = False
-    """Whether norms multiply by 1 + weight, the gate is GELU, and the embedding is multiplied by sqrt(hidden_size)."""
+    """Whether the gate is GELU, the embedding is multiplied by sqrt(hidden_size), and some layers have a window."""
+    delta: bool = False
+    """Whether some layers are gated delta nets, and the attention of the others has an output gate."""
 
 
 SILU: dict[str, Any] = {"hidden_act": "silu"}
@@ -46,14 +49,25 @@ GEMMA_FIXED |= {"attn_logit_softcapping": None, "final_logit_softcapping": None,
 GEMMA = {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}
 GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4_096, "max_position_embeddings": 131_072}
 GEMMA |= {"rope_theta": 1_000_000, "rope_local_base_freq": 10_000}
+DELTA: dict[str, Any] = {
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "head_dim": 256,
+}
+DELTA |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25}
+DELTA_FIXED: dict[str, Any] = SILU | NO_BIAS | {"attn_output_gate": True}
 SMOLLM3 = {"rope_theta": 2e6, "tie_word_embeddings": True}
 FAMILIES: dict[Family, Traits] = {
     "qwen2": Traits("Qwen2ForCausalLM", SILU | NO_WINDOW, {}, qkv_bias=True),
     "qwen3": Traits("Qwen3ForCausalLM", SILU | NO_WINDOW | NO_BIAS, {"head_dim": 128}, head_norms="each"),
+    "qwen3_5_text": Traits("Qwen3_5ForCausalLM", DELTA_FIXED, DELTA, head_norms="each", norms_add_one=True, delta=True),
     "llama": Traits("LlamaForCausalLM", SILU | NO_BIAS | {"mlp_bias": False}, {}),
     "smollm3": Traits("SmolLM3ForCausalLM", SILU | NO_WINDOW | NO_BIAS | {"mlp_bias": False}, SMOLLM3),
     "olmo2": Traits("Olmo2ForCausalLM", SILU | NO_BIAS, {"rms_norm_eps": 1e-5}, head_norms="all", norms="after"),
-    "gemma3_text": Traits("Gemma3ForCausalLM", GEMMA_FIXED, GEMMA, head_norms="each", norms="both", gemma=True),
+    "gemma3_text": Traits(
+        "Gemma3ForCausalLM", GEMMA_FIXED, GEMMA, head_norms="each", norms="both", norms_add_one=True, gemma=True
+    ),
 }
 
 
@@ -64,6 +78,34 @@ class RopeScaling(NamedTuple):
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+
+class DeltaNet(NamedTuple):
+    """The sizes of gated delta nets."""
+
+    taps: int
+    """The tokens that the convolution reads, its own the last of them."""
+    key_dim: int
+    value_dim: int
+    key_heads: int
+    value_heads: int
+    """A multiple of the key heads: so many value heads in a row share a key head."""
+
+    @property
+    def keys(self) -> int:
+        """How many numbers the keys of a token are."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+DELTA_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+"""What config.json calls them."""
 
 
 class LayerKind(NamedTuple):
@@ -100,19 +142,56 @@ class Architecture:
     rope_local_base_freq: float | None = None
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
+    partial_rotary_factor: float = 1.0
+    """The share of a head's dims that are rotated, the first ones."""
+    linear_conv_kernel_dim: int | None = None
+    linear_key_head_dim: int | None = None
+    linear_value_head_dim: int | None = None
+    linear_num_key_heads: int | None = None
+    linear_num_value_heads: int | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many dims of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def delta_net(self) -> "DeltaNet":
+        """The sizes of the delta nets; only where the family has them."""
+        return DeltaNet(*(getattr(self, key) for key in DELTA_SIZES))
+
+    @property
+    def stack_of_layer(self) -> tuple[tuple[str, int], ...]:
+        """The stack that each layer's parameters are in, and their place there, by the names in layout.py.
+
+        It is `layers`, or `delta` where the layer is a delta net.
+        """
+        names = ["delta" if kind == LINEAR else "layers" for kind in self.layer_types]
+        names = names or ["layers"] * self.num_hidden_layers
+        return tuple((name, names[:layer].count(name)) for layer, name in enumerate(names))
+
+    def layers_of(self, stack: str) -> tuple[int, ...]:
+        """The numbers of the layers whose parameters are in this stack."""
+        return tuple(layer for layer, (name, _) in enumerate(self.stack_of_layer) if name == stack)
+
+    @property
+    def period(self) -> int:
+        """The least number of layers after which the sequence of stacks repeats."""
+        names, count = [name for name, _ in self.stack_of_layer], self.num_hidden_layers
+        return next(n for n in range(1, count + 1) if count % n == 0 and names == names[:n] * (count // n))
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers: one, or two in Gemma 3 and SmolLM3."""
+        """The kinds of layers with attention: one, or two in Gemma 3 and SmolLM3."""
         full = LayerKind(None, self.rope_theta, self.rope_scaling)
         other = LayerKind(self.sliding_window, self.rope_local_base_freq)  # both None in SmolLM3
-        return (full, other) if self.layer_types or self.no_rope_layers else (full,)
+        return (full, other) if self.traits.gemma or self.no_rope_layers else (full,)
 
     @property
     def kind_of_layer(self) -> tuple[int, ...]:
-        """The number of each layer's kind."""
+        """The number of the kind of each layer with attention."""
         if self.layer_types:
-            return tuple(int(kind == SLIDING) for kind in self.layer_types)
+            return tuple(int(kind == SLIDING) for kind in self.layer_types if kind != LINEAR)
         return tuple(1 - rotated for rotated in self.no_rope_layers) or (0,) * self.num_hidden_layers
 
     @property
@@ -137,8 +216,8 @@ class Architecture:
                 raise UserError(f"{where}: {name} must be a mapping, not {found!r}")
             return found
 
-        if settings.get("model_type") == "gemma3":  # a model of texts and images, of which the texts' part is made
-            settings = {**settings, "model_type": "gemma3_text", **mapping(settings, "text_config")}
+        if (whole := settings.get("model_type")) in TEXT_PARTS:
+            settings = {**settings, "model_type": TEXT_PARTS[whole], **mapping(settings, "text_config")}
         family = settings.get("model_type", "qwen2")
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
@@ -155,7 +234,11 @@ class Architecture:
             kind = found.get("rope_type", found.get("type", kind)) if kind == "default" else kind
         check_supported(settings, traits, kind, local, where)
         # 10,000 is transformers' default.
-        values = {**settings, **rope, "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0))}
+        values = {
+            **settings,
+            **{k: x for k, x in rope.items() if x is not None},
+            "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0)),
+        }
         values |= {"rope_local_base_freq": local.get("rope_theta", settings.get("rope_local_base_freq"))}
 
         def positive(key: str, number_type: Any, default: Any = MISSING) -> Any:
@@ -198,6 +281,11 @@ class Architecture:
             numbers["rope_local_base_freq"] = positive("rope_local_base_freq", float)
             kinds = [FULL if layer % 6 == 5 else SLIDING for layer in range(layers)]
             numbers["layer_types"] = of_layers("layer_types", (FULL, SLIDING), kinds)
+        elif traits.delta:
+            numbers |= {key: positive(key, int) for key in DELTA_SIZES}
+            every = positive("full_attention_interval", int, 4)
+            kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+            numbers["layer_types"] = of_layers("layer_types", (FULL, LINEAR), kinds)
         elif family == "smollm3":
             numbers["no_rope_layers"] = of_layers("no_rope_layers", (0, 1))
         config = cls(**numbers, tie_word_embeddings=tied, model_type=family, rope_scaling=scaling)
@@ -205,8 +293,21 @@ class Architecture:
             raise UserError(f"{where}: num_attention_heads {heads} is not divisible by num_key_value_heads ({shared})")
         if isinstance(scaling, RopeScaling) and not scaling.low_freq_factor < scaling.high_freq_factor:
             raise UserError(f"{where}: rope_parameters: low_freq_factor is not below high_freq_factor")
-        if config.head_dim % 2:
-            raise UserError(f"{where}: head_dim {config.head_dim} is odd; rotary positions need pairs")
+        if not config.rotary_dim or config.rotary_dim % 2:
+            share = f" * partial_rotary_factor {config.partial_rotary_factor}" if traits.delta else ""
+            problem = "is odd" if config.rotary_dim % 2 else "is less than 1"
+            raise UserError(f"{where}: head_dim {config.head_dim}{share} {problem}; rotary positions need pairs")
+        if config.partial_rotary_factor != 1 and not traits.delta:
+            raise UserError(
+                f"{where}: partial_rotary_factor is {config.partial_rotary_factor}; {family} supports only 1"
+            )
+        if traits.delta:
+            net = config.delta_net
+            if FULL not in config.layer_types:
+                raise UserError(f"{where}: layer_types has no {FULL!r}; at least one layer must be of that kind")
+            if net.value_heads % net.key_heads:
+                divisor = f"linear_num_key_heads ({net.key_heads})"
+                raise UserError(f"{where}: linear_num_value_heads {net.value_heads} is not divisible by {divisor}")
         return config
 
     def to_hf(self) -> dict[str, Any]:
@@ -219,6 +320,10 @@ class Architecture:
         elif scaling is not None:
             rope = {"rope_type": "linear", "factor": scaling}
         parameters = {**rope, "rope_theta": self.rope_theta}
+        if self.traits.delta:
+            parameters |= {"partial_rotary_factor": sizes["partial_rotary_factor"]}
+        else:
+            del sizes["partial_rotary_factor"]
         if self.traits.gemma:
             local = {"rope_type": "default", "rope_theta": self.rope_local_base_freq}
             parameters = {"full_attention": parameters, "sliding_attention": local}
@@ -250,7 +355,7 @@ def check_supported(
     layers = settings.get("layer_types") or []
     if not isinstance(layers, list | tuple):
         raise UserError(f"{where}: layer_types must be a list, not {layers!r}")
-    known = [FULL, SLIDING] if traits.gemma else [FULL]
+    known = [FULL, *[SLIDING] * traits.gemma, *[LINEAR] * traits.delta]
     fixed: list[tuple[str, Any, list[Any]]] = [
         ("layer_types", [kind for kind in layers if kind not in known], [[]]),
         ("rope_parameters.rope_type", rope_type, ["default", "linear", "llama3"]),
@@ -263,41 +368,3 @@ def check_supported(
         if value not in supported:
             choices = " or ".join(map(repr, supported))
             raise UserError(f"{where}: {key} is {value!r}; this model supports only {choices}")
-
-
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-
-
-def published(shared: Mapping[str, Any], *sizes: int) -> Architecture:
-    """The sizes of a checkpoint, in the order of `SIZES`; `shared` are those that others of its family have, too."""
-    tied = {"tie_word_embeddings": sizes[0] < 3_584}
-    return Architecture.from_hf({"rope_theta": 1e6, **tied, **dict(zip(SIZES, sizes, strict=True)), **shared}, "")
-
-
-QWEN25, QWEN25_FROM_7B, LONG = {"vocab_size": 151_936}, {"vocab_size": 152_064}, {"max_position_embeddings": 131_072}
-QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
-LLAMA3 = {"model_type": "llama", "vocab_size": 128_256, "rope_theta": 500_000, "rms_norm_eps": 1e-5, **LONG}
-SCALING = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8_192}
-LLAMA31, LLAMA32 = ({**LLAMA3, "rope_scaling": {"rope_type": "llama3", "factor": by, **SCALING}} for by in (8, 32))
-GEMMA1B = {"model_type": "gemma3_text", "vocab_size": 262_144, "sliding_window": 512, "max_position_embeddings": 32_768}
-GEMMA4B = {"model_type": "gemma3_text", "sliding_window": 1_024, "rope_scaling": {"rope_type": "linear", "factor": 8}}
-BOTH = ("", "-Instruct")
-PRESETS: dict[str, Architecture] = {
-    **{f"Qwen/Qwen2.5-0.5B{kind}": published(QWEN25, 896, 4_864, 24, 14, 2) for kind in BOTH},
-    "Qwen/Qwen2.5-1.5B": published(QWEN25 | LONG, 1_536, 8_960, 28, 12, 2),
-    "Qwen/Qwen2.5-1.5B-Instruct": published(QWEN25, 1_536, 8_960, 28, 12, 2),
-    **{f"Qwen/Qwen2.5-3B{kind}": published(QWEN25, 2_048, 11_008, 36, 16, 2) for kind in BOTH},
-    "Qwen/Qwen2.5-7B": published(QWEN25_FROM_7B | LONG, 3_584, 18_944, 28, 28, 4),
-    "Qwen/Qwen2.5-7B-Instruct": published(QWEN25_FROM_7B, 3_584, 18_944, 28, 28, 4),
-    "Qwen/Qwen3-0.6B": published(QWEN3, 1_024, 3_072, 28, 16, 8),
-    "Qwen/Qwen3-1.7B": published(QWEN3, 2_048, 6_144, 28, 16, 8),
-    "Qwen/Qwen3-4B": published(QWEN3, 2_560, 9_728, 36, 32, 8),
-    "Qwen/Qwen3-8B": published(QWEN3, 4_096, 12_288, 36, 32, 8),
-    **{f"meta-llama/Llama-3.2-1B{kind}": published(LLAMA32, 2_048, 8_192, 16, 32, 8) for kind in BOTH},
-    **{f"meta-llama/Llama-3.2-3B{kind}": published(LLAMA32, 3_072, 8_192, 28, 24, 8) for kind in BOTH},
-    **{f"meta-llama/Llama-3.1-8B{kind}": published(LLAMA31, 4_096, 14_336, 32, 32, 8) for kind in BOTH},
-    **{f"google/gemma-3-270m{kind}": published(GEMMA1B, 640, 2_048, 18, 4, 1) for kind in ("", "-it")},
-    **{f"google/gemma-3-1b{kind}": published(GEMMA1B, 1_152, 6_912, 26, 4, 1) for kind in ("-pt", "-it")},
-    **{f"google/gemma-3-4b{kind}": published(GEMMA4B, 2_560, 10_240, 34, 8, 4) for kind in ("-pt", "-it")},
-}
-"""The sizes of published checkpoints, by their hub ids: of others the hub has them."""

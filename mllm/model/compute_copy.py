@@ -49,7 +49,7 @@ def compute_copy(
     """
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
-    if name.startswith("layers.") and values.ndim == 3:
+    if "." in name and values.ndim == 3:
         layer = jnp.arange(len(values))[:, None, None]
     if rows is None:
         rows = jnp.arange(values.shape[-2])[:, None] if values.ndim > 1 else jnp.asarray(0)

@@ -1,10 +1,11 @@
 """Qwen, Llama, Gemma and kin in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` takes one token.
 
-The parameters of all layers are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep model
-compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5 (arXiv:2412.15115,
-section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), Gemma 3 (arXiv:2503.19786,
-section 2), OLMo 2 (arXiv:2501.00656, section 2), rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467),
-grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202).
+The parameters of all layers of a kind are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep
+model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5
+(arXiv:2412.15115, section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), Gemma 3
+(arXiv:2503.19786, section 2), OLMo 2 (arXiv:2501.00656, section 2), rotary positions (arXiv:2104.09864), RMSNorm
+(arXiv:1910.07467), grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202). What Qwen3.5 has instead of
+most attention is in delta_net.py.
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs; I and O the input and output size of a product.
@@ -18,13 +19,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Int
 
-from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture, LayerKind, RopeScaling
 from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.delta_net import empty_state
 from mllm.model.int8 import Int8Matrix
+from mllm.model.layer import AttentionLayer, DeltaLayer, rms_norm
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_layer_float32
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -62,8 +64,13 @@ class Decoder(nnx.Module):
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
-        self.layers = Layer(config, self.dtype, param_dtype, rngs, lora)
-        norm = jnp.full(config.hidden_size, 1 - config.traits.gemma, param_dtype if lora is None else jnp.float32)
+        made: Any = (self.dtype, param_dtype, rngs, lora)
+        self.layers = AttentionLayer(config, len(config.layers_of("layers")), *made)
+        deltas = len(config.layers_of("delta"))
+        self.delta = DeltaLayer(config, deltas, *made) if deltas else None
+        norm = jnp.full(
+            config.hidden_size, 1 - config.traits.norms_add_one, param_dtype if lora is None else jnp.float32
+        )
         self.norm = nnx.Param(norm)
         self.head = None if config.tie_word_embeddings else nnx.Param(normal(rngs.params(), vocabulary))
         self.lora = lora
@@ -112,41 +119,77 @@ class Decoder(nnx.Module):
         segments: Int[jax.Array, "B T"],
         keep: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
-        """The residual stream after the last layer; with `keep` what the layers' attention reads of these tokens, too.
+        """The residual stream after the last layer; with `keep` what the layers keep of these tokens, too.
 
-        These are keys and values, [L, B, K, T, H] each, in the compute dtype. The arguments are as for a call.
+        By stack, these are under `layers` keys and values, [L, B, K, T, H] each, in the compute dtype, and under
+        `delta` the `DeltaState` after each row's last token, [L, B, ...]. The arguments are as for a call.
         """
         attend = self.attention or masked_attention
-        kinds, time = self.config.kinds, positions.shape[1]
-        rotations = jnp.stack([rotary(positions, kind, self.config.head_dim) for kind in kinds])
+        config, layout, time = self.config, self.layout, positions.shape[1]
+        kinds, stacks = config.kinds, {"layers": self.layers, "delta": self.delta}
+        order = config.stack_of_layer[: config.period]
+        counts = {name: sum(one == name for one, _ in order) for name, _ in order}
+        rotations = jnp.stack([rotary(positions, kind, config.rotary_dim) for kind in kinds])
         windows = [min(kind.window or time, time) for kind in kinds]
-        graphdef, layers = nnx.split(self.layers)
-        layout = self.layout
+        split: dict[str, Any] = {name: nnx.split(stacks[name]) for name in counts}
 
         def step(
-            hidden: jax.Array, params: Params, index: jax.Array, rotations: jax.Array, segments: jax.Array
+            hidden: jax.Array,
+            params: Params,
+            period: jax.Array,
+            rotations: jax.Array,
+            segments: jax.Array,
+            name: str,
+            place: int,
         ) -> tuple[jax.Array, Any]:
-            kind = jnp.asarray(self.config.kind_of_layer)[index] if len(kinds) > 1 else 0
+            index, count = period, counts[name]
+            if count > 1:  # sliced in here, or else the backward pass would keep copies
+                index, params = count * period + place, jax.tree.map(lambda x: x[place], params)
+            kind = jnp.asarray(config.kind_of_layer)[index] if len(kinds) > 1 else 0
             window = jnp.asarray(windows)[kind] if min(windows) < time else None
-            layer = nnx.merge(graphdef, gather_layer_float32(params, self.rounding, layout, index))
-            projected = layer.project(hidden, rotations[kind])
-            queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
-            attended = attend(queries, keys, values, segments=segments, window=window)
-            hidden = constrain(layout, layer.add_attention(hidden, attended), HIDDEN_STATES)
-            hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
-            kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
-            return hidden, kept
+            layer = nnx.merge(split[name][0], gather_layer_float32(params, self.rounding, layout, index, name))
+            kept: Any
+            if isinstance(layer, DeltaLayer):
+                state = empty_state(len(hidden), config.delta_net, self.dtype)
+                hidden, kept = layer.add_delta(hidden, segments, state, layout)
+            else:
+                *projected, gate = layer.project(hidden, rotations[kind])
+                queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
+                attended = attend(queries, keys, values, segments=segments, window=window)
+                hidden = layer.add_attention(hidden, attended, gate)
+                kept = tuple(constrain(layout, x.swapaxes(1, 2), CACHED_KEYS) for x in (keys, values)) if keep else None
+            hidden = constrain(layout, layer.add_feed_forward(constrain(layout, hidden, HIDDEN_STATES)), HIDDEN_STATES)
+            return hidden, kept if keep else None
 
         # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        step = step if self.remat == "none" else rematerialize(step, self.dtype)
-        return jax.lax.scan(
-            lambda hidden, layer: step(hidden, *layer, rotations, segments),
-            constrain(layout, hidden, HIDDEN_STATES),
-            (layers, jnp.arange(self.config.num_hidden_layers)),
-        )
+        steps: dict[Any, Callable] = {which: partial(step, name=which[0], place=which[1]) for which in order}
+        if self.remat != "none":
+            steps = {which: rematerialize(one, self.dtype) for which, one in steps.items()}
+
+        def run_period(hidden: jax.Array, params_and_number: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
+            params, number = params_and_number
+            kept: dict[str, list] = {name: [] for name in counts}
+            for name, place in order:
+                hidden, one = steps[name, place](hidden, params[name], number, rotations, segments)
+                kept[name].append(one)
+            return hidden, {name: jax.tree.map(join, *parts) for name, parts in kept.items()}
+
+        def join(*parts: jax.Array) -> jax.Array:
+            return jnp.stack(parts) if len(parts) > 1 else parts[0]
+
+        def by_period(name: str) -> Params:
+            count, params = counts[name], split[name][1]
+            return params if count == 1 else jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), params)
+
+        numbers = jnp.arange(config.num_hidden_layers // config.period)
+        layers = ({name: by_period(name) for name in counts}, numbers)
+        hidden, kept = jax.lax.scan(run_period, constrain(layout, hidden, HIDDEN_STATES), layers)
+        for name in (name for name, count in counts.items() if count > 1):
+            kept[name] = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), kept[name])
+        return hidden, kept
 
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins.
@@ -167,169 +210,15 @@ class Decoder(nnx.Module):
         return rms_norm(hidden, self.norm, self.config, self.dtype)
 
 
-class Layer(nnx.Module):
-    """The decoder's layer: when created, with the parameters of all layers, [L, ...]; in the scan, with one layer's."""
+def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, dims: int) -> Float[jax.Array, "2 B T 1 R"]:
+    """The cosines and sines of position * theta^(-2i/2R), float32 (arXiv:2104.09864, section 3.2.2).
 
-    def __init__(
-        self, config: Architecture, dtype: DTypeLike, param_dtype: DTypeLike, rngs: nnx.Rngs, lora: Lora | None = None
-    ) -> None:
-        self.config, self.dtype = config, dtype
-        hidden, mlp = config.hidden_size, config.intermediate_size
-        heads = config.num_attention_heads * config.head_dim
-        kv_heads = config.num_key_value_heads * config.head_dim
-
-        def matrix(rows: int, columns: int) -> nnx.Param:
-            normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
-            return nnx.Param(normal(rngs.params(), (config.num_hidden_layers, rows, columns)))
-
-        def constant(value: int, size: int) -> nnx.Param:
-            dtype = param_dtype if lora is None else jnp.float32
-            return nnx.Param(jnp.full((config.num_hidden_layers, size), value, dtype))
-
-        traits = config.traits
-
-        def bias(size: int) -> nnx.Param | None:
-            return constant(0, size) if traits.qkv_bias else None
-
-        def norm(wanted: bool, size: int = hidden) -> nnx.Param | None:
-            return constant(1 - traits.gemma, size) if wanted else None
-
-        self.attention_norm = norm(traits.norms != "after")
-        self.q_weight, self.q_bias = matrix(heads, hidden), bias(heads)
-        self.k_weight, self.k_bias = matrix(kv_heads, hidden), bias(kv_heads)
-        self.v_weight, self.v_bias = matrix(kv_heads, hidden), bias(kv_heads)
-        every = traits.head_norms == "all"
-        self.q_norm = norm(traits.head_norms is not None, heads if every else config.head_dim)
-        self.k_norm = norm(traits.head_norms is not None, kv_heads if every else config.head_dim)
-        self.o_weight = matrix(hidden, heads)
-        self.post_attention_norm = norm(traits.norms != "before")
-        self.mlp_norm, self.pre_mlp_norm = norm(traits.norms == "before"), norm(traits.norms == "both")
-        self.post_mlp_norm = norm(traits.norms != "before")
-        self.gate_weight = matrix(mlp, hidden)
-        self.up_weight = matrix(mlp, hidden)
-        self.down_weight = matrix(hidden, mlp)
-
-        self.lora_scale = 0.0 if lora is None else lora.scale
-        if lora is not None:
-            for name in (target for target in lora.targets if target != "head"):
-                layers, rows, columns = getattr(self, f"{name}_weight").shape
-                a, b = adapter(rows, columns, lora.rank, layers)
-                setattr(self, f"{name}_a", a)
-                setattr(self, f"{name}_b", b)
-
-    def product(
-        self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
-    ) -> Float[jax.Array, "B T O"]:
-        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
-        a = getattr(self, f"{name}_a", None)
-        weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
-        y = linear(x, weight, bias, dtype if a is None else jnp.float32)
-        if a is None:
-            return y
-        # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
-        low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
-        return (y + self.lora_scale * low).astype(dtype or x.dtype)
-
-    def project(
-        self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
-    ) -> tuple[Float[jax.Array, "B T N H"], Float[jax.Array, "B T K H"], Float[jax.Array, "B T K H"]]:
-        """Queries and keys, both with rotary positions and in some families normalized before, and values."""
-        x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
-        head_dim = self.config.head_dim
-        heads = (*hidden.shape[:2], -1, head_dim)
-
-        def normalized(name: str, norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
-            y = self.product(name, x)
-            y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
-            return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
-
-        # Attention divides scores by sqrt(H), where Gemma may name another number.
-        gain = (head_dim / (self.config.query_pre_attn_scalar or head_dim)) ** 0.5
-        queries = rotate(normalized("q", self.q_norm), gain * rotation)
-        return queries, rotate(normalized("k", self.k_norm), rotation), self.product("v", x).reshape(heads)
-
-    def add_attention(
-        self, hidden: Float[jax.Array, "B T D"], attended: Float[jax.Array, "B T N H"]
-    ) -> Float[jax.Array, "B T D"]:
-        """hidden + o(attended), in the dtype of hidden: the residual stream after attention."""
-        added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
-        return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
-
-    def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
-        """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
-        norm = self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm
-        x = rms_norm(hidden, norm, self.config, self.dtype)
-        gate = self.product("gate", x)
-        # GELU is rounded once: it has an x^3.
-        gelu = self.config.traits.gemma
-        gate = jax.nn.gelu(gate.astype(jnp.float32)).astype(gate.dtype) if gelu else jax.nn.silu(gate)
-        added = self.product("down", gate * self.product("up", x), dtype=hidden.dtype)
-        return hidden + rms_norm(added, self.post_mlp_norm, self.config, hidden.dtype)
-
-
-def linear(
-    x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
-) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, else in that of x."""
-    matrix = weight.get_value()
-    if isinstance(matrix, Int8Matrix):
-        y = matrix.product(x)
-        return (y if bias is None else y + bias[...]).astype(dtype or x.dtype)
-    if bias is None:
-        return product(dtype, x, matrix.astype(jnp.float32))
-    return (product(jnp.float32, x, matrix.astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(
-    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
-) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T in `dtype`, without one in that of x, which all operands have; the weight's gradient is float32."""
-    return run_product(dtype, x, weight)[0]
-
-
-def run_product(
-    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
-) -> tuple[Float[jax.Array, "B T O"], tuple[jax.Array, jax.Array]]:
-    narrow = weight.astype(x.dtype)
-    y = jnp.einsum("bti,oi->bto", x, narrow, precision=precision_of(x.dtype), preferred_element_type=dtype)
-    return y, (x, narrow)
-
-
-def differentiate_product(
-    dtype: DTypeLike | None, operands: tuple[jax.Array, jax.Array], dy: Float[jax.Array, "B T O"]
-) -> tuple[Float[jax.Array, "B T I"], Float32[jax.Array, "O I"]]:
-    x, weight = operands
-    dy = dy.astype(x.dtype)  # JAX's own rule would multiply a float32 cotangent in float32
-    einsum = partial(jnp.einsum, precision=precision_of(x.dtype))
-    return einsum("bto,oi->bti", dy, weight), einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
-
-
-product.defvjp(run_product, differentiate_product)
-
-
-def rms_norm(
-    x: Float[jax.Array, "B T *D"], weight: nnx.Param | None, config: Architecture, dtype: DTypeLike
-) -> Float[jax.Array, "B T *D"]:
-    """x / sqrt(mean(x^2) + eps) * weight, in Gemma * (1 + weight): computed in float32 and rounded once, to `dtype`.
-
-    Without a weight, where the family has no such norm, it is x.
+    So many `dims` of a head, 2R, are rotated. Where nothing is rotated they are 1 and 0. Llama 3.1 divides low
+    frequencies by a factor: those of wavelengths that fit less than `low_freq_factor` times into the context that it
+    was first trained with; in between the division sets in linearly (arXiv:2407.21783, section 3.4.2, and its published
+    reference code).
     """
-    if weight is None:
-        return x.astype(dtype)
-    wide, factor = x.astype(jnp.float32), weight[...].astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
-    return (wide * scale * (1 + factor if config.traits.gemma else factor)).astype(dtype)
-
-
-def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, head_dim: int) -> Float[jax.Array, "2 B T 1 R"]:
-    """The cosines and sines of position * theta^(-2i/H), float32 (arXiv:2104.09864, section 3.2.2).
-
-    Where nothing is rotated they are 1 and 0. Llama 3.1 divides low frequencies by a factor: those of wavelengths that
-    fit less than `low_freq_factor` times into the context that it was first trained with; in between the division sets
-    in linearly (arXiv:2407.21783, section 3.4.2, and its published reference code).
-    """
-    exponents = -jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+    exponents = -jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
     frequencies = jnp.zeros_like(exponents) if kind.rope_theta is None else kind.rope_theta**exponents
     if isinstance(scaling := kind.rope_scaling, RopeScaling):
         fits = scaling.original_max_position_embeddings * frequencies / (2 * jnp.pi)
@@ -340,14 +229,6 @@ def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, head_dim: int) -> 
         frequencies = frequencies / scaling
     angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)])
-
-
-def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
-    """Rotate the pairs (i, i + H/2), as Hugging Face's checkpoints have them; the paper pairs neighbors."""
-    cosine, sine = rotation
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def masked_attention(

@@ -92,7 +92,10 @@ def turn_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[
         if turn == 0:
             raise MessagesError("messages: the first is the assistant's, so it answers nothing: begin with the user's")
         content = content_span(renderer, messages, turn, text)
-        start, end = turn_start(renderer, messages, turn, text), turn_end(renderer, messages, turn, text, content)
+        start, end = (
+            turn_start(renderer, messages, turn, text, content),
+            turn_end(renderer, messages, turn, text, content),
+        )
         if not start <= content.start:
             raise UserError(MIXED_TURNS)
         yield Span(start, end)
@@ -112,9 +115,9 @@ def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequenc
             raise UserError(
                 "model.tokenizer: its chat template has {% generation %} in a macro, or around other messages: move it"
             )
-        for turn, _, last in overlapped:
+        for turn, content, last in overlapped:
             try:
-                first = turn_start(renderer, messages, turn, text)
+                first = turn_start(renderer, messages, turn, text, content)
             except UserError:  # only the template knows
                 first = start
             if turn in turns:
@@ -160,19 +163,21 @@ def reworded_call(call: Message, words: str) -> Message:
     return {**call, **other}
 
 
-def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str) -> int:
+def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
     """Where the assistant begins in `text`: behind what the template adds to a prompt."""
     before = render(renderer, messages[:turn], add_generation_prompt=True)
-    if text.startswith(before):
-        return len(before)
+    unopened = before.removesuffix("<think>\n")
+    for opening in (before, unopened):
+        if text.startswith(opening) and len(opening) <= content.start:
+            return len(opening)
     if turn == 0:
         raise UserError(MIXED_TURNS)
     # Earlier messages are rendered otherwise than in a prompt, but what follows the last of them is the same, except
-    # for the thought that a prompt may open.
+    # for the thought that a prompt may open, unless the content itself begins with one.
     last = content_span(renderer, messages, turn - 1, text).end
     behind = before[content_span(renderer, messages[:turn], turn - 1, before, prompts=True).end :]
     for opening in (behind, behind.partition("<think>")[0]):
-        if text.startswith(opening, last):
+        if text.startswith(opening, last) and last + len(opening) <= content.start:
             return last + len(opening)
     raise UserError(MIXED_TURNS)
 

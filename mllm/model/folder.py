@@ -32,6 +32,7 @@ EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
     r"|chat_template\.jinja|additional_chat_templates/|adapter_config\.json|adapter_model\.safetensors"
+    r"|(video_)?preprocessor_config\.json|processor_config\.json"
 )
 """The files of an export, the tokenizer's included: all that may be replaced."""
 README, REPLACED = "README.md", "<!-- tools/export.py wrote this file, and replaces it. -->\n"

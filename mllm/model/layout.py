@@ -57,6 +57,21 @@ the H rows of a head together. Norms and biases, which weight decay leaves alone
 What Hugging Face calls the norm after attention is in Qwen and Llama the one before the feed-forward network.
 Adapters follow from their matrices: a is [rank, in], b is [out, rank], and the names of their tensors are PEFT's.
 """
+for name in ("attention_norm", "mlp_norm", "gate_weight", "up_weight", "down_weight"):
+    PARAMETERS[f"delta.{name}"] = PARAMETERS[f"layers.{name}"]
+PARAMETERS |= {
+    "delta.qkv_weight": (("layers", "heads", "embed"), "model.layers.{}.linear_attn.in_proj_qkv.weight"),
+    "delta.z_weight": (("layers", "heads", "embed"), "model.layers.{}.linear_attn.in_proj_z.weight"),
+    "delta.beta_weight": (("layers", "heads", "embed"), "model.layers.{}.linear_attn.in_proj_b.weight"),
+    "delta.decay_weight": (("layers", "heads", "embed"), "model.layers.{}.linear_attn.in_proj_a.weight"),
+    "delta.conv": (("layers", "heads", "taps"), "model.layers.{}.linear_attn.conv1d.weight"),
+    "delta.decay_log": (("layers", "heads"), "model.layers.{}.linear_attn.A_log"),
+    "delta.decay_bias": (("layers", "heads"), "model.layers.{}.linear_attn.dt_bias"),
+    "delta.out_norm": (("layers", "head_dim"), "model.layers.{}.linear_attn.norm.weight"),
+    "delta.out_weight": (("layers", "embed", "heads"), "model.layers.{}.linear_attn.out_proj.weight"),
+}
+STACKS = ("layers", "delta")
+"""What begins the names of layers' parameters: delta nets are in a stack of their own."""
 MATRICES = {name.removesuffix("_weight"): name for name in PARAMETERS if name == "head" or name.endswith("_weight")}
 """The parameters that can have adapters, by what the names of those begin with."""
 for matrix, name in MATRICES.items():
@@ -74,7 +89,9 @@ HIDDEN_STATES = ("batch", "time", "hidden")
 QUERIES = ("batch", "time", "heads", "head_dim")
 KEYS = ("batch", "time", "kv_heads", "head_dim")
 CACHED_KEYS = ("batch", "kv_heads", "places", "head_dim")
-"""The axes of activations. Values have the same axes as keys."""
+DELTA_INPUTS = ("batch", "taps", "heads")
+DELTA_MEMORY = ("batch", "heads", "head_dim", "head_dim")
+"""The axes of activations. Values have the same axes as keys; the last two are those of a `DeltaState`."""
 
 
 def parameter_name(path: KeyPath) -> str:
@@ -85,7 +102,7 @@ def parameter_name(path: KeyPath) -> str:
 def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: str = "") -> Params:
     """The tree with `function(parameter, its name)` for each parameter or `Int8Matrix`; `prefix` begins their names.
 
-    With `prefix` "layers." they are one layer's, without the axis of layers.
+    With `prefix` "layers." or "delta." they are one layer's, without the axis of layers.
     """
 
     def apply(path: KeyPath, leaf: Any) -> Any:
@@ -99,9 +116,10 @@ def count(params: Params) -> int:
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params, is_leaf=is_int8))
 
 
-def split_layers(params: Params) -> tuple[Params, Params]:
-    """The parameters outside of the layers, and the layers' parameters."""
-    return nnx.State({name: value for name, value in params.items() if name != "layers"}), params["layers"]
+def split_layers(params: Params) -> tuple[Params, dict[str, Params]]:
+    """The parameters outside of the layers, and those of each stack of layers."""
+    outer = {name: value for name, value in params.items() if name not in STACKS}
+    return nnx.State(outer), {name: params[name] for name in STACKS if name in params}
 
 
 def axes_of(parameter: Any, name: str) -> tuple[str, ...]:
@@ -128,8 +146,9 @@ class Layout:
         Only heads of keys and values, which are few, may stay whole on every device. Nothing is padded.
         """
         sizes = asdict(config)
+        delta = ("linear_num_key_heads",) if config.traits.delta else ()
         of_axis: dict[Any, tuple[str, ...]] = {
-            RULES["heads"]: ("num_attention_heads", "intermediate_size", "vocab_size"),
+            RULES["heads"]: ("num_attention_heads", "intermediate_size", "vocab_size", *delta),
             RULES["embed"]: ("hidden_size",),
         }
         for axis, names in of_axis.items():
@@ -169,7 +188,7 @@ class Layout:
 
         def stored(x: Any, name: str) -> Any:
             axes = axes_of(x, name)
-            whole = not (int8 and name in QUANTIZED and name.startswith("layers."))
+            whole = not (int8 and name in QUANTIZED and "." in name)
             return self.abstract(x.shape, x.dtype, axes) if whole else self.abstract_int8(x.shape, axes)
 
         return map_parameters(stored, params)
@@ -210,8 +229,10 @@ def gather_int8(
     return gather(rounding, layout, name, quantize(parameter) if narrow else parameter, layer)
 
 
-def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""]) -> Params:
-    """The layer's parameters as `gather` gives them, with the same values, but float32.
+def gather_layer_float32(
+    params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""], stack: str
+) -> Params:
+    """The parameters of the stack's layer as `gather` gives them, with the same values, but float32.
 
     So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more. An
     `Int8Matrix` stays one, and has no gradient.
@@ -221,7 +242,7 @@ def gather_layer_float32(params: Params, rounding: Rounding, layout: Layout | No
         how = rounding, layout, name
         return gather(*how, x, layer) if is_int8(x) else gather_float32(*how, x.astype(jnp.float32), layer)
 
-    return map_parameters(read, params, "layers.")
+    return map_parameters(read, params, f"{stack}.")
 
 
 def round_and_gather(*arguments: Any) -> Float32[Array, "..."]:

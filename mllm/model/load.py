@@ -16,13 +16,14 @@ from mllm.config.schema import Config
 from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import peft, weights
-from mllm.model.architecture import PRESETS, Architecture
+from mllm.model.architecture import Architecture
 from mllm.model.attention import AttentionChoice, choose
 from mllm.model.decoder import Decoder
 from mllm.model.folder import SMALL, local_folder, read_json
 from mllm.model.int8 import is_int8, quantize
 from mllm.model.layout import Layout, Params, count
 from mllm.model.lora import Lora, initial_adapters, split_adapters
+from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids, stop_strings
 from mllm.store.bucket import is_bucket
 
@@ -83,7 +84,11 @@ class Policy:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
         if self.lora is None:
             return self.stored_params()
-        own = peft.load(self.adapters, self.trained) if self.adapters else initial_adapters(self.trained, self.seed)
+        own = (
+            peft.load(self.adapters, self.trained, self.architecture)
+            if self.adapters
+            else initial_adapters(self.trained, self.seed)
+        )
         return self.join(own, self.stored_params())
 
     @property
@@ -96,7 +101,7 @@ class Policy:
         if self.read is not None:
             return self.read()
         if self.source is not None:
-            return weights.load(local_folder(self.source, revision=self.revision), self.stored)
+            return weights.load(local_folder(self.source, revision=self.revision), self.stored, self.architecture)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.stored)
         dtype = jax.tree.leaves(self.stored)[0].dtype
 
@@ -141,7 +146,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     folder, architecture = find_model(model)
     layout = Layout.of(mesh, architecture)
     attention = choose(model.attention, architecture, mesh, model.dtype, packed)
-    lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora)
+    lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora, architecture)
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}

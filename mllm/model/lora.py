@@ -97,6 +97,8 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
 
 def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
     """All parameters of a model, with each adapter added to its matrix, in float32; none is an `Int8Matrix`."""
-    outer, layers = (merge_adapters(part, lora) for part in split_layers(params))
-    merged = nnx.State({**outer, "layers": dict(layers)})
+    outer, stacks = split_layers(params)
+    merged = nnx.State(
+        {**merge_adapters(outer, lora), **{name: dict(merge_adapters(part, lora)) for name, part in stacks.items()}}
+    )
     return jax.tree.map(lambda x: x.dequantized if is_int8(x) else x, merged, is_leaf=is_int8)

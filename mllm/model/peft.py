@@ -4,6 +4,7 @@ Only plain LoRA adapters are read, of one rank, of the products that `LoraConfig
 other ranks for some layers, biases, embeddings, other methods) is refused by the name of its field.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,16 +14,16 @@ from mllm.config.model import LoraConfig, LoraTarget
 from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import weights
+from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding
 from mllm.model.folder import local_folder, read_json, replacing, write_json
 from mllm.model.layout import MATRICES, TENSORS, Params
 from mllm.model.lora import Lora
+from mllm.model.original import Original
+from mllm.model.tensors import open_file
 
 CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
-MODULES: dict[str, str] = {
-    target: TENSORS[MATRICES["head" if target == "head" else f"layers.{target}"]].split(".")[-2]
-    for target in get_args(LoraTarget)
-}
+MODULES: dict[str, str] = {name.split(".")[-1]: TENSORS[matrix].split(".")[-2] for name, matrix in MATRICES.items()}
 """The name of the module of each product, as `target_modules` has it."""
 UNTOUCHED_BASE = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights with which PEFT leaves the frozen matrices as they are."""
@@ -33,15 +34,27 @@ NOT_COMPUTED = {
 """Fields that say nothing about what an adapter computes."""
 
 
-def resolve(config: LoraConfig) -> tuple[Lora, Path | None]:
+def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path | None]:
     """The adapters that a configuration asks for, and the folder that they begin with, if they do with one.
 
-    UserError is raised where there is no such folder, its adapters aren't supported, or are others than those that
-    are asked for.
+    UserError is raised where there is no such folder, its adapters aren't supported, are others than those that are
+    asked for, or belong to products that the model doesn't have.
     """
+    stacks = {stack for stack, _ in architecture.stack_of_layer}
+    has = {name.split(".")[-1] for name in MATRICES if name == "head" or name.split(".")[0] in stacks}
+    lora, folder = chosen(config, tuple(name for name in get_args(LoraTarget)[:-1] if name in has))
+    for name in lora.targets:
+        if name not in has:
+            there = ", ".join(known for known in get_args(LoraTarget) if known in has)
+            raise UserError(f"model.lora.targets: the model has no product {name}, but {there}")
+    return lora, folder
+
+
+def chosen(config: LoraConfig, default: tuple[str, ...]) -> tuple[Lora, Path | None]:
+    """As `resolve`, for any model; `default` are the targets where none are named."""
     if config.source is None:
         assert config.rank and config.alpha  # noqa: PT018
-        return Lora(config.rank, config.alpha, config.targets or get_args(LoraTarget)[:-1], bool(config.rslora)), None
+        return Lora(config.rank, config.alpha, config.targets or default, bool(config.rslora)), None
     folder = local_folder(config.source, key="model.lora.source", last_resort="leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
@@ -79,17 +92,25 @@ def read_config(folder: Path) -> Lora:
     return Lora(rank, float(alpha), targets, found.get("use_rslora") is True)
 
 
-def load(folder: Path, abstract: Params) -> Params:
+def load(folder: Path, abstract: Params, config: Architecture) -> Params:
     """The adapters with the shapes, dtypes and shardings of `abstract`; UserError as for `weights.load`."""
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
-    tensors = weights.open_file(folder / FILE)
+    tensors = open_file(folder / FILE)
     # PEFT saves the frozen matrix of an adapted head, too.
     tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
-    return weights.load(folder, abstract, tensors, f"{CONFIG} and the model")
+    return weights.load(folder, abstract, config, tensors, f"{CONFIG} and the model")
 
 
-def save(place: str | Path, lora: Lora, adapters: Params, base: str | None, learned: Form | None = None) -> None:
+def save(
+    place: str | Path,
+    config: Architecture,
+    lora: Lora,
+    adapters: Params,
+    base: str | None,
+    learned: Form | None = None,
+    original: Original | None = None,
+) -> None:
     """Write a folder that PEFT loads, also in a bucket, in float32; `base` names the model without adapters.
 
     An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
@@ -109,5 +130,12 @@ def save(place: str | Path, lora: Lora, adapters: Params, base: str | None, lear
         "inference_mode": True,
     } | ({weights.LEARNED: learned} if learned == "texts" else {})
     with replacing(place) as unfinished:
-        weights.write_tensors(unfinished, adapters, Rounding(jnp.dtype(jnp.float32)), FILE)
+        weights.write_tensors(
+            unfinished,
+            adapters,
+            Rounding(jnp.dtype(jnp.float32)),
+            config,
+            FILE,
+            original and replace(original, others={}),
+        )
         write_json(unfinished / CONFIG, described)

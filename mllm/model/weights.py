@@ -1,15 +1,13 @@
 """Reads and writes Hugging Face's safetensors by the table of parameters in layout.py, without torch.
 
-Each process reads only what its devices need, and a share of what several need. Pickled checkpoints (.bin, .pt) are
-never opened, because loading one can run any code, and code in the folder is never run. Quantized checkpoints, and
-saving from several processes, are left out.
+Each process reads only what its devices need, and a share of what several need. Code in the folder is never run.
+Quantized checkpoints, and saving from several processes, are left out.
 """
 
 import gc
 import math
-import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
@@ -31,20 +28,16 @@ from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.folder import read_json, replacing, write_json
 from mllm.model.int8 import Int8Matrix, is_int8, quantize
 from mllm.model.layout import TENSORS, Params, map_parameters, parameter_name
+from mllm.model.original import Original
+from mllm.model.tensors import CONVOLUTION, INDEX, LEARNED, SINGLE, Tensor, open_tensors, texts_part
 from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
-from mllm.store.names import is_plain
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; one that is larger gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
-LEARNED = "mllm_learned"
-"""The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
-TEXTS = "language_model."
-"""Where a model of texts and images has the tensors of the texts' part."""
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_config(folder: Path) -> Architecture:
@@ -56,7 +49,11 @@ def read_config(folder: Path) -> Architecture:
 
 
 def load(
-    folder: Path, abstract: Params, tensors: Mapping[str, "Tensor"] | None = None, described: str = "config.json"
+    folder: Path,
+    abstract: Params,
+    config: Architecture,
+    tensors: Mapping[str, Tensor] | None = None,
+    described: str = "config.json",
 ) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
@@ -66,14 +63,20 @@ def load(
     shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
-    # Beside them a model of texts and images has others, which are not read.
-    tensors = {name.replace(TEXTS, ""): tensor for name, tensor in tensors.items() if TEXTS in name} or tensors
-    check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract)}, folder, described)
+    texts = texts_part(tensors)
+    if (left := len(tensors) - len(texts)) and jax.process_index() == 0:
+        print(f"{folder}: {left} tensors are not of the language model and are left out", file=sys.stderr)
+    tensors = texts
+    check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract, config)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
-        return map_parameters(lambda leaf, name: read_parameter(tensors, TENSORS[name], leaf, bar), abstract)
+
+        def read(leaf: Any, name: str) -> Any:
+            return read_parameter(tensors, TENSORS[name], leaf, layers_of(name, config), bar)
+
+        return map_parameters(read, abstract)
 
 
-def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, bar: tqdm) -> Any:
+def read_parameter(tensors: Mapping[str, Tensor], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
     """One parameter on its devices. A stacked one passes through the host, and becomes int8, layer by layer."""
     shardings = jax.tree.map(lambda x: x.sharding, leaf)
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
@@ -83,9 +86,9 @@ def read_parameter(tensors: Mapping[str, "Tensor"], pattern: str, leaf: Any, bar
         return jax.device_put(tensor, sharding).astype(leaf.dtype)
     of_layer = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
     stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
-    for layer in range(leaf.shape[0]):
+    for place, layer in enumerate(layers):
         tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)
-        stacked = put_layer(stacked, tensor, layer, sharding=shardings)
+        stacked = put_layer(stacked, tensor, place, sharding=shardings)
     return stacked
 
 
@@ -97,7 +100,7 @@ def put_layer(stacked: Any, tensor: jax.Array, layer: jax.Array | int, *, shardi
     return jax.lax.with_sharding_constraint(jax.tree.map(put, stacked, new), sharding)
 
 
-def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
+def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
     """The tensor on its devices in its stored dtype; the host never holds more of it than the file does."""
     blocks: dict[str, np.ndarray] = {}
 
@@ -115,61 +118,8 @@ def read_tensor(tensor: "Tensor", sharding: Sharding, bar: tqdm) -> jax.Array:
     return array
 
 
-def stored_bytes(tensors: Iterable["Tensor"]) -> int:
+def stored_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(math.prod(tensor.stored.get_shape()) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a checkpoint; indexing it reads a part of it."""
-
-    name: str
-    file: Path
-    stored: Any
-    """safetensors' PySafeSlice, which knows shape and dtype from the file's header."""
-
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.stored[index]
-
-
-def open_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
-    if (folder / SINGLE).is_file():
-        return open_file(folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
-        if pickled:
-            way_out = "convert them to safetensors with transformers' save_pretrained"
-            raise UserError(f"{folder}: only pickled weights ({pickled[0]}), which are never opened; {way_out}")
-        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
-
-    where = folder / INDEX
-    places = read_json(where).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
-    tensors: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
-        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
-        if "/" in name or not is_plain(name):
-            raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
-        if not name.endswith(".safetensors"):
-            raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
-        if not os.path.isfile(folder / name):
-            raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
-        tensors |= open_file(folder / name)
-    for tensor, name in places.items():
-        if tensor not in tensors or tensors[tensor].file.name != name:
-            raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
-    return tensors
-
-
-def open_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file by name; none is read."""
-    try:
-        file = safe_open(path, framework="numpy")
-        return {name: Tensor(name, path, file.get_slice(name)) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
@@ -207,18 +157,19 @@ def save(
     bos_id: int | None = None,
     learned: Form | None = None,
     also: Callable[[Path], object] | None = None,
+    original: Original | None = None,
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
     Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
-    replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). UserError
-    is raised as by `replacing`.
+    replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). With an `original` the
+    folder is as that one, with these parameters. UserError is raised as by `replacing`.
     """
     with replacing(place) as unfinished:
-        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered))
+        write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered), config, original=original)
         if also is not None:
             also(unfinished)
-        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned)
+        write_settings(unfinished, config, dtype, stop_ids, stop_texts, pad_id, bos_id, learned, original)
 
 
 def write_settings(
@@ -230,6 +181,7 @@ def write_settings(
     pad_id: int | None = None,
     bos_id: int | None = None,
     learned: Form | None = None,
+    original: Original | None = None,
 ) -> None:
     """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion.
 
@@ -239,37 +191,69 @@ def write_settings(
     if stop_ids:
         eos = [*stop_ids] if len(stop_ids) > 1 else stop_ids[0]
         ours |= {"bos_token_id": bos_id, "eos_token_id": eos, "pad_token_id": pad_id}
-    write_json(folder / "config.json", config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours)
+    ours = config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours
+    write_json(folder / "config.json", original.copy_settings(folder, ours) if original else ours)
     ends = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id, "stop_strings": list(stop_texts)}
     write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
 
 
-def write_tensors(folder: Path, params: nnx.State, rounding: Rounding, single: str = SINGLE) -> None:
+def write_tensors(
+    folder: Path,
+    params: nnx.State,
+    rounding: Rounding,
+    config: Architecture,
+    single: str = SINGLE,
+    original: Original | None = None,
+) -> None:
     """Write the safetensors file `single`, or several and their index."""
-    shards: list[dict[str, tuple[jax.Array, Any, str]]] = [{}]
+    shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
     total = used = 0
-    for tensor, shape, parameter, index, name in tensors_of(params):
-        size = math.prod(shape) * rounding.dtype.itemsize
+    for tensor, size, read in written_tensors(params, rounding, config, original):
         if shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
             used = 0
-        shards[-1][tensor] = parameter, index, name
+        shards[-1][tensor] = read
         used, total = used + size, total + size
 
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         places |= dict.fromkeys(shard, file)
-        arrays = {
-            tensor: np.asarray(narrow(x[layer], rounding, name, 0 if layer is ... else layer))
-            for tensor, (x, layer, name) in shard.items()
-        }
-        save_file(arrays, folder / file, metadata={"format": "pt"})
+        save_file({tensor: read() for tensor, read in shard.items()}, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
 
 
-def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
+def written_tensors(
+    params: nnx.State, rounding: Rounding, config: Architecture, original: Original | None
+) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
+    """The tensors of an export: name, bytes, and what reads it. Vectors that the original has in float32 stay so."""
+
+    def read(tensor: str, parameter: Any, index: Any, rounding: Rounding, name: str) -> np.ndarray:
+        layer = 0 if index is ... else index
+        return as_stored(np.asarray(narrow(parameter[index], rounding, name, layer)), tensor)
+
+    for tensor, shape, parameter, index, name in tensors_of(params, config):
+        wide = original is not None and len(shape) == 1 and tensor in original.wide
+        rounded = Rounding(jnp.dtype(jnp.float32)) if wide else rounding
+        size = math.prod(shape) * rounded.dtype.itemsize
+        own = original.name(tensor) if original else tensor
+        yield own, size, partial(read, tensor, parameter, index, rounded, name)
+    for own, stored in original.others.items() if original else ():
+        yield own, stored_bytes([stored]), partial(stored.stored.__getitem__, slice(None))
+
+
+def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
+    """The array with the dims that the tensor of this name has."""
+    return array[:, None] if tensor.endswith(CONVOLUTION) else array
+
+
+def layers_of(name: str, config: Architecture) -> tuple[int, ...]:
+    """The numbers of the layers whose parameters are stacked in the one of this name; none outside of the layers."""
+    return config.layers_of(name.partition(".")[0])
+
+
+def tensors_of(params: nnx.State, config: Architecture) -> Iterator[tuple[str, tuple[int, ...], Any, Any, str]]:
     """The tensors of a checkpoint of `params`: name, shape, the parameter and index of its values, and its name."""
     for path, parameter in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_int8):
         name, shape = parameter_name(path), parameter.shape
@@ -277,5 +261,5 @@ def tensors_of(params: nnx.State) -> Iterator[tuple[str, tuple[int, ...], Any, A
         if "{}" not in tensor:
             yield tensor, shape, parameter, ..., name
             continue
-        for layer in range(shape[0]):
-            yield tensor.format(layer), shape[1:], parameter, layer, name
+        for place, layer in enumerate(layers_of(name, config)):
+            yield tensor.format(layer), shape[1:], parameter, place, name

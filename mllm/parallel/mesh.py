@@ -33,6 +33,7 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "head_dim": None,
     "mlp": "tp",
     "rank": None,
+    "taps": None,
 }
 """`embed` is the hidden size of a parameter, `hidden` that of an activation; `rows_of_replica` are a batch's rows where
 the devices along fsdp each have all rows of their replica."""

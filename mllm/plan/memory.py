@@ -112,7 +112,10 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
         raise UserError(remedy(shapes, found, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
     if config.rollout is not None:
-        tell(f"rollout: {shapes.slots} slots, {shapes.slots // shapes.layout.row_shards} a device")
+        here = shapes.slots // shapes.layout.row_shards
+        states = bytes_on_device(shapes.states())
+        each = f", {size(states // here)} a slot for the states of delta nets" if states else ""
+        tell(f"rollout: {shapes.slots} slots, {here} a device{each}")
     tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
 
 
@@ -140,7 +143,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     if config.rollout is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
         weights, shared = map(bytes_on_device, shapes.decoding_weights())
-        copied, cache, prompts = weights - shared, *map(bytes_on_device, (shapes.cache(), shapes.prefilled()))
+        copied, states = weights - shared, bytes_on_device(shapes.states())
+        cache, prompts = bytes_on_device(shapes.cache()) + states, bytes_on_device(shapes.prefilled())
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
         others = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
         found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))

@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from mllm.algorithms.table import schema
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
-from mllm.model.architecture import PRESETS
+from mllm.model.delta_net import DeltaState
 from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
+from mllm.model.presets import PRESETS
 from mllm.run.source_run import load_policy
 from mllm.run.teacher import load_teacher
 from mllm.sampler import slots
@@ -32,6 +33,8 @@ from mllm.sampler.decoding import (
 )
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
+from mllm.sampler.slots import Prefilled
+from mllm.sampler.states import abstract_states
 from mllm.training.algorithm import make_algorithm
 from mllm.training.head import States
 from mllm.training.optimizer import make_optimizer, make_schedule
@@ -85,10 +88,10 @@ class Programs:
         return load_policy(config.model_copy(update={"model": model}), self.mesh)
 
     def prefill(self) -> Program:
-        """The widest batch of prompts, whose keys and values are kept until slots are free."""
+        """The widest batch of prompts; what the layers keep of them waits until slots are free."""
         assert self.config.rollout is not None
         width = self.config.rollout.max_prompt_length
-        rows = prompts_a_batch(self.slots // self.layout.row_shards, width) * self.layout.row_shards
+        rows = prompts_a_batch(self.model, self.slots // self.layout.row_shards, width) * self.layout.row_shards
         prompts, lengths = (self.array(shape, jnp.int32, ("batch",)) for shape in ((rows, width), (rows,)))
         return jax.jit(partial(slots.prefill, self.policy.graphdef)), (self.policy.params, prompts, lengths)
 
@@ -103,11 +106,12 @@ class Programs:
         each = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
         pages, tail = tuple(Pages(x, x) for x in each), abstract_cache(self.model, [rows] * len(each), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
-        arguments = (self.decoding_weights()[0], tail, self.cache(), pages, state, stream, scalar, scalar, scalar)
-        return jax.jit(function, donate_argnums=1), arguments
+        caches = tail, self.states(), self.cache(), pages
+        arguments = (self.decoding_weights()[0], *caches, state, stream, scalar, scalar, scalar)
+        return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def extend(self) -> Program:
-        """A piece of an answer in all slots, with the largest cache, which it reuses."""
+        """A piece of an answer in all slots, with the largest cache and the states, which it reuses."""
         rollout = self.config.rollout
         assert rollout is not None
         ints = self.array((self.slots,), jnp.int32, ("batch",))
@@ -115,8 +119,9 @@ class Programs:
         shapes = (self.slots, (PIECE - 2) // page_size(rollout.total_length) + 2), (self.slots, PIECE)
         places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
         function = partial(slots.extend, decoding_graphdef(self.model))
-        arguments = tuple(Pages(x, x) for x in each), (places,) * len(each), tokens, ints
-        return jax.jit(function, donate_argnums=1), (self.decoding_weights()[0], self.cache(), *arguments)
+        pages, caches = tuple(Pages(x, x) for x in each), (self.cache(), self.states())
+        arguments = self.decoding_weights()[0], *caches, pages, (places,) * len(each), ints, tokens, ints, ints
+        return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def logprob(self) -> Program:
         """The log-prob pass over a rollout, or over preferences."""
@@ -180,15 +185,20 @@ class Programs:
         assert self.config.rollout is not None
         return abstract_cache(self.model, self.pages(), page_size(self.config.rollout.total_length))
 
+    def states(self) -> tuple[DeltaState, ...]:
+        """The states of delta nets of all slots."""
+        return abstract_states(self.model, self.slots)
+
     def decoding_weights(self) -> tuple[DecodingWeights, Params]:
         """As `abstract_decoding_weights`."""
         int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
         return abstract_decoding_weights(self.model, self.policy.params, int8)
 
-    def prefilled(self) -> Cache:
-        """The keys and values of a batch of prompts."""
+    def prefilled(self) -> Prefilled:
+        """What the layers keep of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
-        return abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
+        cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
+        return Prefilled(cache, abstract_states(self.model, rows))
 
     def head_states(self, policy: Policy | None = None) -> States:
         """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""

@@ -5,7 +5,8 @@ every token. The cache is a pool of pages, each with consecutive tokens of one r
 lengths (Kwon et al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: each page's queries
 are its row's, and the pages' softmaxes are merged by rows (Dao et al. 2023, Flash-Decoding). So every key is read once,
 in place, by products that all compilers have, and shapes depend on the number of pages alone. A step's own tokens and
-those of the steps just before, which no page has yet, are in the tail, to which all rows write at one place.
+those of the steps just before, which no page has yet, are in the tail, to which all rows write at one place. A layer
+with a delta net has one state a row in place of all that.
 
 Letters: B rows, Q new tokens of each, P pages, T places of a page, C places of the tail, X shards of rows and pages;
 D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that share a key.
@@ -25,9 +26,12 @@ from lm_head.contract import dot
 from lm_head.precision import precision_of
 from mllm.model.compute_copy import Rounding
 from mllm.model.decoder import Decoder, rotary
+from mllm.model.delta_net import DeltaState
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import (
     CACHED_KEYS,
+    DELTA_INPUTS,
+    DELTA_MEMORY,
     HIDDEN_STATES,
     KEYS,
     QUERIES,
@@ -50,7 +54,10 @@ class LayerCache(NamedTuple):
 
 
 Cache = tuple[LayerCache, ...]
-"""The cache of all layers."""
+"""The cache of all layers with attention."""
+States = tuple[DeltaState, ...]
+"""Each row's state in all layers with a delta net."""
+STATE_AXES = DeltaState(DELTA_INPUTS, DELTA_MEMORY)
 
 
 class Pages(NamedTuple):
@@ -67,7 +74,8 @@ class DecodingWeights(NamedTuple):
 
     outer: Params
     """The parameters outside of the layers."""
-    layers: tuple[Params, ...]
+    layers: dict[str, tuple[Params, ...]]
+    """The parameters of each layer, by the stack that they were in."""
 
 
 def abstract_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
@@ -101,13 +109,17 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params, int8: bool = False)
     `int8`: matrices, but no adapters, are `Int8Matrix`.
     """
     model = nnx.merge(graphdef, params)
-    outer, layers = split_layers(params)
+    outer, stacks = split_layers(params)
     options = model.rounding, model.layout, int8
-    indices = range(model.config.num_hidden_layers)
     shared = shared_parameters(model, outer, int8)
     copied = nnx.State({name: value for name, value in outer.items() if name not in shared})
     outer = nnx.State({**shared, **merge_and_gather(copied, None, *options, model.lora)})
-    return DecodingWeights(outer, tuple(merge_and_gather(layers, i, *options) for i in indices))
+    counts = {name: len(model.config.layers_of(name)) for name in stacks}
+    layers = {
+        name: tuple(merge_and_gather(stacks[name], place, *options, stack=name) for place in range(count))
+        for name, count in counts.items()
+    }
+    return DecodingWeights(outer, layers)
 
 
 def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False) -> tuple[DecodingWeights, Params]:
@@ -116,13 +128,16 @@ def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False
     These are among the decoding weights, but take no further memory.
     """
     assert model.layout is not None
-    outer, layers = split_layers(params)
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+    outer, stacks = split_layers(params)
     shared = shared_parameters(model, outer, int8)
     outer = jax.eval_shape(lambda x: merge_adapters(x, model.lora), outer)
-    gathered = model.layout.abstract_gathered(one, model.dtype, "layers.", int8)
     outer = model.layout.abstract_gathered(outer, model.dtype, int8=int8)
-    return DecodingWeights(outer, (gathered,) * model.config.num_hidden_layers), shared
+    layers = {}
+    for name, stack in stacks.items():
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack)
+        gathered = model.layout.abstract_gathered(one, model.dtype, f"{name}.", int8)
+        layers[name] = (gathered,) * len(model.config.layers_of(name))
+    return DecodingWeights(outer, layers), shared
 
 
 def shared_parameters(model: Decoder, outer: Params, int8: bool) -> dict[str, Any]:
@@ -143,7 +158,7 @@ def shared_parameters(model: Decoder, outer: Params, int8: bool) -> dict[str, An
     return {name: outer[name] for name in outer if is_gathered(name)}
 
 
-@partial(jax.jit, static_argnames=("rounding", "layout", "int8", "lora"))
+@partial(jax.jit, static_argnames=("rounding", "layout", "int8", "lora", "stack"))
 def merge_and_gather(
     params: Params,
     index: Int[Any, ""] | None,
@@ -151,11 +166,14 @@ def merge_and_gather(
     layout: Layout | None,
     int8: bool,
     lora: Lora | None = None,
+    stack: str = "layers",
 ) -> Params:
-    """One layer's parameters, or without an `index` the parameters outside of the layers, as decode steps read them."""
+    """The parameters of a layer of the stack, or without an `index` those outside of the layers, as decode steps read
+    them.
+    """
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
-    layer, prefix = (0, "") if index is None else (index, "layers.")
+    layer, prefix = (0, "") if index is None else (index, f"{stack}.")
     merged = merge_adapters(params, lora)
     read = gather_int8 if int8 else gather
     return map_parameters(lambda x, name: read(rounding, layout, name, x, layer), merged, prefix)
@@ -170,34 +188,43 @@ def apply_tokens(
     tokens: Int[jax.Array, "B Q"],
     lengths: Int[jax.Array, "B"],
     done: Int[jax.Array, ""] | int,
-) -> tuple[Float[jax.Array, "B Q D"], Cache]:
+    states: States = (),
+    real: Bool[jax.Array, "B Q"] | None = None,
+) -> tuple[Float[jax.Array, "B Q D"], Cache, States]:
     """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the tail with `tokens`.
 
     `lengths` says how many tokens of each row the pages, of each kind of layers, have; `done` how many the tail has.
+    States change by the tokens that are `real`, a row's first ones; None: all are.
     """
-    model = merge(graphdef, weights, 0)
+    model = merge(graphdef, weights)
     layout, config = model.layout, model.config
     new = done + jnp.arange(tokens.shape[1])
     positions = lengths[:, None] + new
-    rotations = [rotary(positions, kind, config.head_dim) for kind in config.kinds]
+    rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
     views = [
         View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
         for kind, one in zip(config.kinds, pages, strict=True)
     ]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
-    filled = []
-    for index, (pool, own) in enumerate(zip(cache, tail, strict=True)):
-        layer, kind = merge(graphdef, weights, index).layers, config.kind_of_layer[index]
-        projected = layer.project(hidden, rotations[kind])
-        queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
-        write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
-        both = (write(old, new.swapaxes(1, 2)) for old, new in zip(own, (keys, values), strict=True))
-        written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
-        hidden = layer.add_attention(hidden, views[kind].attend(queries, pool, written))
+    segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
+    filled, changed = [], []
+    for stack, place in config.stack_of_layer:
+        layer = getattr(merge(graphdef, weights, stack, place), stack)
+        if stack == "delta":
+            hidden, state = layer.add_delta(hidden, segments, states[place], layout)
+            changed.append(state)
+        else:
+            kind, own = config.kind_of_layer[place], tail[place]
+            *projected, gate = layer.project(hidden, rotations[kind])
+            queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
+            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
+            both = (write(old, new.swapaxes(1, 2)) for old, new in zip(own, (keys, values), strict=True))
+            written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
+            hidden = layer.add_attention(hidden, views[kind].attend(queries, cache[place], written), gate)
+            filled.append(written)
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
-        filled.append(written)
-    return model.last_norm(hidden), tuple(filled)
+    return model.last_norm(hidden), tuple(filled), tuple(changed)
 
 
 def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Array, "B V"]:
@@ -206,9 +233,10 @@ def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Arra
     return matrix.product(hidden) if isinstance(matrix, Int8Matrix) else dot(hidden, matrix, (1, 1), hidden.dtype)
 
 
-def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, index: int) -> Decoder:
-    """The model with the parameters of one layer in place of all layers' stacked ones."""
-    return nnx.merge(graphdef, nnx.State({**weights.outer, "layers": weights.layers[index]}))
+def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, stack: str = "layers", place: int = 0) -> Decoder:
+    """The model with one layer's parameters in place of those of its whole stack, and one of each other's."""
+    one = {name: layers[place if name == stack else 0] for name, layers in weights.layers.items()}
+    return nnx.merge(graphdef, nnx.State({**weights.outer, **one}))
 
 
 class View(NamedTuple):

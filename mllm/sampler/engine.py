@@ -5,8 +5,9 @@ in slots, and have pages of the cache's pool for their own tokens. After every c
 eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, and rows cost
 time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
 may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
-ended keeps its pages while it is answered, and the answer is prefilled behind them. Numbers of slots and of pages are
-among few (buckets), so that little is compiled.
+ended keeps its pages while it is answered, and the answer is prefilled behind them; where the model has delta nets it
+keeps its slot, too, which has its states. Numbers of slots and of pages are among few (buckets), so that little is
+compiled.
 
 The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
 token only by rounding (in int8 by that of weights, too: prompts are prefilled without it). On a mesh each device has
@@ -30,9 +31,8 @@ from mllm.model.layout import Params
 from mllm.sampler import sampling
 from mllm.sampler.completion import Completion, SamplerSettings, Turns
 from mllm.sampler.decoding import Cache, Pages, decoding_graphdef, decoding_weights
-from mllm.sampler.paged_cache import PagedCache, on_devices
+from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.schedule import (
-    PIECE,
     PREFILL_TOKENS,
     PREFILLED_BATCHES,
     WIDTHS,
@@ -42,17 +42,10 @@ from mllm.sampler.schedule import (
     prompts_a_batch,
     slot_buckets,
 )
-from mllm.sampler.slots import CHUNK, Slots, Stream, add_tail, decode, empty_cache, extend, prefill
+from mllm.sampler.slots import CHUNK, Prefilled, Slots, Stream, decode, empty_cache, on_devices, prefill
 
 CALL_SECONDS = 0.25
 """About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
-
-
-class Prefilled(NamedTuple):
-    """The keys and values of a batch of prompts on all devices, and the tokens of a shard's, padding included."""
-
-    prompts: Cache
-    tokens: int
 
 
 class Candidate(NamedTuple):
@@ -60,6 +53,7 @@ class Candidate(NamedTuple):
 
     sequence: int
     batch: Prefilled
+    """The prompts that were prefilled with its own, on all devices."""
     source: int
     """The prompt's row among those that its device prefilled in the batch."""
 
@@ -107,6 +101,8 @@ class RolloutEngine:
         """Sequences whose answers are to be prefilled."""
         self.cached: dict[int, int] = {}
         """How many tokens the pages of waiting and answered sequences have."""
+        self.overrun: set[int] = set()
+        """The sequences whose turn a stop text ended in the last chunk, before the last of its tokens."""
         truncates = self.options.truncates and not greedy
         self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
@@ -121,14 +117,16 @@ class RolloutEngine:
             self.prefill()
         resumed, entering = zip(*(self.take_waiting(shard) for shard in range(self.shards)), strict=True)
         new = [[*ones, *(one.sequence for one in others)] for ones, others in zip(resumed, entering, strict=True)]
-        rows = max(len(self.live(shard)) + len(ones) for shard, ones in enumerate(new))
-        if rows == 0:
+        decoded = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
+        if not any(decoded):
             return False
-        slots = bucket(rows, self.slot_sizes)
-        every = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
-        self.sequences = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
+        every = [[*dict.fromkeys([*ones, *self.parked(shard)])] for shard, ones in enumerate(decoded)]
+        slots = bucket(max(map(len, every)), self.slot_sizes)
+        kept = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
+        self.sequences = np.where(np.arange(slots) < [[len(ones)] for ones in decoded], kept, -1)
         spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
         self.cache.hold(spans, slots)
+        self.cache.states.arrange(kept)
         self.insert(entering)
         self.extend(resumed)
         return True
@@ -136,6 +134,11 @@ class RolloutEngine:
     def live(self, shard: int) -> list[int]:
         """The sequences in the shard's slots."""
         return [sequence for sequence in self.sequences[shard].tolist() if sequence >= 0]
+
+    def parked(self, shard: int) -> list[int]:
+        """The sequences that wait in the shard's slots, since their states are there."""
+        waiting = self.cached if self.cache.states.used else ()
+        return [one for one in waiting if self.shard_of[one] == shard]
 
     def context(self, sequence: int) -> list[int]:
         """The tokens of a prompt and of what follows it so far; the last is not in the cache yet."""
@@ -174,9 +177,9 @@ class RolloutEngine:
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
         """The answered sequences and the candidates that enter the shard's free slots: all have pages to grow into."""
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
-        free = self.most_slots - len(self.live(shard))
-        resumed = [answered.popleft() for _ in range(min(free, len(answered)))]
-        entering = [*islice(candidates, free - len(resumed))]
+        live = self.live(shard)
+        resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
+        entering = [*islice(candidates, self.most_slots - len({*live, *resumed, *self.parked(shard)}))]
         needed = self.cache.needed(*map(self.span, [*held, *(one.sequence for one in entering)]))
         while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
             needed -= self.cache.needed(self.span(entering.pop().sequence))
@@ -186,17 +189,17 @@ class RolloutEngine:
 
     def wants_prompts(self) -> bool:
         """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
-        held = [batch.tokens for batch in self.batches]
-        if len(held) >= PREFILLED_BATCHES and sum(held) + max(held) > PREFILLED_BATCHES * PREFILL_TOKENS:
+        held, most = [batch.tokens for batch in self.batches], PREFILLED_BATCHES * PREFILL_TOKENS * self.shards
+        if len(held) >= PREFILLED_BATCHES and (self.cache.states.used or sum(held) + max(held) > most):
             return False
-        free = self.most_slots - (self.sequences >= 0).sum(axis=1)
+        free = [self.most_slots - len(self.live(shard)) - len(self.parked(shard)) for shard in range(self.shards)]
         shards = zip(self.queues, self.candidates, free, strict=True)
         return any(queue and len(candidates) < count for queue, candidates, count in shards)
 
     def prefill(self) -> None:
         """Prefill the next prompts of each shard."""
         longest = max(self.length(first) + 1 for queue in self.queues for first, *_ in queue)
-        rows = prompts_a_batch(min(self.most_prompts, self.most_slots), bucket(longest, WIDTHS))
+        rows = prompts_a_batch(self.model, min(self.most_prompts, self.most_slots), bucket(longest, WIDTHS))
         taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
         # The last token of a prompt is the first that is decoded.
         contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
@@ -208,8 +211,7 @@ class RolloutEngine:
             for row, context in enumerate(part):
                 lengths[shard, row] = len(context)
                 tokens[shard, row, : len(context)] = context
-        prefilled = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
-        batch = Prefilled(prefilled, rows * width)
+        batch = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
         for candidates, part in zip(self.candidates, taken, strict=True):
             candidates.extend(Candidate(one, batch, row) for row, group in enumerate(part) for one in group)
         self.batches.append(batch)
@@ -221,12 +223,12 @@ class RolloutEngine:
             chosen = [[one for one in candidates if one.batch is batch] for candidates in entering]
             if not (most := max(map(len, chosen))):
                 continue
-            rows = self.entering_rows(most)
+            rows = bucket(most, self.slot_sizes)
             sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
             for shard, candidates in enumerate(chosen):
                 sources[shard, : len(candidates)] = [one.source for one in candidates]
                 sequences[shard, : len(candidates)] = [one.sequence for one in candidates]
-            self.cache.insert(batch.prompts, sources, sequences)
+            self.cache.insert(batch, sources, sequences)
         wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
         self.batches = [batch for batch in self.batches if id(batch) in wanted]
 
@@ -234,26 +236,13 @@ class RolloutEngine:
         """Prefill the answers of these sequences of each shard behind what their pages hold."""
         if not (most := max(map(len, resumed))):
             return
-        sequences = np.full((self.shards, self.entering_rows(most)), -1)
+        sequences = np.full((self.shards, bucket(most, self.slot_sizes)), -1)
         for row, ones in zip(sequences, resumed, strict=True):
             row[: len(ones)] = ones
         contexts = {one: self.context(one)[self.cached[one] : -1] for ones in resumed for one in ones}
-        width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
-        for begun in range(0, longest, width):
-            tokens, lengths = np.zeros((*sequences.shape, width), np.int32), np.zeros(sequences.shape, np.int32)
-            for place in zip(*np.nonzero(sequences >= 0), strict=True):
-                piece = contexts[sequences[place]][begun : begun + width]
-                tokens[place][: len(piece)], lengths[place] = piece, self.cached[sequences[place]] + begun
-            views = self.cache.views(sequences, lengths, width)
-            given = on_devices(self.layout, (*views, tokens, lengths))
-            self.cache.layers = list(extend(self.decoder, self.weights, tuple(self.cache.layers), *given))
-            self.work.prefilled += tokens.size
+        self.work.prefilled += self.cache.extend(self.decoder, self.weights, sequences, contexts, self.cached)
         for one in contexts:
             del self.cached[one]
-
-    def entering_rows(self, most: int) -> int:
-        """The rows of a program for so many sequences that enter a shard."""
-        return bucket(most, self.slot_sizes)
 
     def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
         """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.
@@ -261,7 +250,9 @@ class RolloutEngine:
         Those of the chunk before are waited for, or all where nothing is left to decode meanwhile.
         """
         turns.send({sequence: replace(one, tokens=one.turn, given=[]) for sequence, one in found.items()})
-        self.cached |= {sequence: self.length(sequence) for sequence in found}
+        again = {*found} & self.overrun if self.cache.states.used else set()
+        self.release(again)
+        self.cached |= {sequence: self.length(sequence) for sequence in found if sequence not in again}
         due, self.waiting = self.waiting, [*found]
         if not ((self.sequences >= 0).any() or any(self.queues) or any(self.candidates) or any(self.answered)):
             due, self.waiting = [*due, *self.waiting], []
@@ -312,9 +303,7 @@ class RolloutEngine:
             # The first call compiles and says little: the fall is unbounded, the growth is not.
             speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
             self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
-        kinds = self.model.config.kind_of_layer
-        layers = add_tail(tuple(self.cache.layers), self.tail, places, lengths, kinds=kinds, layout=self.layout)
-        self.cache.layers = list(layers)
+        self.cache.add_tail(self.tail, places, lengths)
         if self.sampler.stop_texts:  # not after each call, since the clock says where one ends
             self.stop_at_texts(before)
         finished = before[(before >= 0) & (self.sequences != before)].tolist()
@@ -325,10 +314,12 @@ class RolloutEngine:
 
     def stop_at_texts(self, sequences: np.ndarray) -> None:
         """End the completions of the slots' sequences behind the token that completes a stop text."""
+        self.overrun.clear()
         for place in zip(*np.nonzero(sequences >= 0), strict=True):
             one = self.completions[sequences[place]]
             if length := self.sampler.stopped_length(one.turn):
-                extra = len(one.turn) - length
+                if extra := len(one.turn) - length:
+                    self.overrun.add(int(sequences[place]))
                 self.work.tokens -= extra
                 self.work.completions += int(self.sequences[place] >= 0)
                 for items in (one.tokens, one.logprobs, one.kept or array("f")):
@@ -364,10 +355,11 @@ class RolloutEngine:
         """Call the decode program; the result's arrays [X, B, ...] are numpy's, from the chunk's step `begun` on."""
         slots = self.slots()
         slots = slots._replace(lengths=slots.lengths - begun, counts=slots.counts - begun)
-        chunk, done, self.tail = decode(
+        chunk, done, self.tail, states = decode(
             self.decoder,
             self.weights,
             self.tail,
+            tuple(self.cache.states.layers),
             tuple(self.cache.layers),
             pages,
             on_devices(self.layout, slots),
@@ -377,6 +369,7 @@ class RolloutEngine:
             np.int32(stop_after),
             options=self.options,
         )
+        self.cache.states.layers = [*states]
         shape = self.sequences.shape
         drawn = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:])[:, :, begun:], jax.device_get(chunk))
         return drawn, int(done) - begun

@@ -1,22 +1,21 @@
-"""A rollout's cache: pools of pages on the devices, which grow and shrink, and the tables of what they hold."""
+"""A rollout's cache: pools of pages on the devices, which grow and shrink, the tables of what they hold, and states."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jaxtyping import Int
 
 from mllm.config.rollout import RolloutConfig
 from mllm.data.batch import bucket
 from mllm.model.decoder import Decoder
-from mllm.model.layout import Layout
-from mllm.parallel.mesh import sharding
 from mllm.sampler.decoding import Cache, DecodingWeights, LayerCache, Pages, abstract_cache
 from mllm.sampler.pages import PageTable, page_size
-from mllm.sampler.schedule import pool_pages
-from mllm.sampler.slots import CHUNK, empty_cache, insert, resize
+from mllm.sampler.schedule import PIECE, WIDTHS, pool_pages
+from mllm.sampler.slots import CHUNK, Prefilled, add_tail, empty_cache, extend, insert, on_devices, resize
+from mllm.sampler.states import SlotStates
 
 POOLS = sorted(size * 2**power for power in range(20) for size in (16, 22))
 """The pages of pools, so few that few programs are compiled; each is at least 0.68 of the next."""
@@ -43,6 +42,7 @@ class PagedCache:
         slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
         self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
         self.layers: list[LayerCache] = []
+        self.states = SlotStates(model)
         # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
         whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
         page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
@@ -106,13 +106,47 @@ class PagedCache:
         for table in self.tables:
             table.release(shard, sequence)
 
-    def insert(self, batch: Cache, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
-        """Copy prompts, those in the rows `sources` of the batch, into the pages of these sequences; -1 is none."""
-        count = -(-batch[0].keys.shape[2] // self.page)
+    def insert(self, batch: Prefilled, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
+        """Copy prompts, those in the rows `sources` of the batch, into the pages of these sequences, and their states.
+
+        -1 is none.
+        """
+        count = -(-batch.cache[0].keys.shape[2] // self.page)
         none = np.zeros_like(sequences)
         placed = [on_devices(self.layout, (sources, x.places(sequences, none, count))) for x in self.tables]
-        for index, (prompts, kind) in enumerate(zip(batch, self.model.config.kind_of_layer, strict=True)):
+        for index, (prompts, kind) in enumerate(zip(batch.cache, self.model.config.kind_of_layer, strict=True)):
             self.layers[index] = insert(self.layers[index], prompts, *placed[kind], layout=self.layout)
+        self.states.insert(batch.states, sources, sequences)
+
+    def extend(
+        self,
+        graphdef: nnx.GraphDef,
+        weights: DecodingWeights,
+        sequences: Int[np.ndarray, "X M"],
+        contexts: Mapping[int, Sequence[int]],
+        cached: Mapping[int, int],
+    ) -> int:
+        """Prefill these further tokens of the sequences behind those that are cached; returns the tokens computed."""
+        width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
+        computed = 0
+        for begun in range(0, longest, width):
+            tokens = np.zeros((*sequences.shape, width), np.int32)
+            lengths, counts = np.zeros((2, *sequences.shape), np.int32)
+            for place in zip(*np.nonzero(sequences >= 0), strict=True):
+                piece = contexts[sequences[place]][begun : begun + width]
+                tokens[place][: len(piece)], counts[place] = piece, len(piece)
+                lengths[place] = cached[sequences[place]] + begun
+            views, slots = self.views(sequences, lengths, width), self.states.slots_of(sequences)
+            given = on_devices(self.layout, (*views, slots, tokens, lengths, counts))
+            found = extend(graphdef, weights, tuple(self.layers), tuple(self.states.layers), *given)
+            self.layers, self.states.layers = map(list, found)
+            computed += tokens.size
+        return computed
+
+    def add_tail(self, tail: Cache, places: tuple[Int[Any, "B S"], ...], lengths: Int[Any, "B"]) -> None:
+        """Write the tails of slots to these pages, behind the slots' first `lengths` tokens."""
+        kinds = self.model.config.kind_of_layer
+        self.layers = [*add_tail(tuple(self.layers), tail, places, lengths, kinds=kinds, layout=self.layout)]
 
     def views(
         self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], tokens: int
@@ -121,12 +155,3 @@ class PagedCache:
         count = (tokens - 2) // self.page + 2
         rows = tuple(table.of_rows(sequences) for table in self.tables)
         return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)
-
-
-def on_devices(layout: Layout | None, tree: Any) -> Any:
-    """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
-    if layout is None:
-        return flat
-    place = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
-    return jax.tree.map(lambda x: place(x, x.shape), flat)  # the shape says that each process passes all rows

@@ -16,6 +16,8 @@ from mllm.sampler.slots import CHUNK
 
 PREFILL_TOKENS = 4096
 """The most tokens, padding included, that a device prefills at a time."""
+PREFILLED_STATES = 8
+"""The most prompts with states of delta nets that a device prefills at a time: a state is up to 50 MB."""
 PREFILLED_BATCHES = 2
 """The most batches of prompts whose keys and values wait for slots; more than these if they have no more tokens."""
 MEAN_LENGTH = 0.25
@@ -93,9 +95,10 @@ def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = Fals
     return [most] if free else sorted({-(-most // 2**power) for power in range(2 if answered else 3)})
 
 
-def prompts_a_batch(needed: int, width: int) -> int:
+def prompts_a_batch(model: Decoder, needed: int, width: int) -> int:
     """How many prompts of this width a device prefills at a time: a power of two, so that little is compiled."""
-    return max(1, min(1 << max(needed - 1, 0).bit_length(), PREFILL_TOKENS // width))
+    most = min(PREFILLED_STATES, PREFILL_TOKENS // width) if model.config.traits.delta else PREFILL_TOKENS // width
+    return max(1, min(1 << max(needed - 1, 0).bit_length(), most))
 
 
 def round_size(missing: int, whole: int, shards: int) -> int:

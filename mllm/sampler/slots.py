@@ -1,31 +1,37 @@
 """The compiled programs of the rollout engine: rows of a batch are slots, which sequences enter and leave.
 
 Each device has its own slots, its own prompts and its own pages, and no program moves keys or values between devices.
-All shapes are static; the host (`engine.py`, `pages.py`) chooses among few of them and says by numbers what happens to
-each slot and page.
+All shapes are static; the host (`engine.py`, `pages.py`, `states.py`) chooses among few of them and says by numbers
+what happens to each slot, page and state.
 
 Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of a chunk, or in each row that enters), K
 key and value heads, P pages of the pool, T places of a page, H size of a head, W width of a batch of prompts.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float, Int
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model.decoder import Decoder
+from mllm.model.delta_net import DeltaState
 from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
+from mllm.parallel.mesh import sharding
 from mllm.sampler import sampling
 from mllm.sampler.decoding import (
+    STATE_AXES,
     Cache,
     DecodingWeights,
     LayerCache,
     Pages,
+    States,
     abstract_cache,
     apply_tokens,
     logits_of,
@@ -63,15 +69,28 @@ class Stream(NamedTuple):
     """Whether the likeliest tokens are taken instead of drawn ones."""
 
 
+class Prefilled(NamedTuple):
+    """What the layers keep of prompts, one a row."""
+
+    cache: Cache
+    states: States
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens of all rows have keys and values, padding included."""
+        return math.prod(self.cache[0].keys.shape[::2]) if self.cache else 0
+
+
 @partial(jax.jit, static_argnames="graphdef")
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
-) -> Cache:
-    """The keys and values of prompts, each of which begins its row."""
+) -> Prefilled:
+    """What the layers keep of prompts, each of which begins its row."""
     model = nnx.merge(graphdef, params)
     places = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    keys, values = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
-    return tuple(LayerCache(*one) for one in zip(keys, values, strict=True))
+    kept = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
+    states = tuple(DeltaState(*one) for one in zip(*kept.get("delta", ((), ())), strict=True))
+    return Prefilled(tuple(LayerCache(*one) for one in zip(*kept["layers"], strict=True)), states)
 
 
 @partial(jax.jit, static_argnames="layout", donate_argnums=0)
@@ -122,11 +141,12 @@ def written(
     return pool.at[places].set(jnp.where(fresh, moved, pool.at[places].get(mode="clip")), mode="drop")
 
 
-@partial(jax.jit, static_argnames=("graphdef", "options"), donate_argnames="tail")
+@partial(jax.jit, static_argnames=("graphdef", "options"), donate_argnames=("tail", "states"))
 def decode(
     graphdef: nnx.GraphDef,
     weights: DecodingWeights,
     tail: Cache,
+    states: States,
     cache: Cache,
     pages: tuple[Pages, ...],
     slots: Slots,
@@ -136,25 +156,27 @@ def decode(
     stop_after: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
-) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache]:
-    """Each slot's tokens of a chunk from `begun` on, at most `steps`; the place behind them, and their tail.
+) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache, States]:
+    """Each slot's tokens of a chunk from `begun` on, at most `steps`; the place behind them, their tail and states.
 
     `pages` says for each kind of layers what the cache holds of the tokens before the chunk, which `slots` counts. It
     stops early after `stop_after` sequences have ended, or all. What is drawn, [B, C], means nothing before `begun`,
-    behind a stop token, or behind the last step. It reuses the memory of `tail`.
+    behind a stop token, or behind the last step. A slot's states stay as they are from a stop token on. It reuses the
+    memory of `tail` and `states`.
     """
-    model = merge(graphdef, weights, 0)
+    model = merge(graphdef, weights)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
     alive = slots.live.sum()
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
-        _, done, _, _, live = carry
+        _, done, _, _, _, live = carry
         left = live.sum()
         return (done < begun + steps) & (left > 0) & (alive - left < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
-        chunk, done, tail, tokens, live = carry
-        hidden, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens[:, None], slots.lengths, done)
+        chunk, done, tail, states, tokens, live = carry
+        rows = tokens[:, None], slots.lengths, done, states, live[:, None]
+        hidden, tail, states = apply_tokens(graphdef, weights, cache, pages, tail, *rows)
         positions = slots.counts + done
         logits = logits_of(model, hidden[:, 0])
         # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
@@ -166,31 +188,56 @@ def decode(
         )
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
-        return chunk, done + 1, tail, drawn.tokens, live & ~stopped
+        return chunk, done + 1, tail, states, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
     kept = jnp.zeros(shape, jnp.float32) if options.truncates else None
     none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.asarray(begun)
-    chunk, done, tail, *_ = jax.lax.while_loop(unfinished, decode_step, (*none, tail, slots.tokens, slots.live))
+    begin = *none, tail, states, slots.tokens, slots.live
+    chunk, done, tail, states, *_ = jax.lax.while_loop(unfinished, decode_step, begin)
     # Every process reads the tokens of all rows.
-    return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), tail
+    return *jax.tree.map(partial(constrain, model.layout, axes=()), (chunk, done)), tail, states
 
 
-@partial(jax.jit, static_argnames="graphdef", donate_argnames="cache")
+@partial(jax.jit, static_argnames="graphdef", donate_argnames=("cache", "states"))
 def extend(
     graphdef: nnx.GraphDef,
     weights: DecodingWeights,
     cache: Cache,
+    states: States,
     pages: tuple[Pages, ...],
     places: tuple[Int[jax.Array, "M S"], ...],
+    slots: Int[jax.Array, "M"],
     tokens: Int[jax.Array, "M W"],
     lengths: Int[jax.Array, "M"],
-) -> Cache:
-    """The cache with these tokens behind each row's first `lengths`, which `pages` have; `places` as for `add_tail`."""
-    model = merge(graphdef, weights, 0)
+    counts: Int[jax.Array, "M"],
+) -> tuple[Cache, States]:
+    """The cache with these tokens behind each row's first `lengths`, which `pages` have; `places` as for `add_tail`.
+
+    The states of the rows' slots go on by the first `counts` of the tokens; beyond the last slot is none.
+    """
+    model = merge(graphdef, weights)
+    layout, kinds = model.layout, model.config.kind_of_layer
     tail = empty_cache(model, [tokens.shape[0]] * len(model.config.kinds), tokens.shape[1])
-    _, tail = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0)
-    return add_tail(cache, tail, places, lengths, kinds=model.config.kind_of_layer, layout=model.layout)
+    own = tuple(take_rows(layout, one, slots) for one in states)
+    real = jnp.arange(tokens.shape[1]) < counts[:, None]
+    _, tail, own = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0, own, real)
+    states = tuple(put_rows(layout, old, new, slots) for old, new in zip(states, own, strict=True))
+    return add_tail(cache, tail, places, lengths, kinds=kinds, layout=layout), states
+
+
+def take_rows(layout: Layout | None, states: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
+    """These rows of each device's states; a row beyond the last stands for any. Inside jit."""
+    axes = [(one, ("batch",)) for one in STATE_AXES]
+    take = partial(on_each_device, layout, lambda old, rows: old.at[rows].get(mode="clip"))
+    return DeltaState(*(take(one)(old, rows) for old, one in zip(states, axes, strict=True)))
+
+
+def put_rows(layout: Layout | None, states: DeltaState, new: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
+    """Each device's states with new ones in these rows; what goes beyond the last row is left out. Inside jit."""
+    axes = [(one, one, ("batch",)) for one in STATE_AXES]
+    put = partial(on_each_device, layout, lambda old, new, rows: old.at[rows].set(new, mode="drop"))
+    return DeltaState(*(put(one)(*both, rows) for *both, one in zip(states, new, axes, strict=True)))
 
 
 def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
@@ -199,7 +246,7 @@ def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
 
 
 @cache
-def zeros(shapes: Cache) -> Callable[[], Cache]:
+def zeros(shapes: Any) -> Callable[[], Any]:
     """A program that makes zeros; they have a sharding, as what other programs return, or these would compile twice."""
     made = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
@@ -235,3 +282,12 @@ def on_each_device(
         return function
     specs = tuple(layout.sharding(names).spec for names in axes)
     return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+
+def on_devices(layout: Layout | None, tree: Any) -> Any:
+    """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
+    if layout is None:
+        return flat
+    place = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
+    return jax.tree.map(lambda x: place(x, x.shape), flat)  # the shape says that each process passes all rows

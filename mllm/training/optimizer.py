@@ -63,8 +63,9 @@ def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
 
 
 def decays(params: Params) -> Params:
-    """True for the parameters to which weight decay applies: all but norms and biases, by their names."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(("norm", "bias")), params)
+    """True for the parameters to which weight decay applies: all but norms, biases and rates, by their names."""
+    vectors = ("norm", "bias", "decay_log")
+    return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(vectors), params)
 
 
 def updated(

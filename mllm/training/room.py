@@ -10,8 +10,18 @@ from mllm.parallel.mesh import bytes_on_device, device_memory
 from mllm.parallel.processes import gather_objects
 from mllm.sampler.decoding import abstract_cache, abstract_decoding_weights
 from mllm.sampler.pages import page_size
-from mllm.sampler.schedule import LOGITS, MEAN_LENGTH, PIECE, PREFILL_TOKENS, PREFILLED_BATCHES, Room, pool_pages
+from mllm.sampler.schedule import (
+    LOGITS,
+    MEAN_LENGTH,
+    PIECE,
+    PREFILL_TOKENS,
+    PREFILLED_BATCHES,
+    PREFILLED_STATES,
+    Room,
+    pool_pages,
+)
 from mllm.sampler.slots import CHUNK
+from mllm.sampler.states import abstract_states
 from mllm.training.optimizer import make_optimizer
 from mllm.training.step import abstract_state
 
@@ -40,18 +50,20 @@ def room_that_fits(
     shards, longest, size = layout.row_shards, rollout.total_length, page_size(rollout.total_length)
     most = pool_pages(model, rollout, shards)
     whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
-    waiting = PREFILLED_BATCHES * max(PREFILL_TOKENS, longest) * whole
+    state = bytes_on_device(abstract_states(model, shards))
+    waiting = PREFILLED_BATCHES * (max(PREFILL_TOKENS, longest) * whole + PREFILLED_STATES * state)
     logits = layout.abstract((shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
     windows = [0 if kind.window is None else count for kind, count in zip(model.config.kinds, most, strict=True)]
     fixed = LOGITS * bytes_on_device(logits) + CHUNK * whole + bytes_on_device(abstract_cache(model, windows, size))
+    fixed += state
     token = bytes_on_device(abstract_cache(model, [shards * (kind.window is None) for kind in model.config.kinds], 1))
     if rollout.turns > 1:  # an answer's scores and their exponentials, and its own keys and values
         scores = (shards, 2 * PIECE * model.config.num_attention_heads)
         token += bytes_on_device(layout.abstract(scores, jnp.float32, ("batch", "heads")))
-        fixed += PIECE * whole
+        fixed += PIECE * whole + state
     trained, frozen = policy.split(policy.params)
-    state = abstract_state(trained, make_optimizer(optimizer, steps=1))
-    kept = bytes_on_device((state.params, state.opt_state, frozen))
+    training = abstract_state(trained, make_optimizer(optimizer, steps=1))
+    kept = bytes_on_device((training.params, training.opt_state, frozen))
     kept += bytes_on_device(trained) if holds_reference else 0
     kept += bytes_on_device(teacher.params) if teacher else 0
     free = SHARE * memory - kept - (weights - shared) - waiting

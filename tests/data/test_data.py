@@ -156,7 +156,7 @@ def test_the_public_data_set_of_data_or_a_task_is_what_training_reads(tmp_path):
     assert sorted(problems[place].place for place in range(68)) == sorted(e.place for e in ARITHMETIC.train)
 
 
-@pytest.mark.parametrize("examples", [1, 2, 65, pytest.param(dataset.FEW + 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [1, 2, 65, pytest.param(dataset.FEW + 1, marks=pytest.mark.nightly)])
 def test_each_epoch_of_the_order_has_every_example_once(examples):
     order = training_order(examples, seed=3, epochs=3)
     epochs = [[order[place] for place in range(first, first + examples)] for first in range(0, len(order), examples)]

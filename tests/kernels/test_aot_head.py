@@ -1,7 +1,7 @@
 """The head's TPU kernels through the real TPU compiler, for TPUs that aren't there (`make aot` installs it).
 
 Sizes are those of models of 135M to 70B at 8192 tokens, with the vocabulary whole, odd, and in shards over 2 and 8
-devices. By default each way to call the head is compiled once; `-m "aot and slow"` adds every size on every chip. That
+devices. By default each set of kernels is compiled once; `-m "aot and slow"` adds every way on every chip. That
 a program compiles shows that its tiles fit the chip. Temporaries are by the compiler's account of HBM.
 
 Left out: results, which strict interpreters check on CPUs; matrix products, which test_head_work.py counts in
@@ -47,18 +47,25 @@ ENTRIES: list[tuple[str, dict[str, Any], set[str]]] = [
     ("general", FLOAT32, IN_TWO_PASSES),
 ]
 """Ways to call the head, and the kernels that each should compile to."""
+slow = pytest.mark.slow
 
-# Every entry with every size of hidden states, and by default one of these; chips and vocabularies take turns. float32
-# products are for small models.
+# Every entry with every size of hidden states, and by default one of these, in bfloat16; chips and vocabularies take
+# turns. float32 products are for small models.
 CASES = [
     pytest.param(
-        *entry, VOCABULARIES[(2 * i + j) % 9], features, CHIPS[(i + 2 * j) % 4], marks=[pytest.mark.slow] * (i != j)
+        *entry,
+        VOCABULARIES[(2 * i + j) % 9],
+        features,
+        CHIPS[(i + 2 * j) % 4],
+        marks=[slow] * (i != j or bool(entry[1].keys() & MIXED.keys())),
     )
     for i, entry in enumerate(ENTRIES)
     for j, features in enumerate(reversed(FEATURES))
     if features <= 2048 or entry[1] is not FLOAT32
 ]
-CASES += [pytest.param(*ENTRIES[4], 262144, features, "v6e") for features in (640, 1152)]  # Gemma 3 270M and 1B
+CASES += [
+    pytest.param(*ENTRIES[4], 262144, features, "v6e", marks=[slow] * (features == 1152)) for features in (640, 1152)
+]  # Gemma 3 270M and 1B
 
 
 def compiled(mesh: Mesh, program: str, vocabulary: int, features: int, **options: Any) -> jax.stages.Compiled:

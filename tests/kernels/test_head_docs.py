@@ -10,5 +10,6 @@ SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=[f"snippet {i + 1}" for i in range(len(SNIPPETS))])
+@pytest.mark.nightly
 def test_a_snippet_runs(snippet: str) -> None:
     exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})

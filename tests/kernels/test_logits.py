@@ -72,7 +72,7 @@ def test_a_logit_of_minus_infinity_excludes_its_column_in_both_engines() -> None
             assert not np.any(gradient[:, 100:])
 
 
-@pytest.mark.parametrize("impl", ["xla", "mosaic_tpu"])
+@pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.nightly)])
 def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     logits = logits_of(3)

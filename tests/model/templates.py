@@ -1,4 +1,4 @@
-"""Ten public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
+"""Eleven public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
 
 from typing import NamedTuple
 
@@ -47,6 +47,26 @@ QWEN3 = (
     "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought.strip('\n') + '\n</think>\n\n' }}{% endif %}"
     "{{ said }}" + HERMES + "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' }}{% endif %}"
+)
+# As Qwen3's, but all is trimmed, a call has its arguments one by one, and a prompt opens the thought or closes it.
+QWEN35 = (
+    TOOLS + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set said = m.content | trim %}"
+    "{% if m.role == 'tool' %}{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + said + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% elif m.role != 'assistant' %}<|im_start|>{{ m.role + '\n' + said }}<|im_end|>\n"
+    "{% else %}{% set thought = m.reasoning_content or '' %}{% if not m.reasoning_content and '</think>' in said %}"
+    "{% set thought = said.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
+    "{% set said = said.split('</think>')[-1].lstrip('\n') %}{% endif %}<|im_start|>assistant\n"
+    "{% if loop.index0 > ns.last %}{{ '<think>\n' + thought | trim + '\n</think>\n\n' }}{% endif %}{{ said }}"
+    "{% for c in m.tool_calls or [] %}{% set f = c.function or c %}"
+    "{{ ('\n\n' if said else '') if loop.first else '\n' }}<tool_call>\n<function={{ f.name }}>\n"
+    "{% for name, value in f.arguments.items() %}<parameter={{ name }}>\n"
+    "{{ value if value is string else value | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking else '<think>\n' }}{% endif %}"
 )
 LLAMA3 = (
     "{{ bos_token }}{% set date = date_string or strftime_now('%d %b %Y') %}{% set first = messages[0] %}"
@@ -117,6 +137,7 @@ IM = ("<|im_start|>", "<|im_end|>")
 PUBLIC = {
     "qwen2.5": Public(QWEN25, IM, calls=True),
     "qwen3": Public(QWEN3, IM, calls=True),
+    "qwen3.5": Public(QWEN35, IM, calls=True),
     "llama3": Public(
         LLAMA3, ("<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"), calls=True
     ),

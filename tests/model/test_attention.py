@@ -17,10 +17,10 @@ from tiny import ARCHITECTURE, config, forward_of
 from mllm.config.model import MeshConfig
 from mllm.data.batch import Batch
 from mllm.model import attention
-from mllm.model.architecture import PRESETS
 from mllm.model.attention import Attention, choose
 from mllm.model.decoder import masked_attention
 from mllm.model.load import load_policy
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.plan import targets
 

@@ -80,6 +80,7 @@ def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_par
         assert (bits == other).mean() < 0.001
 
 
+@pytest.mark.nightly
 def test_thresholds_are_the_same_in_every_process_version_and_shape(bits):
     """What a run was trained with, another one resumes, samples or exports."""
     assert bits[[0, 0, 1, 191], [0, 1, 0, 255]].tolist() == [36794, 12080, 62708, 48799]

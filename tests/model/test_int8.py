@@ -76,6 +76,7 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
             policy.graphdef,
             given,
             jax.tree.map(lambda x: jnp.zeros_like(x[:, :, :CHUNK]), cache),
+            (),
             cache,
             pages,
             Slots(tokens, none, none, none + 9, none, none == 0),
@@ -94,6 +95,6 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
 def test_adapters_stay_as_they_are():
     settings = config(model={"lora": LORA, "dtype": "bfloat16"})
     policy = load_policy(settings, make_mesh(settings.mesh))
-    layer = decoding_weights(policy.graphdef, policy.initial_params(), int8=True).layers[1]
+    layer = decoding_weights(policy.graphdef, policy.initial_params(), int8=True).layers["layers"][1]
     assert layer["q_a"].get_value().dtype == jnp.bfloat16
     assert layer["q_weight"].get_value().values.dtype == jnp.int8

@@ -19,18 +19,20 @@ from tiny import load_weights, logits
 
 from mllm.model import weights
 from mllm.model.architecture import SMALLEST, Architecture
-from mllm.model.decoder import Decoder, linear, rms_norm
+from mllm.model.decoder import Decoder
+from mllm.model.layer import linear, rms_norm
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
 FAST_FIRST = [
     "qwen3",
     "gemma3",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("qwen3", "gemma3")),
+    "qwen3_5",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("qwen3", "gemma3", "qwen3_5")),
 ]
 
 

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,8 @@ from mllm.parallel.mesh import make_mesh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 PEFT, BASE = FIXTURES / "peft", "untied_sharded"
-ALL = get_args(LoraTarget)
+SIZES = weights.read_config(FIXTURES / BASE)
+ALL: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down", "head")
 
 
 def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Params, Params]:
@@ -43,11 +44,11 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
 def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(
     name: str, model: str, targets: tuple[LoraTarget, ...]
 ) -> None:
-    lora, folder = peft.resolve(LoraConfig(source=str(FIXTURES / name)))
+    lora, folder = peft.resolve(LoraConfig(source=str(FIXTURES / name)), sizes := weights.read_config(FIXTURES / model))
     assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=targets), FIXTURES / name)
     graphdef, adapters, frozen = abstract_model(model, lora, fsdp=2, tp=2)
-    stored = weights.load(FIXTURES / model, frozen)
-    whole = nnx.merge_state(stored, peft.load(folder, adapters))
+    stored = weights.load(FIXTURES / model, frozen, sizes)
+    whole = nnx.merge_state(stored, peft.load(folder, adapters, sizes))
     expected, base = np.load(folder / "expected.npz")["logits"], np.load(FIXTURES / model / "expected.npz")
     assert np.abs(expected - base["logits"]).max() > 1
     found = logits(graphdef, whole, base["tokens"], base["positions"])
@@ -56,7 +57,7 @@ def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_dev
 
 def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
     lora = peft.read_config(PEFT)
-    peft.save(tmp_path / "adapter", lora, peft.load(PEFT, abstract_model(BASE, lora)[1]), BASE)
+    peft.save(tmp_path / "adapter", SIZES, lora, peft.load(PEFT, abstract_model(BASE, lora)[1], SIZES), BASE)
     assert sorted(path.name for path in (tmp_path / "adapter").iterdir()) == [peft.CONFIG, peft.FILE]
     ours, theirs = (load_file(folder / peft.FILE) for folder in (tmp_path / "adapter", PEFT))
     del theirs["base_model.model.lm_head.base_layer.weight"]
@@ -69,13 +70,13 @@ def test_adapters_are_written_as_peft_writes_them(tmp_path: Path) -> None:
         one["target_modules"].sort()
     assert written.items() <= theirs.items()
     for rslora in (False, True):
-        peft.save(tmp_path / "adapter", replace(lora, rslora=rslora), nnx.State({}), BASE)
+        peft.save(tmp_path / "adapter", SIZES, replace(lora, rslora=rslora), nnx.State({}), BASE)
         assert json.loads((tmp_path / "adapter" / peft.CONFIG).read_text())["use_rslora"] is rslora
 
 
 def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
     taught = tmp_path / "adapter"
-    peft.save(taught, peft.read_config(PEFT), nnx.State({}), BASE, "texts")
+    peft.save(taught, SIZES, peft.read_config(PEFT), nnx.State({}), BASE, "texts")
     for source, learned in ((PEFT, "chats"), (taught, "texts")):
         settings = {"source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes", "lora": {"source": str(source)}}
         model = ModelConfig.model_validate(settings)
@@ -119,8 +120,10 @@ def test_what_is_not_supported_is_refused_by_its_field(field: str, value: Any, t
 )
 def test_a_setting_that_contradicts_the_source_is_refused(setting: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        peft.resolve(LoraConfig(source=str(PEFT), **setting))
-    assert peft.resolve(LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1]))[1] == PEFT
+        peft.resolve(LoraConfig(source=str(PEFT), **setting), SIZES)
+    assert (
+        peft.resolve(LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1]), SIZES)[1] == PEFT
+    )
 
 
 def test_a_tensor_that_is_missing_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
@@ -131,7 +134,7 @@ def test_a_tensor_that_is_missing_and_a_pickled_file_are_refused(tmp_path: Path)
     del tensors[name]
     save_file(tensors, folder / peft.FILE)
     with pytest.raises(UserError, match=f"tensor {name} is missing; adapter_config.json and the model asks"):
-        peft.load(folder, abstract)
+        peft.load(folder, abstract, SIZES)
     (folder / peft.FILE).rename(folder / "adapter_model.bin")
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: missing; other files, as adapter_model\.bin"):
-        peft.load(folder, abstract)
+        peft.load(folder, abstract, SIZES)

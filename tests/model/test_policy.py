@@ -14,9 +14,10 @@ from tiny import ARCHITECTURE, config
 
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
-from mllm.model.architecture import PRESETS, Architecture
+from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.load import find_model, load_policy
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
 
 SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}

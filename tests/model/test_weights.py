@@ -17,11 +17,12 @@ from transformers import AutoConfig
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import KNOWN_KEYS, PRESETS, Architecture
+from mllm.model.architecture import KNOWN_KEYS, Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.presets import PRESETS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2")
+NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
 FAST_FIRST = ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "gemma3")]
 
 

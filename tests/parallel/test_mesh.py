@@ -7,8 +7,8 @@ import pytest
 
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError
-from mllm.model.architecture import PRESETS
 from mllm.model.layout import Layout
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]

@@ -20,16 +20,20 @@ from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.sampler.decoding import decoding_weights
 from mllm.training.step import accumulate, make_logprob_pass
 
-MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8)}
+MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8), "qwen3_5_text": (1, 2, 4)}
 """All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""
 ROWS, LENGTH = 16, 16
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
 """With 2 heads of keys and values, which tp = 8 does not divide."""
+DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+DELTA |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
 GRPO = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
 
 
 def make_settings(family, shape):
     mesh, model = dict(zip(("dp", "fsdp", "tp"), shape, strict=True)), {"architecture": {**MODEL, "model_type": family}}
+    if family == "qwen3_5_text":
+        model["architecture"] |= DELTA
     return config(model=model, mesh=mesh, batch_size=ROWS, micro_batch_size=ROWS // 2, grpo=GRPO)
 
 
@@ -57,6 +61,7 @@ def compute_results(family, shape):
     [
         pytest.param("qwen3", MESHES["qwen3"], marks=pytest.mark.slow),
         pytest.param("qwen2", MESHES["qwen2"], marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.slow),
     ],
 )
 def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
@@ -80,7 +85,10 @@ def compute_copies(shape):
     def of_trainer(params):
         model = nnx.merge(policy.graphdef, params)
         layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
-        layers = [gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i)) for i, x in enumerate(layers)]
+        layers = [
+            gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i), "layers")
+            for i, x in enumerate(layers)
+        ]
         embedded = model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1)
         return layers, embedded, model.head_copy(model.head_weight)
 
@@ -91,7 +99,7 @@ def compute_copies(shape):
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
 def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
-    of_both = (layers, embedded, head), (sampler.layers, *[sampler.outer["embed"][...]] * 2)
+    of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
     for one, other in ((compute_copies(shape), expected), of_both):
         for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(np.float32(leaf), np.float32(same))

@@ -49,7 +49,7 @@ def programs(policy):
     gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout, int8=False)
     called = {
         "gather": gathered,
-        "insert": insert.lower(layer, shapes.prefilled()[0], per_row, places, layout=layout),
+        "insert": insert.lower(layer, shapes.prefilled().cache[0], per_row, places, layout=layout),
         "resize": resize.lower(layer, per_page, layout=layout),
         **{name: getattr(shapes, name)()[0].lower(*getattr(shapes, name)()[1]) for name in ("prefill", "decode")},
     }
@@ -79,7 +79,7 @@ def test_devices_exchange_no_keys_or_values(programs, name):
 def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     """So the program is compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
     for info, one in zip(
-        *map(jax.tree.leaves, (programs.decode.in_avals[0][2], programs.decode.input_shardings[0][2])), strict=True
+        *map(jax.tree.leaves, (programs.decode.in_avals[0][3], programs.decode.input_shardings[0][3])), strict=True
     ):
         assert one.shard_shape(info.shape) == (ROWS // 4 * -(-MOST // PAGE), KV_HEADS // 2, PAGE, HEAD_DIM)
     before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[2]

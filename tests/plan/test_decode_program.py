@@ -14,6 +14,7 @@ from mllm.plan.programs import Programs
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
 GEMMA = "google/gemma-3-270m"  # of its layers most keep 512 places
+QWEN35 = "Qwen/Qwen3.5-0.8B"  # three of four layers keep a state
 IN_PLACE = {"dynamic-update-slice", "get-tuple-element", "parameter", "bitcast", "tuple", "while"}
 INTO_VMEM = ("-start", "-done")  # a TPU's copies there, and back after an update
 
@@ -48,7 +49,7 @@ def decode_program(target, source, slots, shape, weights=None):
     mesh = targets.mesh(target, shape, AXES)
     shapes = Programs(configs.load("qwen25_3b_grpo.yaml", [f"model.source={source}", *settings]), mesh)
     shapes.tokens = 768 * slots
-    arrays = jax.tree.leaves((shapes.decoding_weights()[0], shapes.cache()))
+    arrays = jax.tree.leaves((shapes.decoding_weights()[0], shapes.cache(), shapes.states()))
     parts = [(math.prod(x.sharding.shard_shape(x.shape)), x.dtype.itemsize) for x in arrays]
     program = targets.compiled(*shapes.decode(), mesh)
     return program, copied(program, {n for n, _ in parts if n >= 2**20}), sum(n * size for n, size in parts)
@@ -57,12 +58,12 @@ def decode_program(target, source, slots, shape, weights=None):
 @pytest.mark.aot
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs")
 @pytest.mark.parametrize(
-    "source", [GEMMA, *(pytest.param(x, marks=pytest.mark.nightly) for x in (QWEN2, QWEN3, LLAMA))]
+    "source", [GEMMA, *(pytest.param(x, marks=pytest.mark.nightly) for x in (QWEN2, QWEN3, QWEN35, LLAMA))]
 )
-def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache(source):
+def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache_nor_states(source):
     program, copies, _ = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 72 * 2**20
+    assert program.memory_analysis().temp_size_in_bytes <= (128 if source == QWEN35 else 72) * 2**20
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """The plan of a run's memory, what it finds to fit, and what it says where nothing fits."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -279,3 +280,19 @@ def test_answers_to_turns_are_a_phase_of_their_own(monkeypatch):
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
     phases = memory.phases(shapes, memory.Devices("one", mesh, 1, 2**30, None), [].append)
     assert [phase.name for phase in phases] == ["prefill", "decode", "answers", "update"]
+
+
+def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_waits(monkeypatch):
+    sizes = tiny.QWEN35
+    shapes = Programs(tiny.config(model={"architecture": sizes}), mesh := make_mesh(MeshConfig()))
+    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
+    devices = memory.Devices("one", mesh, 1, 2**30, None)
+    found = {phase.name: phase for phase in memory.phases(shapes, devices, [].append)}
+    heads, inputs = 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)
+    state, token = 2 * 4 * (heads + inputs), 4 * 2 * 2 * 16  # two delta nets; keys and values of the other layer
+    prompts = 2 * 8 * (state + 16 * token)
+    assert found["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
+    # What a slot takes beside its tokens is its state, its tail and three arrays of logits.
+    room = partial(room_that_fits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
+    more = 2**26 * 0.92 / (room(2**27).slots - room(2**26).slots)
+    assert more == pytest.approx(state + token * (16 + 20 / 4) + 3 * 4 * 260, rel=0.01)

@@ -41,6 +41,7 @@ def noted(path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_before_the_first_checkpoint_is_whole_leaves_nothing_that_is_refused(tmp_path):
     """In a bucket: tests/faults/test_campaign.py."""
     place = tmp_path / "run"

@@ -32,6 +32,7 @@ def settings(tmp_path):
     return make
 
 
+@pytest.mark.nightly
 def test_epochs_give_the_steps_and_the_schedule_of_a_run_that_goes_on_after_a_kill(settings, tmp_path, monkeypatch):
     """And after data that could not be read: what was measured of the step before is known of its checkpoint."""
     give = SftSource.next

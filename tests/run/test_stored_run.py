@@ -49,6 +49,7 @@ def upload(folder, url):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, tmp_path):
     files = tmp_path / "files"
     policy = load_policy(config("sft"), make_mesh(MeshConfig()))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model import weights
-from mllm.model.architecture import PRESETS
 from mllm.model.decoder import Decoder
+from mllm.model.presets import PRESETS
 from mllm.sampler.completion import RolloutWork
 from mllm.sampler.decoding import DecodingWeights
 from mllm.sampler.paged_cache import PagedCache
@@ -88,7 +88,7 @@ def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(r
     model, limit, token, nbytes = Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
     one = nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)})
-    cache = CountedCache(model, options, DecodingWeights(one, ()), rows, None)
+    cache = CountedCache(model, options, DecodingWeights(one, {}), rows, None)
     rng = np.random.default_rng(0)
     lengths, prompts = np.minimum(rng.geometric(4 / limit, rows), limit), rng.integers(256, 512, rows)
     work, largest, most = RolloutWork(), 0, 0

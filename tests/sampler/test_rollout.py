@@ -282,6 +282,7 @@ def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and
     [
         "qwen3",
         "gemma3",
+        "qwen3_5",
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("grouped_bfloat16", "smollm3", "olmo2")),
     ],
 )
@@ -338,7 +339,7 @@ def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, ki
     logits = hidden_states(*nnx.split(chosen), jnp.array([[*prompts[0], *one.tokens]])) @ chosen.head_weight.T
     expected = jax.nn.log_softmax(logits[len(prompts[0]) - 1 : -1], axis=-1)
     np.testing.assert_allclose(one.logprobs, expected[jnp.arange(8), jnp.array(one.tokens)], atol=2e-4)
-    gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), ())
+    gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), {})
     longer = RolloutConfig(max_prompt_length=1000, max_completion_length=3000)
     assert max(PagedCache(chosen, longer, gigabyte, 2, None).pages_for([1, 1], 2)) <= 2 * 4000 / page_size(4000) + 1
 

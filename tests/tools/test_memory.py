@@ -1,5 +1,6 @@
 """tools/memory.py: what the columns share, its table and its picture."""
 
+import pytest
 import tiny
 
 from mllm.parallel.mesh import make_mesh
@@ -21,6 +22,7 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
+@pytest.mark.nightly
 def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):
     devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), iter((5, 4, 2, 1))
     monkeypatch.setattr(plan, "find_devices", lambda *_: devices._replace(memory=3 * 2**30))

@@ -211,7 +211,7 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
     policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig()), packed=False)
     adapters = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), policy.trained)
-    peft.save(tmp_path, policy.lora, adapters, settings["source"])
+    peft.save(tmp_path, policy.architecture, policy.lora, adapters, settings["source"])
     assert generate.main([str(tmp_path), "hi", "--dtype", "float32"]) == 0
     assert f"{tmp_path}: adapters of {exported}/export; prompts are" in capsys.readouterr().err
     ((_, params, *_),) = calls

@@ -17,7 +17,7 @@ from tiny import make_trainer
 
 from mllm.config import load as configs
 from mllm.data.batch import Batch
-from mllm.model.architecture import PRESETS
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import AXES, sharding
 from mllm.plan import targets
 from mllm.plan.programs import Programs

@@ -187,6 +187,7 @@ def test_a_killed_run_that_saves_adapters_only_and_says_how_many_ends_as_one_tha
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
 
 
+@pytest.mark.nightly
 def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--dtype", "float32"]) == 0
@@ -202,6 +203,7 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 
+@pytest.mark.nightly
 def test_its_merged_export_in_bfloat16_is_dithered(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--dtype", "bfloat16"]) == 0

@@ -46,15 +46,15 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
 def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone():
     applies = {}
     lora = Lora(rank=2, alpha=1.0, targets=get_args(LoraTarget))
-    for family in ("qwen2", "qwen3", "gemma3_text"):  # together they have every parameter
-        sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False}
+    for family in ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text"):  # together they have every parameter
+        sizes = {**ARCHITECTURE, "model_type": family, "tie_word_embeddings": False, "full_attention_interval": 2}
         _, params = nnx.split(Decoder.abstract(Architecture.from_hf(sizes, "test"), lora=lora))
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             assert leaf.ndim == len(LOGICAL_AXES[parameter_name(path)])
         applies |= {parameter_name(path): value for path, value in jax.tree_util.tree_leaves_with_path(decays(params))}
     assert set(applies) == set(LOGICAL_AXES)
     exceptions = {name for name, value in applies.items() if not value}
-    assert exceptions == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias"))}
+    assert exceptions == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias", "decay_log"))}
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0, 3.0])

@@ -16,7 +16,7 @@ from tiny import ARCHITECTURE, config, forward_of, random_batch
 from mllm.algorithms.sft.algorithm import make_validation
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
-from mllm.model.decoder import Layer
+from mllm.model.layer import AttentionLayer
 from mllm.model.layout import map_parameters
 from mllm.model.load import load_policy
 from mllm.model.lora import Lora
@@ -122,6 +122,7 @@ def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardl
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sampler_in_int8_moves_as_float32_does():
     assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
 
@@ -149,7 +150,9 @@ def test_adapters_of_a_bfloat16_model_move_it_as_float32_does(kind, distance):
 def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_of_float64(target):
     """The product is q, with an adapter or without. Operands are on the grid, but x a^T, which is small, is rounded."""
     sizes, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(8, 16.0, (target,))
-    graphdef, params = nnx.split(Layer(sizes, jnp.bfloat16, jnp.float32, nnx.Rngs(0), lora))
+    graphdef, params = nnx.split(
+        AttentionLayer(sizes, sizes.num_hidden_layers, jnp.bfloat16, jnp.float32, nnx.Rngs(0), lora)
+    )
     rng, names = np.random.default_rng(3), ["q_weight", "q_bias", "q_a", "q_b"][: 4 if target == "q" else 2]
     shapes = {(32, 32): 0.1, (32,): 0.1, (8, 32): 0.1, (32, 8): 0.003, (1, 90, 32): 1, (90, 32): 1}
     arrays = [jnp.asarray(rng.normal(size=shape) * scale, jnp.bfloat16) for shape, scale in shapes.items()]
@@ -170,6 +173,7 @@ def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_begins_with_the_very_model_that_it_was_given():
     """Values and float32 gradients, before a master has left bfloat16's grid."""
     dithered, nearest = (model("bfloat16", rounding) for rounding in ROUNDINGS)

@@ -56,6 +56,7 @@ def expected():
     return listed, {f"validation/{name}": value for name, value in metrics.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sections", [{"packing": False}, {"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}])
 def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(expected, sections):
     documents, metrics = expected

@@ -1,0 +1,214 @@
+"""The gated delta rule and its short convolution, the token mixing of three in four of Qwen3.5's layers.
+
+A head's memory S [D, E] decays and learns what a key should give (Yang et al. 2024, arXiv:2412.06464, equation 10):
+S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T, and the output is S^T q. `recurrent` is that, token by token.
+`chunked` takes 64 tokens at a time: what a chunk writes solves a triangular system, and only the memory passes from one
+chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3).
+
+Documents packed in a row are told apart exactly: no decay, product or input of the convolution crosses a border.
+
+Letters: B rows, T tokens, S taps before the last, C channels; K key heads, G value heads of each, D and E the sizes of
+a key and a value; N chunks, I and J tokens of a chunk.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int
+
+from lm_head.precision import precision_of
+from mllm.model.architecture import DeltaNet
+
+CHUNK = 64
+GROUP = 16
+"""Chunks whose systems are solved at once; the backward pass computes them again, group by group."""
+EPSILON = 1e-6
+"""Added to the square of a length."""
+FEW = 8
+"""Up to so many tokens the recurrence is the faster way."""
+
+einsum = partial(jnp.einsum, precision=precision_of(jnp.float32))
+
+
+class DeltaState(NamedTuple):
+    """What a delta net keeps of the tokens of each row."""
+
+    inputs: Any
+    """The last inputs of the convolution, [B, S, C], in the compute dtype; zeros before a document's first."""
+    memory: Any
+    """[B, K G, D, E], float32."""
+
+
+def empty_state(rows: int, net: DeltaNet, dtype: DTypeLike) -> DeltaState:
+    """The state before the first token of each row; `dtype` is the compute dtype."""
+    inputs = jnp.zeros((rows, net.taps - 1, 2 * net.keys + net.values), dtype)
+    return DeltaState(inputs, jnp.zeros((rows, net.value_heads, net.key_dim, net.value_dim), jnp.float32))
+
+
+class Rule(NamedTuple):
+    """The operands of the delta rule; a padding token has decay 0 and beta 0."""
+
+    queries: Float[jax.Array, "B T K D"]
+    """Of any length: the rule reads them with the length 1/sqrt(D), and keys with the length 1."""
+    keys: Float[jax.Array, "B T K D"]
+    values: Float[jax.Array, "B T K G E"]
+    decay: Float32[jax.Array, "B T K G"]
+    """The logarithm of the factor."""
+    beta: Float32[jax.Array, "B T K G"]
+    documents: Int[jax.Array, "B T"]
+    """The number of borders up to the token: a row begins in document 0, which goes on with what its memory holds."""
+
+    @property
+    def normalized(self) -> "Rule":
+        """The rule with vectors in float32, and the lengths of queries and keys as they are read."""
+
+        def unit(x: jax.Array) -> jax.Array:
+            wide = x.astype(jnp.float32)
+            return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + EPSILON)
+
+        queries = unit(self.queries) * self.queries.shape[-1] ** -0.5
+        return self._replace(queries=queries, keys=unit(self.keys), values=self.values.astype(jnp.float32))
+
+
+def documents_of(segments: Int[jax.Array, "B T"]) -> Int[jax.Array, "B T"]:
+    """The number of borders up to each token: a document begins where another segment does; padding ends none."""
+    before = jnp.pad(segments, ((0, 0), (1, 0)), mode="edge")[:, :-1]
+    return jnp.cumsum((segments != before) & (segments != 0), axis=1)
+
+
+def convolve(
+    x: Float[jax.Array, "B T C"],
+    taps: Float[jax.Array, "C _"],
+    segments: Int[jax.Array, "B T"],
+    before: Float[jax.Array, "B S C"],
+) -> tuple[Float32[jax.Array, "B T C"], Float[jax.Array, "B S C"]]:
+    """Each channel's causal convolution within its document, float32; and the inputs after each row's last token.
+
+    The last tap is the token's own. The row's first document goes on from the inputs `before`.
+    """
+    count, time = before.shape[1], x.shape[1]
+    documents = documents_of(segments)
+    inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
+    of_inputs = jnp.pad(documents, ((0, 0), (count, 0)))
+    y = jnp.zeros(x.shape, jnp.float32)
+    for tap in range(count + 1):
+        same = of_inputs[:, tap : tap + time] == documents
+        read = inputs[:, tap : tap + time].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
+        y += jnp.where(same[..., None], read, 0)
+    length = jnp.max(jnp.where(segments != 0, jnp.arange(1, time + 1), 0), axis=1, keepdims=True)
+    places = length + jnp.arange(count)
+    last = jnp.take_along_axis(of_inputs, length + count - 1, axis=1)
+    mine = jnp.take_along_axis(of_inputs, places, axis=1) == last
+    return y, jnp.where(mine[..., None], jnp.take_along_axis(inputs, places[..., None], axis=1), 0)
+
+
+def recurrent(
+    rule: Rule, memory: Float32[jax.Array, "B K G D E"]
+) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
+    """The outputs, and the memory after the last token, one token after the other."""
+
+    def step(carry: tuple[jax.Array, jax.Array], token: Rule) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        memory, document = carry
+        kept = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
+        # Sums instead of products of matrices, for which XLA for CPUs transposes the memory.
+        query, key = (x[:, :, None, :, None] for x in (token.queries, token.keys))
+        memory = memory * kept[..., None, None]
+        wrong = token.values - jnp.sum(memory * key, axis=-2)
+        memory += key * (token.beta[..., None] * wrong)[..., None, :]
+        return (memory, token.documents), jnp.sum(memory * query, axis=-2)
+
+    tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), rule.normalized)
+    first = jnp.zeros_like(rule.documents[:, 0])
+    (memory, _), outputs = jax.lax.scan(step, (memory, first), tokens, unroll=tokens[0].shape[0] == 1)
+    return outputs.swapaxes(0, 1), memory
+
+
+def chunked(
+    rule: Rule, memory: Float32[jax.Array, "B K G D E"]
+) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
+    """As `recurrent`, a chunk after the other."""
+    batch, time = rule.documents.shape
+    chunks = -(-time // CHUNK)
+    groups = -(-chunks // GROUP)
+    each = -(-chunks // groups)
+    missing = groups * each * CHUNK - time
+
+    def grouped(x: jax.Array) -> jax.Array:
+        edge = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
+        padded = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=edge)
+        return jnp.moveaxis(padded.reshape(batch, groups, each, CHUNK, *x.shape[2:]), 0, 2)  # groups N B I ...
+
+    parts = jax.tree.map(grouped, rule)
+    ends = parts.documents[..., -1].reshape(-1, batch)
+    entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, each, batch)
+    memory, outputs = jax.lax.scan(jax.checkpoint(run_group), memory, (parts, entering))
+    outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
+    return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory
+
+
+def run_group(
+    memory: Float32[jax.Array, "B K G D E"], group: tuple[Rule, Int[jax.Array, "N B"]]
+) -> tuple[Float32[jax.Array, "B K G D E"], Float32[jax.Array, "N B K G I E"]]:
+    """The memory after some chunks, [N, B, I, ...] each, and their outputs; `entering` is the document before each."""
+    rule, entering = group
+    queries, keys, values, decay, beta, documents = rule.normalized
+    decay, beta = (jnp.moveaxis(x, 2, -1) for x in (decay, beta))  # N B K G I
+    index = jnp.arange(CHUNK)
+    later = index[:, None] > index
+    same = (documents[..., :, None] == documents[..., None, :])[:, :, None, None]
+    # Sums of the decays between two tokens, each by itself: a difference of two sums from the chunk's begin would lose
+    # what is small beside them.
+    between = jnp.cumsum(jnp.where(later, decay[..., :, None], 0), axis=-2)
+    factor = jnp.where(same & (later | jnp.eye(CHUNK, dtype=bool)), jnp.exp(between), 0)  # from J to I
+    goes_on = (documents == entering[..., None])[:, :, None, None]
+    of_memory = jnp.where(goes_on, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
+    to_end = factor[..., -1, :]
+    alike = einsum("nbikd,nbjkd->nbkij", keys, keys)[:, :, :, None]
+    solve = invert(jnp.where(later, beta[..., None] * alike * factor, 0))
+    of_keys = jnp.moveaxis(keys, 2, 3)[:, :, :, None]  # N B K 1 I D
+    writes = einsum("nbkgij,nbjkge->nbkgie", solve * beta[..., None, :], values)
+    reads = einsum("nbkgij,nbkgjd->nbkgid", solve, (beta * of_memory)[..., None] * of_keys)
+    scores = einsum("nbikd,nbjkd->nbkij", queries, keys)[:, :, :, None] * factor
+    asked = of_memory[..., None] * jnp.moveaxis(queries, 2, 3)[:, :, :, None]
+    left = to_end[..., None] * of_keys
+
+    def run_chunk(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        writes, reads, asked, scores, left, kept = chunk
+        new = writes - einsum("bkgid,bkgde->bkgie", reads, memory)
+        output = einsum("bkgid,bkgde->bkgie", asked, memory) + einsum("bkgij,bkgje->bkgie", scores, new)
+        return kept[..., None, None] * memory + einsum("bkgid,bkgie->bkgde", left, new), output
+
+    return jax.lax.scan(run_chunk, memory, (writes, reads, asked, scores, left, of_memory[..., -1]))
+
+
+@jax.custom_vjp
+def invert(below: Float32[jax.Array, "*N I I"]) -> Float32[jax.Array, "*N I I"]:
+    """(1 + below)^-1 for strictly lower triangular matrices.
+
+    Blocks of the diagonal are inverted in pairs, of 1, 2, 4, ... rows, until one is left: the sum of the powers of
+    `below`, which is fewer products, loses all digits where neighbouring keys are alike.
+    """
+    size = below.shape[-1]
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size), below.shape)
+    width = 1
+    while width < size:
+        block = index // width
+        pair = (block[:, None] == block + 1) & (block % 2 == 0)
+        left = jnp.where(pair, below, 0)
+        product = partial(jnp.matmul, precision=precision_of(jnp.float32))
+        inverse -= left if width == 1 else product(product(inverse, left), inverse)
+        width *= 2
+    return inverse
+
+
+def differentiate_inverse(inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
+    product = partial(jnp.matmul, precision=precision_of(jnp.float32))
+    turned = inverse.swapaxes(-1, -2)
+    return (-jnp.tril(product(product(turned, slope), turned), -1),)
+
+
+invert.defvjp(lambda below: (invert(below),) * 2, differentiate_inverse)

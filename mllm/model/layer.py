@@ -1,0 +1,298 @@
+"""The layers of a decoder: attention or a gated delta net, each followed by a feed-forward network.
+
+Letters: B batch, T time, D hidden size, L layers of a kind, H size of a head, N query heads, K key and value heads,
+R pairs that are rotated; I and O the input and output size of a product.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Float, Float32, Int
+
+from lm_head.precision import precision_of
+from mllm.model.architecture import Architecture
+from mllm.model.delta_net import FEW, DeltaState, Rule, chunked, convolve, documents_of, recurrent
+from mllm.model.int8 import Int8Matrix
+from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
+from mllm.model.lora import Lora, adapter
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Makes the parameters of all layers of a kind, [L, ...]."""
+
+    config: Architecture
+    count: int
+    param_dtype: DTypeLike
+    rngs: nnx.Rngs
+    lora: Lora | None
+
+    def matrix(self, rows: int, columns: int) -> nnx.Param:
+        normal = jax.nn.initializers.normal(self.config.initializer_range, self.param_dtype)
+        return nnx.Param(normal(self.rngs.params(), (self.count, rows, columns)))
+
+    def constant(self, value: int, size: int) -> nnx.Param:
+        return nnx.Param(jnp.full((self.count, size), value, self.vector_dtype))
+
+    def norm(self, size: int | None = None) -> nnx.Param:
+        return self.constant(1 - self.config.traits.norms_add_one, size or self.config.hidden_size)
+
+    @property
+    def vector_dtype(self) -> DTypeLike:
+        return self.param_dtype if self.lora is None else jnp.float32
+
+
+class Layer(nnx.Module):
+    """A layer of one kind: when created, with the parameters of all of them, [L, ...]; in the scan, with its own."""
+
+    def __init__(
+        self,
+        config: Architecture,
+        count: int,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+        lora: Lora | None = None,
+    ) -> None:
+        self.config, self.dtype = config, dtype
+        initial = Initial(config, count, param_dtype, rngs, lora)
+        hidden, mlp, norms = config.hidden_size, config.intermediate_size, config.traits.norms
+        self.attention_norm = initial.norm() if norms != "after" else None
+        self.make_mixer(initial)
+        self.post_attention_norm = initial.norm() if norms != "before" else None
+        self.mlp_norm = initial.norm() if norms == "before" else None
+        self.pre_mlp_norm = initial.norm() if norms == "both" else None
+        self.post_mlp_norm = initial.norm() if norms != "before" else None
+        self.gate_weight = initial.matrix(mlp, hidden)
+        self.up_weight = initial.matrix(mlp, hidden)
+        self.down_weight = initial.matrix(hidden, mlp)
+
+        self.lora_scale = 0.0 if lora is None else lora.scale
+        if lora is not None:
+            for name in (target for target in lora.targets if hasattr(self, f"{target}_weight")):
+                layers, rows, columns = getattr(self, f"{name}_weight").shape
+                a, b = adapter(rows, columns, lora.rank, layers)
+                setattr(self, f"{name}_a", a)
+                setattr(self, f"{name}_b", b)
+
+    def make_mixer(self, initial: Initial) -> None:
+        """Make the parameters of what mixes tokens."""
+        raise NotImplementedError
+
+    def product(
+        self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
+    ) -> Float[jax.Array, "B T O"]:
+        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
+        a = getattr(self, f"{name}_a", None)
+        weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
+        y = linear(x, weight, bias, dtype if a is None else jnp.float32)
+        if a is None:
+            return y
+        # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
+        low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
+        return (y + self.lora_scale * low).astype(dtype or x.dtype)
+
+    def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
+        """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
+        norm = self.pre_mlp_norm if self.mlp_norm is None else self.mlp_norm
+        x = rms_norm(hidden, norm, self.config, self.dtype)
+        gate = self.product("gate", x)
+        # GELU is rounded once: it has an x^3.
+        gelu = self.config.traits.gemma
+        gate = jax.nn.gelu(gate.astype(jnp.float32)).astype(gate.dtype) if gelu else jax.nn.silu(gate)
+        added = self.product("down", gate * self.product("up", x), dtype=hidden.dtype)
+        return hidden + rms_norm(added, self.post_mlp_norm, self.config, hidden.dtype)
+
+
+class AttentionLayer(Layer):
+    """A layer with attention."""
+
+    def make_mixer(self, initial: Initial) -> None:
+        config, traits = self.config, self.config.traits
+        hidden, head_dim = config.hidden_size, config.head_dim
+        heads, kv_heads = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+
+        def bias(size: int) -> nnx.Param | None:
+            return initial.constant(0, size) if traits.qkv_bias else None
+
+        self.q_weight, self.q_bias = initial.matrix(heads * (1 + traits.delta), hidden), bias(heads)
+        self.k_weight, self.k_bias = initial.matrix(kv_heads, hidden), bias(kv_heads)
+        self.v_weight, self.v_bias = initial.matrix(kv_heads, hidden), bias(kv_heads)
+        every = traits.head_norms == "all"
+        self.q_norm = initial.norm(heads if every else head_dim) if traits.head_norms else None
+        self.k_norm = initial.norm(kv_heads if every else head_dim) if traits.head_norms else None
+        self.o_weight = initial.matrix(hidden, heads)
+
+    def project(
+        self, hidden: Float[jax.Array, "B T D"], rotation: Float[jax.Array, "2 B T 1 R"]
+    ) -> tuple[
+        Float[jax.Array, "B T N H"],
+        Float[jax.Array, "B T K H"],
+        Float[jax.Array, "B T K H"],
+        Float[jax.Array, "B T N H"] | None,
+    ]:
+        """Queries and keys, both with rotary positions and in some families normalized before, values, and any gate."""
+        x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
+        head_dim = self.config.head_dim
+        heads = (*hidden.shape[:2], -1, head_dim)
+
+        def normalized(y: Float[jax.Array, "B T *_"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
+            y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
+            return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
+
+        # Attention divides scores by sqrt(H), where Gemma may name another number.
+        gain = (head_dim / (self.config.query_pre_attn_scalar or head_dim)) ** 0.5
+        queries, gate = self.product("q", x), None
+        if self.config.traits.delta:  # each head's queries are followed by its gate
+            queries, gate = jnp.split(queries.reshape(*heads[:-1], 2 * head_dim), 2, axis=-1)
+        queries = rotate(normalized(queries, self.q_norm), gain * rotation)
+        keys = rotate(normalized(self.product("k", x), self.k_norm), rotation)
+        return queries, keys, self.product("v", x).reshape(heads), gate
+
+    def add_attention(
+        self,
+        hidden: Float[jax.Array, "B T D"],
+        attended: Float[jax.Array, "B T N H"],
+        gate: Float[jax.Array, "B T N H"] | None = None,
+    ) -> Float[jax.Array, "B T D"]:
+        """hidden + o(attended sigmoid(gate)), in the dtype of hidden: the residual stream after attention."""
+        if gate is not None:
+            attended = (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(attended.dtype)
+        added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
+        return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
+
+
+class DeltaLayer(Layer):
+    """A layer with a gated delta net."""
+
+    def make_mixer(self, initial: Initial) -> None:
+        hidden, net = self.config.hidden_size, self.config.delta_net
+        channels = 2 * net.keys + net.values
+        self.qkv_weight = initial.matrix(channels, hidden)
+        self.z_weight = initial.matrix(net.values, hidden)
+        self.beta_weight = initial.matrix(net.value_heads, hidden)
+        self.decay_weight = initial.matrix(net.value_heads, hidden)
+        self.conv = initial.matrix(channels, net.taps)
+        rate = jax.random.uniform(initial.rngs.params(), (initial.count, net.value_heads), minval=0.01, maxval=16)
+        self.decay_log = nnx.Param(jnp.log(rate).astype(initial.vector_dtype))
+        self.decay_bias = initial.constant(1, net.value_heads)
+        self.out_norm = initial.constant(1, net.value_dim)
+        self.out_weight = initial.matrix(hidden, net.values)
+
+    def add_delta(
+        self,
+        hidden: Float[jax.Array, "B T D"],
+        segments: Int[jax.Array, "B T"],
+        before: DeltaState,
+        layout: Layout | None = None,
+    ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
+        """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
+
+        The first document of a row goes on from the state `before`. Tokens of segment 0 are padding: they leave the
+        state as it is, and their outputs are meaningless.
+        """
+        net, shape = self.config.delta_net, hidden.shape[:2]
+        x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
+        mixed, inputs = convolve(self.product("qkv", x), self.conv[...], segments, before.inputs)
+        mixed = jax.nn.silu(mixed).astype(self.dtype)
+        queries, keys, values = jnp.split(mixed, [net.keys, 2 * net.keys], axis=-1)
+        real = (segments != 0)[..., None]
+        beta = jnp.where(real, jax.nn.sigmoid(self.product("beta", x, jnp.float32)), 0)
+        rate = jnp.exp(self.decay_log[...].astype(jnp.float32))
+        decay = jnp.where(real, -rate * jax.nn.softplus(self.product("decay", x, jnp.float32)), 0)
+
+        def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T _ *_"]:
+            heads = y.reshape(*shape, net.key_heads, *size)
+            return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
+
+        each = net.value_heads // net.key_heads
+        rule = Rule(
+            queries=by_heads(queries, net.key_dim),
+            keys=by_heads(keys, net.key_dim),
+            values=by_heads(values, each, net.value_dim),
+            decay=by_heads(decay, each),
+            beta=by_heads(beta, each),
+            documents=documents_of(segments),
+        )
+        run = recurrent if shape[1] <= FEW else chunked
+        memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
+        read, memory = run(rule, memory)
+        memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)
+        state = DeltaState(constrain(layout, inputs, DELTA_INPUTS), memory)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        gate = jax.nn.silu(self.product("z", x).astype(jnp.float32)).reshape(read.shape)
+        gated = (read * scale * self.out_norm[...].astype(jnp.float32) * gate).astype(self.dtype)
+        added = self.product("out", gated.reshape(*shape, -1), dtype=hidden.dtype)
+        return hidden + added, state
+
+
+def linear(
+    x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
+) -> Float[jax.Array, "B T O"]:
+    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, else in that of x."""
+    matrix = weight.get_value()
+    if isinstance(matrix, Int8Matrix):
+        y = matrix.product(x)
+        return (y if bias is None else y + bias[...]).astype(dtype or x.dtype)
+    if bias is None:
+        return product(dtype, x, matrix.astype(jnp.float32))
+    return (product(jnp.float32, x, matrix.astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def product(
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
+) -> Float[jax.Array, "B T O"]:
+    """x @ weight.T in `dtype`, without one in that of x, which all operands have; the weight's gradient is float32."""
+    return run_product(dtype, x, weight)[0]
+
+
+def run_product(
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
+) -> tuple[Float[jax.Array, "B T O"], tuple[jax.Array, jax.Array]]:
+    narrow = weight.astype(x.dtype)
+    y = jnp.einsum("bti,oi->bto", x, narrow, precision=precision_of(x.dtype), preferred_element_type=dtype)
+    return y, (x, narrow)
+
+
+def differentiate_product(
+    dtype: DTypeLike | None, operands: tuple[jax.Array, jax.Array], dy: Float[jax.Array, "B T O"]
+) -> tuple[Float[jax.Array, "B T I"], Float32[jax.Array, "O I"]]:
+    x, weight = operands
+    dy = dy.astype(x.dtype)  # JAX's own rule would multiply a float32 cotangent in float32
+    einsum = partial(jnp.einsum, precision=precision_of(x.dtype))
+    return einsum("bto,oi->bti", dy, weight), einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
+
+
+product.defvjp(run_product, differentiate_product)
+
+
+def rms_norm(
+    x: Float[jax.Array, "B T *D"], weight: nnx.Param | None, config: Architecture, dtype: DTypeLike
+) -> Float[jax.Array, "B T *D"]:
+    """x / sqrt(mean(x^2) + eps) * weight, in some families * (1 + weight), in float32 and rounded once, to `dtype`.
+
+    Without a weight, where the family has no such norm, it is x.
+    """
+    if weight is None:
+        return x.astype(dtype)
+    wide, factor = x.astype(jnp.float32), weight[...].astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + config.rms_norm_eps)
+    return (wide * scale * (1 + factor if config.traits.norms_add_one else factor)).astype(dtype)
+
+
+def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
+    """Rotate the pairs (i, i + R) of the first 2R dims, as Hugging Face's checkpoints have them.
+
+    The paper pairs neighbors.
+    """
+    cosine, sine = rotation
+    pairs = cosine.shape[-1]
+    wide, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    first, second = jnp.split(wide, 2, axis=-1)
+    rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else rotated.astype(x.dtype)

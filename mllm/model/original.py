@@ -1,0 +1,67 @@
+"""The folder of texts and images whose texts' part was trained: an export has its names, and what was not trained.
+
+So a server loads it as it loaded the original: settings and tensors of the network that sees images, and those of the
+one that predicts further tokens, are copied as they are.
+"""
+
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mllm.model.architecture import TEXT_PARTS
+from mllm.model.folder import read_json
+from mllm.model.layout import TENSORS
+from mllm.model.tensors import LEARNED, Tensor, open_tensors, texts_part
+
+OWN = re.compile(r"\bmodel\.(?=(layers|embed_tokens|norm)\.)")
+COPIED = ("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+
+
+@dataclass(frozen=True)
+class Original:
+    """A model of texts and images."""
+
+    settings: Mapping[str, Any]
+    """Its config.json."""
+    prefix: str
+    """What begins the names of the texts' part."""
+    others: Mapping[str, Tensor]
+    """The tensors that were not trained."""
+    wide: frozenset[str]
+    """The tensors that it stores in float32, by the names that a model of texts has."""
+    folder: Path
+
+    @classmethod
+    def open(cls, folder: Path) -> "Original | None":
+        """What is in a model's folder; None where it is a model of texts alone, without other tensors."""
+        settings, tensors = read_json(folder / "config.json"), open_tensors(folder)
+        trained = texts_part(tensors)
+        names = {tensor.name for tensor in trained.values()}
+        others = {name: tensor for name, tensor in tensors.items() if name not in names}
+        if settings.get("model_type") not in TEXT_PARTS and not others:
+            return None
+        wide = frozenset(name for name, tensor in trained.items() if tensor.stored.get_dtype() == "F32")
+        prefix = trained[TENSORS["norm"]].name.removesuffix("norm.weight")
+        return cls(settings, prefix, others, wide, folder)
+
+    def name(self, tensor: str) -> str:
+        """The name, in the original, of a tensor of the model of texts, or of an adapter to it."""
+        return OWN.sub(self.prefix, tensor)
+
+    def copy_settings(self, folder: Path, ours: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy what says how images are read; returns the content of config.json, given that of a model of texts."""
+        for name in (name for name in COPIED if (self.folder / name).is_file()):
+            shutil.copyfile(self.folder / name, folder / name)
+        if "text_config" not in self.settings:
+            return {**self.settings, **ours}
+        tied = {"tie_word_embeddings": ours["tie_word_embeddings"]}
+
+        def updated(settings: Mapping[str, Any]) -> dict[str, Any]:
+            dtypes = {key: ours["torch_dtype"] for key in ("dtype", "torch_dtype") if key in settings}
+            return {**settings, **tied, **dtypes}
+
+        learned = {LEARNED: ours[LEARNED]} if LEARNED in ours else {}
+        return {**updated(self.settings), **learned, "text_config": updated(self.settings["text_config"])}

@@ -1,0 +1,115 @@
+"""The tensors of a folder in Hugging Face's layout, by name: headers are read, and numbers only when asked for.
+
+Pickled checkpoints (.bin, .pt) are never opened, because loading one can run any code.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mllm.errors import UserError
+from mllm.model.folder import read_json
+from mllm.model.layout import TENSORS
+from mllm.store.names import is_plain
+
+LEARNED = "mllm_learned"
+"""The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
+TEXTS = "language_model."
+"""Where a model of texts and images has the tensors of the texts' part."""
+LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
+"""What Qwen3.5's checkpoints have besides: a network that predicts further tokens, and the one that sees images."""
+HEAD = TENSORS["head"].removesuffix("weight")
+CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint; indexing it reads a part of it."""
+
+    name: str
+    file: Path
+    stored: Any
+    """safetensors' PySafeSlice, which knows shape and dtype from the file's header."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        return self.stored[index]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The tensor of a convolution of each channel, [C, 1, taps], as [C, taps]."""
+
+    stored: Any
+
+    def get_shape(self) -> list[int]:
+        channels, one, taps = self.stored.get_shape()
+        return [channels, taps] if one == 1 else [channels, one, taps]
+
+    def get_dtype(self) -> str:
+        return self.stored.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
+        channels, taps = index
+        return self.stored[channels, :, taps][:, 0]
+
+
+def open_tensors(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
+    if (folder / SINGLE).is_file():
+        return open_file(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if pickled:
+            way_out = "convert them to safetensors with transformers' save_pretrained"
+            raise UserError(f"{folder}: only pickled weights ({pickled[0]}), which are never opened; {way_out}")
+        raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
+
+    where = folder / INDEX
+    places = read_json(where).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
+    tensors: dict[str, Tensor] = {}
+    for name in sorted(set(places.values())):
+        # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
+        if "/" in name or not is_plain(name):
+            raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
+        if not name.endswith(".safetensors"):
+            raise UserError(f"{where}: {name!r} is no safetensors file, and others are never opened")
+        if not os.path.isfile(folder / name):
+            raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
+        tensors |= open_file(folder / name)
+    for tensor, name in places.items():
+        if tensor not in tensors or tensors[tensor].file.name != name:
+            raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
+    return tensors
+
+
+def open_file(path: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file by name; none is read."""
+    try:
+        file = safe_open(path, framework="numpy")
+        slices = {name: file.get_slice(name) for name in list(file.keys())}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
+    return {
+        name: Tensor(name, path, Taps(one) if name.endswith(CONVOLUTION) and len(one.get_shape()) == 3 else one)
+        for name, one in slices.items()
+    }
+
+
+def texts_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others.
+
+    The texts' part of such a model is below `TEXTS`, except for the head.
+    """
+    kept = {name: tensor for name, tensor in tensors.items() if not LEFT_OUT.match(name)}
+    if any(TEXTS in name for name in kept):
+        kept = {name: tensor for name, tensor in kept.items() if TEXTS in name or HEAD in name}
+    return {name.replace(TEXTS, ""): tensor for name, tensor in kept.items()}

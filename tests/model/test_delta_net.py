@@ -1,0 +1,193 @@
+"""The gated delta rule against a recurrence in float64, borders of documents, states, and its layers in a decoder.
+
+tests/model/test_model.py has the logits of a whole model against transformers'.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from mllm.model import delta_net, weights
+from mllm.model.architecture import FULL, LINEAR, Architecture
+from mllm.model.decoder import Decoder, masked_attention, rotary
+from mllm.model.delta_net import Rule, chunked, convolve, documents_of, empty_state, invert, recurrent
+from mllm.model.layout import parameter_name
+
+FOLDER = Path(__file__).parent.parent / "fixtures" / "qwen3_5"
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+def segments_of(*lengths: int, padding: int = 0) -> jax.Array:
+    """A row of documents of these lengths."""
+    return jnp.asarray(np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding]))[None]
+
+
+def random_rule(segments: jax.Array, heads: int = 2, each: int = 2, slow: float = 1.0) -> Rule:
+    """Operands for each token of the row; `slow` divides the decays."""
+    rng, time = np.random.default_rng(len(segments[0])), segments.shape[1]
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(1, time, *shape)), jnp.float32)  # noqa: E731
+    real = (segments != 0)[..., None, None]
+    decay, beta = -jnp.exp(2 * draw(heads, each)) / slow * real, jax.nn.sigmoid(3 * draw(heads, each)) * real
+    vectors = draw(heads, 6), draw(heads, 6), draw(heads, each, 5)
+    return Rule(*vectors, decay=decay, beta=beta, documents=documents_of(segments))
+
+
+def oracle(rule: Rule, memory: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The recurrence of the module's docstring for each token and head, in float64."""
+    *operands, documents = (np.asarray(x) for x in rule)
+    queries, keys, values, decay, beta = (x.astype(np.float64) for x in operands)
+    memory, outputs = np.asarray(memory, np.float64).copy(), np.zeros(values.shape)
+    for row, time, head, each in np.ndindex(decay.shape):
+        state = memory[row, head, each]
+        if time and documents[row, time] != documents[row, time - 1]:
+            state[:] = 0
+        key = keys[row, time, head] / np.sqrt(np.sum(keys[row, time, head] ** 2) + 1e-6)
+        query = queries[row, time, head] / np.sqrt(np.sum(queries[row, time, head] ** 2) + 1e-6)
+        state *= np.exp(decay[row, time, head, each])
+        wrong = values[row, time, head, each] - key @ state
+        state += np.outer(key, beta[row, time, head, each] * wrong)
+        outputs[row, time, head, each] = query / np.sqrt(len(query)) @ state
+    return outputs, memory
+
+
+@pytest.mark.parametrize("run", [recurrent, chunked])
+@pytest.mark.parametrize(
+    ("lengths", "each", "slow"),
+    [((5,), 1, 1), ((63,), 2, 1), ((64,), 2, 1e4), ((65,), 4, 1), ((1, 20, 64, 3, 112), 2, 1e2)],
+)
+def test_outputs_and_memory_are_those_of_the_recurrence_in_float64(run: Any, lengths: Any, each: int, slow: float):
+    """`slow` memories keep hundreds of tokens. An error is a few roundings of numbers up to the largest value."""
+    rule = random_rule(segments_of(*lengths, padding=7), each=each, slow=slow)
+    memory = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, each, 6, 5)), jnp.float32)
+    outputs, after = jax.jit(run)(rule, memory)
+    expected, expected_after = oracle(rule, memory)
+    scale = 100 * EPSILON * np.abs(expected_after).max()
+    np.testing.assert_allclose(after, expected_after, rtol=0, atol=scale)
+    real = sum(lengths)  # what padding gives is meaningless
+    np.testing.assert_allclose(outputs[:, :real], expected[:, :real], rtol=0, atol=scale)
+
+
+def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_net, "GROUP", 2)
+    rule = random_rule(segments_of(300, 30), slow=1e3)
+    memory = jnp.zeros((1, 2, 2, 6, 5))
+    for found, expected in zip(chunked(rule, memory), oracle(rule, memory), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
+
+
+def test_the_system_of_alike_keys_is_solved_without_cancellation() -> None:
+    """One token again and again, written whole: the powers of the matrix have numbers up to 10^18, its inverse 1."""
+    inverse = invert(jnp.tril(jnp.ones((64, 64)), -1))
+    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
+
+
+def test_the_inverse_has_the_gradient_of_the_inverse() -> None:
+    below = jnp.tril(jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)) / 8, jnp.float32), -1)
+    weight = jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)
+    found = jax.grad(lambda x: jnp.sum(invert(x) * weight))(below)
+    inverse = np.linalg.inv(np.eye(64) + np.float64(below))
+    expected = np.tril(-inverse.T @ np.float64(weight) @ inverse.T, -1)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * EPSILON * np.abs(expected).max())
+
+
+def test_a_convolution_begins_anew_in_each_document_and_goes_on_from_its_last_inputs() -> None:
+    rng = np.random.default_rng(0)
+    x, taps = rng.normal(size=(1, 9, 3)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
+    before = rng.normal(size=(1, 3, 3)).astype(np.float32)
+    y, after = convolve(jnp.asarray(x), jnp.asarray(taps), segments_of(4, 2, padding=3), jnp.asarray(before))
+    first = np.concatenate([before[0], x[0, :4]])
+    second = np.concatenate([np.zeros((3, 3)), x[0, 4:6]])
+    expected = [np.sum(part[t : t + 4] * taps.T, 0) for part in (first, second) for t in range(len(part) - 3)]
+    np.testing.assert_allclose(y[0, :6], expected, rtol=0, atol=8 * EPSILON * np.abs(x).max() * np.abs(taps).sum())
+    np.testing.assert_array_equal(after[0], second[-3:])
+    _, kept = convolve(jnp.asarray(x), jnp.asarray(taps), jnp.zeros((1, 9), int), jnp.asarray(before))
+    np.testing.assert_array_equal(kept, before)
+
+
+@cache
+def made(*kinds: str) -> tuple[Architecture, nnx.State]:
+    """A model with random parameters and these layers."""
+    sizes = replace(weights.read_config(FOLDER), layer_types=kinds, num_hidden_layers=len(kinds), initializer_range=0.1)
+    return sizes, nnx.state(Decoder(sizes, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(61, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
+def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(lengths: Sequence[int]) -> None:
+    sizes, params = made(LINEAR, FULL)
+    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, remat="full"))[0]
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, sum(lengths))))
+
+    @jax.jit
+    @partial(jax.grad, has_aux=True)
+    def run(params: nnx.State, tokens: Any, positions: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
+        hidden = nnx.merge(graphdef, params).apply_layers(tokens, positions, segments)[0]
+        return jnp.sum(jnp.sin(hidden)), hidden
+
+    positions = jnp.concatenate([jnp.arange(length) for length in lengths])[None]
+    gradient, hidden = run(params, tokens, positions, segments_of(*lengths))
+    parts = [slice(end - length, end) for end, length in zip(np.cumsum(lengths), lengths, strict=True)]
+    alone = [run(params, tokens[:, x], positions[:, x], jnp.ones_like(tokens[:, x])) for x in parts]
+    together = jnp.concatenate([one for _, one in alone], axis=1)
+    np.testing.assert_allclose(hidden, together, rtol=0, atol=1e-5)
+    summed = jax.tree.map(lambda *leaves: sum(leaves), *(one for one, _ in alone))
+    for (path, leaf), expected in zip(
+        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed), strict=True
+    ):
+        assert np.abs(expected).max() > 0 or parameter_name(path) in ("norm", "head")
+        limit = 1e-5 * np.abs(expected).max()
+        np.testing.assert_allclose(leaf, expected, rtol=0, atol=limit, err_msg=parameter_name(path))
+
+
+def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -> None:
+    sizes, params = made(LINEAR, FULL)
+    layer = nnx.merge(
+        nnx.split(Decoder.abstract(sizes, dtype=jnp.float32).delta)[0], jax.tree.map(lambda x: x[0], params["delta"])
+    )
+    x, ones = jnp.asarray(np.random.default_rng(0).normal(size=(2, 80, 32)), jnp.float32), jnp.ones((2, 80), int)
+    none, add = empty_state(2, sizes.delta_net, jnp.float32), jax.jit(lambda *arguments: layer.add_delta(*arguments))
+    same = partial(np.testing.assert_allclose, rtol=0, atol=1e-5)
+    whole, last = add(x, ones, none)
+    padded, state = add(x, (jnp.arange(80) < jnp.asarray([[66], [71]])).astype(int), none)
+    same(padded[0, :66], whole[0, :66])
+    same(padded[1, :71], whole[1, :71])
+    _, alone = add(x[:, :66], ones[:, :66], none)
+    jax.tree.map(lambda one, other: same(one[0], other[0]), state, alone)
+    for token in range(66, 80):  # row 1 is 5 tokens ahead, and waits as padding at last
+        at = jnp.minimum(jnp.asarray([token, token + 5]), 79)[:, None]
+        given = jnp.take_along_axis(x, at[..., None], axis=1)
+        added, state = add(given, jnp.asarray([[1], [int(token + 5 < 80)]]), state)
+        same(added[0, 0], whole[0, token])
+    jax.tree.map(same, state, last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [(FULL, LINEAR, FULL, FULL, LINEAR), (FULL, FULL)])
+def test_any_order_of_layers_gives_what_its_layers_give_one_after_the_other(kinds: tuple[str, ...]) -> None:
+    sizes, params = made(*kinds)
+    model = nnx.merge(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], params)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, 12)))
+    positions, ones = jnp.arange(12)[None], jnp.ones((1, 12), int)
+    found, kept = model.apply_layers(tokens, positions, ones, keep=True)
+    stream, stacks = model.look_up(tokens), {"layers": model.layers, "delta": model.delta}
+    for name, place in sizes.stack_of_layer:
+        graphdef, stack = nnx.split(stacks[name])
+        layer = nnx.merge(graphdef, jax.tree.map(lambda x, place=place: x[place], stack))
+        if name == "delta":
+            stream, _ = layer.add_delta(stream, ones, empty_state(1, sizes.delta_net, jnp.float32))
+        else:
+            *projected, gate = layer.project(stream, rotary(positions, sizes.kinds[0], sizes.rotary_dim))
+            stream = layer.add_attention(stream, masked_attention(*projected, segments=ones), gate)
+        stream = layer.add_feed_forward(stream)
+    np.testing.assert_allclose(found, stream, rtol=0, atol=1e-5)
+    assert [len(kept[name][0]) for name in kept] == [
+        kinds.count({"layers": FULL, "delta": LINEAR}[name]) for name in kept
+    ]
