@@ -99,7 +99,8 @@ def test_the_sampler_reads_rounded_matrices_and_vectors_as_they_are(rounding):
     model = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=rounding.dithered)
     params = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), nnx.state(model))
     weights = decoding_weights(nnx.graphdef(model), params)
-    layers = [(jax.tree.map(itemgetter(i), params["layers"]), of, "layers.", i) for i, of in enumerate(weights.layers)]
+    read_layers = enumerate(weights.layers["layers"])
+    layers = [(jax.tree.map(itemgetter(i), params["layers"]), of, "layers.", i) for i, of in read_layers]
     for masters, read, prefix, layer in (*layers, (split_layers(params)[0], weights.outer, "", 0)):
         for name, values in masters.items():
             values, got = np.asarray(values[...]), np.asarray(read[name][...])

@@ -103,7 +103,7 @@ MODELS = {
 MODELS |= {
     f"the setting {changes}": (edit(CONFIG, **changes), f"config.json: {words}")
     for changes, words in (
-        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are qwen2, qwen3, llama"),
+        ({"model_type": "gemma2"}, "model_type is 'gemma2'; supported are qwen2, qwen3, qwen3_5_text"),
         ({"model_type": "llama", "mlp_bias": True}, "mlp_bias is True; this model supports only False"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
         ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),

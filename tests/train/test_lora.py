@@ -56,7 +56,7 @@ def test_sampling_merges_adapters_to_rounding():
     plain = logits(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], stored, tokens)
     assert np.abs(expected - plain).max() > 1
     merged = decoding_weights(graphdef, whole)
-    stacked = nnx.State({**merged.outer, "layers": jax.tree.map(lambda *x: jnp.stack(x), *merged.layers)})
+    stacked = nnx.State({**merged.outer, "layers": jax.tree.map(lambda *x: jnp.stack(x), *merged.layers["layers"])})
     decoder = decoding_graphdef(nnx.merge(graphdef, whole))
     np.testing.assert_allclose(logits(decoder, stacked, tokens), expected, atol=1e-4, rtol=0)
 
