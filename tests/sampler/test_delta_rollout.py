@@ -74,7 +74,9 @@ ROOMS = {"all": Room(24), "three slots": Room(3), "few pages": Room(24, 17 * 32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize(
+    "room", ["few pages", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("all", "three slots"))]
+)
 def test_groups_of_prompts_of_all_lengths_are_completed_as_by_the_whole_model(model, prompts, room):
     """Some sequences stop in a chunk in which others go on; 17 pages of 32 tokens are too few for most."""
     options = RolloutConfig(max_prompt_length=LONGEST, max_completion_length=40)
@@ -136,7 +138,7 @@ def test_a_turn_that_a_stop_text_ended_within_a_chunk_is_prefilled_once_more_bef
     assert 0 < len(prefilled) - 2 * len(short) <= cut < len(short)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_eight_devices_sample_the_tokens_of_one():
     """Each device has its own prompts, slots and states; tp = 2 splits heads."""
     prompts = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4], [9] * 9) for _ in range(4)]
