@@ -28,8 +28,8 @@ class LoraConfig(Section):
     rslora: StrictBool | None = None
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
-    """The products with an adapter, of q, k, v, o, gate, up, down and head, or by PEFT's names (`q_proj`); None:
-    the source's, or all but head."""
+    """The products with an adapter, or by PEFT's names (`q_proj`): q, k, v and o of attention; qkv, z, beta, decay and
+    out of a delta net; gate, up and down; head. None: the source's, or all that the model has but head."""
     base: Literal["int8"] | None = None
     """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
     scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""

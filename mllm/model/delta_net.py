@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     """The operands of the delta rule; a padding token has decay 0 and beta 0."""
 
     queries: Float[jax.Array, "B T K D"]
-    """Of any length: the rule reads them with the length 1/sqrt(D), and keys with the length 1."""
+    """Their lengths don't matter: the rule reads queries with the length 1/sqrt(D), and keys with the length 1."""
     keys: Float[jax.Array, "B T K D"]
     values: Float[jax.Array, "B T K G E"]
     decay: Float32[jax.Array, "B T K G"]

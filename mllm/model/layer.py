@@ -4,6 +4,7 @@ Letters: B batch, T time, D hidden size, L layers of a kind, H size of a head, N
 R pairs that are rotated; I and O the input and output size of a product.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,9 +80,9 @@ class Layer(nnx.Module):
                 setattr(self, f"{name}_a", a)
                 setattr(self, f"{name}_b", b)
 
+    @abstractmethod
     def make_mixer(self, initial: Initial) -> None:
         """Make the parameters of what mixes tokens."""
-        raise NotImplementedError
 
     def product(
         self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None

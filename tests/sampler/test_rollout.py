@@ -14,8 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 from rollouts import sampling_logprobs
 from tiny import ARCHITECTURE, config, load_weights
 
@@ -32,7 +30,7 @@ from mllm.sampler.decoding import DecodingWeights
 from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.pages import page_size
 from mllm.sampler.sampler import Sampler
-from mllm.sampler.schedule import Room, Usual, assign_prompts
+from mllm.sampler.schedule import Room, Usual
 from mllm.sampler.slots import CHUNK
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
@@ -270,12 +268,6 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     assert len(sampler.work.programs) == 1
 
 
-def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and_shards_share_the_usual_ones():
-    usual, own = Usual(2, 8), Usual(17, 17)
-    assert (usual.serve(Usual(16, 16), 1), usual.serve(own, 1)) == (usual, own)
-    assert (usual.serve(Usual(3, 4), 4), Usual(2, 6).serve(Usual(1, 1), 4)) == (Usual(1, 2), Usual(1, 2))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -342,19 +334,6 @@ def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, ki
     gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), {})
     longer = RolloutConfig(max_prompt_length=1000, max_completion_length=3000)
     assert max(PagedCache(chosen, longer, gigabyte, 2, None).pages_for([1, 1], 2)) <= 2 * 4000 / page_size(4000) + 1
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
-def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
-    prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
-    queues = assign_prompts(prompts, shards)
-    dealt = [sequence for queue in queues for group in queue for sequence in group]
-    assert sorted(dealt) == list(range(len(prompts)))
-    loads = [sum(map(len, queue)) for queue in queues]
-    assert max(loads) == -(-len(prompts) // shards)
-    for queue in queues:
-        assert [prompts[first] for first, *_ in queue] == sorted((prompts[first] for first, *_ in queue), key=len)
-        assert all(prompts[sequence] == prompts[group[0]] for group in queue for sequence in group)
 
 
 @pytest.mark.parametrize("lengths", [[], [1, 0], [13, 1]])
