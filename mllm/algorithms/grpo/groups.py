@@ -1,6 +1,7 @@
 """Rewards of groups of completions: the advantages that are learned from, and what is logged of them. NumPy only.
 
-DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2.
+DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026, Maximum likelihood reinforcement
+learning, arXiv:2602.02710.
 """
 
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from mllm.algorithms.grpo.settings import RewardScale
+from mllm.errors import UserError
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 
@@ -37,13 +39,20 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
     """How much better each completion is than the mean of its group, for G prompts with n completions each.
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
-    section 4.1.2) or of the whole `batch`, or by nothing (`none`, Dr. GRPO). A reward that failed is NaN and gets 0; so
-    does, exactly, a group of equal rewards.
+    section 4.1.2) or of the whole `batch`, by the group's `mean` (MaxRL), or by nothing (`none`, Dr. GRPO). A reward
+    that failed is NaN and gets 0; so does, exactly, a group of equal rewards. UserError is raised for a reward below 0
+    with `mean`.
     """
     deviation, std = group_deviations(rewards)
     match scale:
         case "group":
             return deviation / (std + STD_EPSILON)
+        case "mean":
+            if (rewards < 0).any():
+                way_out = "remove it, or add a constant to the rewards"
+                raise UserError(f"grpo.scale_rewards: mean is for rewards of 0 or more: {way_out}")
+            mean = np.nansum(rewards, -1, keepdims=True) / np.maximum((~np.isnan(rewards)).sum(-1, keepdims=True), 1)
+            return np.divide(deviation, mean, out=np.zeros_like(deviation), where=mean > 0)
         case "batch":
             present = rewards[~np.isnan(rewards)]
             mean = present.mean() if present.size else np.nan

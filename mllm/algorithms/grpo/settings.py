@@ -10,7 +10,7 @@ from mllm.config.schema import Config, Rows, Rules
 from mllm.config.section import Fault, Section, impossible
 
 LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
-RewardScale: TypeAlias = Literal["group", "batch", "none"]
+RewardScale: TypeAlias = Literal["group", "mean", "batch", "none"]
 ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -70,8 +70,8 @@ class GrpoConfig(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy, which a positive one rewards."""
     scale_rewards: RewardScale | None = None
-    """Which rewards' standard deviation divides the advantages: the group's, or the rollout's (`batch`); None: the
-    group's, with `dr_grpo` none."""
+    """What divides the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards of
+    0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
     importance_sampling: ImportanceSampling = "token_truncate"
     """How the trainer's probability over the sampler's becomes a weight: each token's or the whole completion's, which
     above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
