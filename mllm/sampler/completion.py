@@ -24,7 +24,7 @@ class Completion:
     finished: bool = False
     """Whether a stop token or text ended its last turn; False if it was cut off."""
     text: str = ""
-    """Its last turn's, without the token or text that ended it, and without control tokens."""
+    """The last turn's text, without the token or text that ended it, and without control tokens."""
     given: list[tuple[int, int]] = field(default_factory=list)
     """Where the answers begin and end."""
 
@@ -39,10 +39,10 @@ class Turns(Protocol):
     """What answers the turns of sequences, which it knows by their numbers."""
 
     def send(self, found: Mapping[int, Completion]) -> None:
-        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
+        """Begin to answer sequences whose turn has ended; each completion has the tokens of that turn alone."""
 
     def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
-        """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
+        """The tokens that follow each sequence, at least one; None where nothing does. The same in all processes."""
 
 
 @dataclass
@@ -94,8 +94,8 @@ class SamplerSettings:
     def text_of(self, completion: Completion) -> str:
         """The text of a completion's last turn, up to the first of the stop texts."""
         turn = completion.turn
-        own = turn[: len(turn) - (turn[-1] in self.stop_ids)]
-        text = decode(self.renderer.tokenizer, own.tolist())
+        content = turn[: len(turn) - (turn[-1] in self.stop_ids)]
+        text = decode(self.renderer.tokenizer, content.tolist())
         return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
 
     def stopped_length(self, tokens: "array[int]") -> int | None:
