@@ -35,8 +35,8 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rank": None,
     "taps": None,
 }
-"""`embed` is a parameter's hidden size, `hidden` an activation's; `rows_of_replica` are a batch's rows where each of the
-devices along fsdp has all rows of their replica."""
+"""`embed` is a parameter's hidden size, `hidden` an activation's; `rows_of_replica` are a batch's rows where each
+device along fsdp has all rows of its replica."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
