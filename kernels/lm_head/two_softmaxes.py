@@ -119,8 +119,8 @@ def finish_pair(
     (student, teacher, cross), (first, other) = running, how.order
     sums = student.sum_e, teacher.sum_e
     divergence = cross / sums[first] - jnp.log(sums[first]) + jnp.log(sums[other])
-    found = teacher.top, jnp.log(teacher.sum_e), divergence if how.in_one_pass else cross
-    top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in found)
+    values = teacher.top, jnp.log(teacher.sum_e), divergence if how.in_one_pass else cross
+    top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in values)
     softmax = finish_live(student, live, scales[0], None, vocabulary)
     return softmax._replace(
         teacher_top=top, teacher_log_sum_e=log_sum_e, divergence=divergence, to_mixture=jnp.zeros_like(top)
