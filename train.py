@@ -114,7 +114,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch(partial(run.watch.mark, state.step))
 
-                # Data: SFT reads a batch; GRPO samples completions, scores them, and packs those that teach something.
+                # Data: SFT reads a batch; GRPO samples completions, scores them, and packs any that teach something.
                 try:
                     data = source.next(joined(state.train.params), state.step, watch, run.fixed)
                 except StepError as error:

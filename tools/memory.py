@@ -5,7 +5,7 @@
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
 chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
 adapters are trained, as model.lora says, or of rank 32 without it. For micro-batches of 1 to 64 sequences a shard (a
-device or, with tp, those that share its rows), the table and the picture say what a device holds at its peak (in
+device or, with tp, the devices that share its rows), the table and the picture say what a device holds at its peak (in
 brackets where it does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes

@@ -89,7 +89,7 @@ def read_run(run: RunStore) -> list[Record]:
 
 
 def draw(runs: dict[str, list[Record]]) -> "Figure":
-    """A picture with a panel for each topic of which a run has a metric; UserError if there is none."""
+    """A picture with a panel for each topic that a run has a metric of; UserError if there is none."""
     from matplotlib.figure import Figure
 
     from mllm.run.metrics import at_k, functions_of

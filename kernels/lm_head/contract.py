@@ -128,7 +128,7 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
 
 
 def no_statistics(inputs: Inputs, options: Options, rows: int) -> Softmax:
-    """Statistics of rows of which none was visited."""
+    """Statistics of rows before any was visited."""
     wanted = [True] * 4 + [inputs.teacher is not None] * 4 + [options.mean_over is not None, options.collision]
     return Softmax(*(zeros(inputs, rows) if is_wanted else None for is_wanted in wanted))  # type: ignore[arg-type]
 

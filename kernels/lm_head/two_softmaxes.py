@@ -73,7 +73,7 @@ class RunningPair(NamedTuple):
 
 
 def empty_pair(student: Running, zeros_R: Float[Array, "*R"]) -> RunningPair:
-    """The state before any column, of which the student's is given."""
+    """The state before any column, with the student's part given."""
     return RunningPair(student, Running(zeros_R + FLOOR, zeros_R), zeros_R)
 
 

@@ -100,10 +100,10 @@ def raise_everywhere() -> Iterator[None]:
         errors = [other for _, other in exchange((None, (str(error), isinstance(error, StepError))))]
     except SomeLeft as left:
         errors = left.errors
-    kind = StepError if all(error is None or error[1] for error in errors) else CommonError
+    error_type = StepError if all(error is None or error[1] for error in errors) else CommonError
     process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
     alike = all(error == errors[0] for error in errors)
-    raise kind(message if alike else f"process {process}: {message}")
+    raise error_type(message if alike else f"process {process}: {message}")
 
 
 def check_same(value: object, message: str) -> None:

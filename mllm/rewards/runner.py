@@ -98,7 +98,7 @@ class RewardRunner:
 
     @contextmanager
     def scoring(self, count: int) -> Iterator["Scoring"]:
-        """Score so many samples, of which some come before others; what still runs when this is left is stopped."""
+        """Score so many samples, which come one after another; calls that still run when this is left are stopped."""
         self.stopped.clear()
         with ThreadPoolExecutor(len(self.workers)) as pool:
             scoring = Scoring(self, count, pool)

@@ -38,7 +38,7 @@ class Completion:
 class Turns(Protocol):
     """What answers the turns of sequences, which it knows by their numbers."""
 
-    def send(self, found: Mapping[int, Completion]) -> None:
+    def send(self, ended: Mapping[int, Completion]) -> None:
         """Begin to answer sequences whose turn has ended; each completion has the tokens of that turn alone."""
 
     def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:

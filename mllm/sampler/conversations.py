@@ -165,12 +165,12 @@ class Conversations:
             conversation.sampled = [False] * len(conversation.tokens)
         return [[*conversation.tokens] for conversation in self.found]
 
-    def send(self, found: Mapping[int, Any]) -> None:
+    def send(self, ended: Mapping[int, Any]) -> None:
         """Send turns that have ended, by their conversations' numbers, to the environments.
 
         Each has the `tokens`, `text` and `finished` of a completion.
         """
-        for number, turn in found.items():
+        for number, turn in ended.items():
             conversation = self.found[number]
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})

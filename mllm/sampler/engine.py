@@ -2,7 +2,7 @@
 
 A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
 in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
-eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, and rows cost
+eighth of the sequences has ended), waiting sequences take the slots of ended ones; where none wait, and rows cost
 time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
 may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
 ended keeps its pages while it is answered, and the answer is prefilled behind them; where the model has delta nets it
@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
     batch: Prefilled
     """The prompts that were prefilled with its own, on all devices."""
     source: int
-    """The prompt's row among those that its device prefilled in the batch."""
+    """The prompt's row among the prompts that its device prefilled in the batch."""
 
 
 class RolloutEngine:

@@ -47,7 +47,7 @@ class PagedCache:
         shapes = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
         page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) // self.shards
         self.weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
-        """Their bytes."""
+        """The bytes of the weights."""
         self.least = self.weights // 16 // page if page else 0
 
     @property
@@ -91,7 +91,7 @@ class PagedCache:
         return [wanted if table.window is None else min(wanted, max(of_rows, need)) for table, of_rows, need in windows]
 
     def resize(self, pages: Sequence[int]) -> None:
-        """Have so many pages of each kind, at least those in use."""
+        """Have so many pages of each kind, at least the pages in use."""
         if self.pages == list(pages):
             return
         sources = [on_devices(self.layout, table.resize(n)) for table, n in zip(self.tables, pages, strict=True)]
@@ -126,7 +126,7 @@ class PagedCache:
         contexts: Mapping[int, Sequence[int]],
         cached: Mapping[int, int],
     ) -> int:
-        """Prefill these further tokens of the sequences behind those that are cached; returns the tokens computed."""
+        """Prefill further tokens of the sequences behind their cached ones; returns the number of tokens computed."""
         width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
         computed = 0
         for begun in range(0, longest, width):

@@ -56,7 +56,7 @@ class PageTable:
             self.owners[shard, held.pop(number)] = FREE
 
     def resize(self, pages: int) -> Int[np.ndarray, "X P"]:
-        """Have so many pages on each shard, at least those in use; returns the old page of each, 0 for a new one."""
+        """Have so many pages on each shard, at least the used ones; returns the old page of each, 0 for a new one."""
         sources = np.zeros((len(self.owners), pages), np.int64)
         owners, starts = np.full_like(sources, FREE), np.zeros_like(sources)
         for shard, used in enumerate(self.owners != FREE):

@@ -36,7 +36,7 @@ class Room(NamedTuple):
     slots: int
     """Sequences, at least one on each device."""
     tokens: int | None = None
-    """Their tokens, those in the pages that they have begun to fill included; None: as many as they may have."""
+    """Their tokens, where pages that they have begun to fill count as full; None: as many as they may have."""
 
 
 class Usual(NamedTuple):

@@ -67,7 +67,7 @@ def matching(url: str, patterns: Sequence[str]) -> list[str]:
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
-    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
+    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, the others wait."""
     with naming(key):
         bucket_path(url)  # an URL that names no place in a bucket could lead anywhere below
     folder = local_place(url.rstrip("/"), OBJECTS)

@@ -1,7 +1,7 @@
-"""Rollouts of the engine beside those of google-tunix's sampler, if it is installed: python tools/bench rollout
+"""Rollouts of the engine beside google-tunix's sampler, if it is installed: python tools/bench rollout
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
-stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens are those up to the
+stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens count up to the
 first stop token. In conversations (`--turns`) each turn but the last is answered with 8 to 24 tokens, which the engine
 prefills; beside it whole conversations are prefilled anew for each turn, as google-tunix's sampler must. The methods
 take turns, each in a process of its own that is warmed up. Medians over these:
@@ -9,7 +9,7 @@ take turns, each in a process of its own that is warmed up. Medians over these:
     ratio      of the seconds a token to the engine's beside it, and its range
     useful     tokens over slot-steps: what was computed a token for
     bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
-    prefilled  tokens, with padding, over those of conversations
+    prefilled  tokens, with padding, over the tokens of conversations
     programs   that decode
     compiling  the seconds of these, the most: later processes read what earlier ones compiled
 """
@@ -80,7 +80,7 @@ class Talk:
     def __init__(self, answers: Sequence[Sequence[list[int]]]) -> None:
         self.left = [iter(turns) for turns in answers]
 
-    def send(self, found: Mapping[int, Any]) -> None:
+    def send(self, ended: Mapping[int, Any]) -> None:
         pass
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:

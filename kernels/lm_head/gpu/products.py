@@ -72,7 +72,7 @@ Strip = Callable[[Place, Product, Scalar], Scalar]
 def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) -> Any:
     """A Pallas kernel of persistent blocks.
 
-    `body` takes a ref of each argument (refs themselves are changed in place), then one of each array of `out`.
+    `body` takes a ref of each argument (refs themselves are changed in place), then a ref of each array of `out`.
     """
     mesh = plgpu.Mesh(
         grid=(target.multiprocessors() // tiles.cluster,),

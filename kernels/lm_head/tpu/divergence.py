@@ -143,7 +143,7 @@ def _teacher(inputs: Inputs) -> contract.Teacher:
 
 
 def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> tuple[Inputs, Integer[Array, "R"]]:
-    """The inputs of a block's rows, those that count first, and where the rows are among all."""
+    """The inputs of a block's rows, the rows that count first, and where the rows are among all."""
     (row_R, live_R), teacher = live.block(i, plan.rows), _teacher(inputs)
     local = inputs._replace(labels=contract.local_labels(inputs))
     columns = jnp.minimum(number_of_columns(inputs), len(teacher.weight))
@@ -170,7 +170,7 @@ def _call(
 ) -> Float[Array, "_ R"]:
     """A kernel's result for the `width` columns from `first` on (whole tiles): sums of each sublane's columns, or dy.
 
-    In blocks of rows past those that count, dy is 0.
+    In blocks past the rows that count, dy is 0.
     """
     (case, tile, rows, _), teacher = plan, _teacher(student)
     width = case.vocabulary if width is None else width

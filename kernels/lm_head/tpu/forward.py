@@ -9,7 +9,7 @@ meanwhile. Where there is no second product, a tile's last columns wait for the 
 The label's column is left out of all sums but `sum_y`, and of `top`, which is FLOOR where there is no other; its logit
 is a product with the gathered row of W, FLOOR where the label is in none of these columns. Where the label's p is near
 1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So 1 - p,
-and what follows from it, is as exact as the logits are. Blocks of rows past those that count cost nothing.
+and what follows from it, is as exact as the logits are. Blocks past the rows that count cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
@@ -242,7 +242,7 @@ def kernel_call(
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
-    """The results of a kernel over blocks of rows and tiles of the weight, of which the first rows count.
+    """The results of a kernel over blocks of rows, the first of which count, and tiles of the weight.
 
     Its refs are two arrays of scalars (how many rows and how many columns count, `more`; scales), hidden
     states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
