@@ -173,8 +173,8 @@ def checked_options(
     if teacher is None:
         return options
     cap = softcap if teacher.softcap == "same" else teacher.softcap
-    how = checked_divergence(teacher.kind, teacher.beta)
-    return dataclasses.replace(options, divergence=how, teacher_softcap=checked_softcap("teacher_softcap", cap))
+    measure = checked_divergence(teacher.kind, teacher.beta)
+    return dataclasses.replace(options, divergence=measure, teacher_softcap=checked_softcap("teacher_softcap", cap))
 
 
 def checked_divergence(kind: Any, beta: Any) -> Divergence:

@@ -145,17 +145,17 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
 
 def statistics(plan: Plan, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
     """The statistics of a block's rows, and all of their y [C, R, T], written over `kept` if that is given."""
-    scales, how, axis = contract.scales_of(part, options), options.divergence, options.vocabulary_axis
+    scales, measure, axis = contract.scales_of(part, options), options.divergence, options.vocabulary_axis
     running, kept = _running(plan, part, options, kept)
     if part.teacher is None:
         return contract.finish(running, part, options), kept
-    softmax = finish_pair(running, part.live, scales, how, axis, options.mean_over)
-    if how.in_one_pass:
+    softmax = finish_pair(running, part.live, scales, measure, axis, options.mean_over)
+    if measure.in_one_pass:
         return softmax, kept
 
     def mixture(c: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         y = logits_of_tile(plan, part, options, c) if kept is None else tuple(x[c] for x in kept)
-        terms = mixture_terms(both_log_p(y, softmax, scales), columns_of(plan, part, c).fresh, how)
+        terms = mixture_terms(both_log_p(y, softmax, scales), columns_of(plan, part, c).fresh, measure)
         # In one reduction: XLA for GPUs would write arrays that two of them share.
         zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
         return jax.tree.map(jnp.add, sums, tuple(lax.reduce(terms, zero, add, (1,))))
@@ -274,6 +274,6 @@ def slopes_of_tile(
     if options.token_slopes or options.entropy_slopes:
         dz_RT = logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=options.entropy_slopes)
     if slopes.divergence is not None:
-        how = options.divergence
-        dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, how)
+        measure = options.divergence
+        dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, measure)
     return (dz_RT if options.softcap is None else dz_RT * cap_slope(y[0])) / part.temperature

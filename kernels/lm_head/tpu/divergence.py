@@ -61,14 +61,14 @@ class Plan(NamedTuple):
 def forward(inputs: Inputs, options: Options) -> Softmax:
     """The statistics of all rows: 1 + r matrix products, 2 + 2 r for jsd."""
     plan, axis, scales = make_plan(inputs, options), options.vocabulary_axis, contract.scales_of(inputs, options)
-    how, live = options.divergence, live_rows(inputs.live, plan.rows)
+    measure, live = options.divergence, live_rows(inputs.live, plan.rows)
 
     def over(i: Array, all_M: Softmax) -> Softmax:
         part, _ = _block(inputs, live, plan, i)
         sums = _call("statistics", part, options, plan).reshape(-1, SUBLANES, plan.rows)
-        running = combine_pairs(_running(sums, options), scales, how)
-        softmax = finish_pair(running, part.live, scales, how, axis, options.mean_over)
-        if not how.in_one_pass:
+        running = combine_pairs(_running(sums, options), scales, measure)
+        softmax = finish_pair(running, part.live, scales, measure, axis, options.mean_over)
+        if not measure.in_one_pass:
             sums_2R = _call("mixture", part, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
             divergence, to_mixture = jnp.where(part.live, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
             softmax = softmax._replace(divergence=divergence, to_mixture=to_mixture)
@@ -217,7 +217,7 @@ def _call(
 
 def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
     ints, scale, hidden, weight, labels, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
-    i, j, how = pl.program_id(0), pl.program_id(1), options.divergence
+    i, j, measure = pl.program_id(0), pl.program_id(1), options.divergence
     rows, step, dtype, out = tile.rows, tile.step, options.dtype, outputs["result"]
     counts, scales = i * rows < ints[0], (scale[0], scale[1])
 
@@ -261,14 +261,14 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
             y = tuple(jnp.where(fresh_C8R, x, 0) for x in y)  # past the arrays' ends there may be NaN
             if part == "statistics":
                 running = _running(out[...].reshape(-1, SUBLANES, rows), options)
-                student, teacher, cross = include_tiles(running, y, columns, scales, how, 0)
+                student, teacher, cross = include_tiles(running, y, columns, scales, measure, 0)
                 sum_y = [] if student.sum_y is None else [student.sum_y]
                 out[...] = jnp.concatenate([*student[:4], *teacher[:2], cross, *sum_y])
             elif part == "mixture":
-                terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, how)
+                terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, measure)
                 out[...] += jnp.concatenate([term_C8R.sum(axis=0) for term_C8R in terms])
             else:
-                dy_C8R = divergence_slopes(y, softmax, slopes.divergence, fresh_C8R, scales, how, 0)
+                dy_C8R = divergence_slopes(y, softmax, slopes.divergence, fresh_C8R, scales, measure, 0)
                 if options.token_slopes or options.entropy_slopes:
                     entropy = options.entropy_slopes
                     dy_C8R += logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=entropy, dim=0)
