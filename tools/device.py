@@ -54,7 +54,7 @@ def training(cpu: bool) -> list[str]:
 
 
 def difference(first: Path, second: Path) -> str:
-    """In what the metrics and the arrays of the newest checkpoints of two finished runs differ; "" if in nothing."""
+    """The names of the log and of the newest checkpoint's arrays that differ in two finished runs; "" if none does."""
     from mllm.store.run_store import RunStore  # a machine with JAX may lack the trainer's packages
 
     stores = RunStore(first), RunStore(second)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, str]]
 Answer = tuple[str, dict[str, Any]]
-"""What is printed of a completion, and the line of the output."""
+"""The text of a completion to be printed, and the line of the output."""
 MOST_TOKENS, TURNS = 512, 8
 
 

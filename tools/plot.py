@@ -127,7 +127,7 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
-    """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
+    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; measured ones as they are."""
     kind, style = next(meaning for begin, meaning in KINDS.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]

@@ -20,7 +20,7 @@ DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
 
 @dataclasses.dataclass(frozen=True)
 class TeacherArguments:
-    """What an entry point is told of a teacher, as the caller gave it."""
+    """The arguments of an entry point on a teacher, as the caller gave them."""
 
     hidden: Any
     weight: Any

@@ -174,7 +174,7 @@ def scales_of(inputs: Inputs, options: Options) -> tuple[Array, ...]:
 
 
 def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:
-    """What the head returns of the statistics."""
+    """The statistics as the head returns them."""
     return softmax.outputs(inputs.live, scale_of(inputs.temperature, options.softcap))
 
 

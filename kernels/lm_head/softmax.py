@@ -33,7 +33,7 @@ class TokenLogprobs(NamedTuple):
 
     @property
     def statistics(self) -> "Slopes":
-        """What an objective may depend on, in the order of their slopes."""
+        """The statistics that an objective may depend on, in the order of their slopes."""
         return Slopes(self.logprob, self.lse, self.entropy, self.divergence, self.mean_logit)
 
 
@@ -87,7 +87,7 @@ class Softmax(NamedTuple):
     collision: Any = None
 
     def outputs(self, live: Bool[Array, "*R"], scale: Any) -> TokenLogprobs:
-        """What the head returns; `live` are the rows that count."""
+        """The statistics as the head returns them; `live` are the rows that count."""
         lse, likeliest = scale * self.top + self.log_sum_e, (self.label >= 0) & live
         optional = self.divergence, self.mean_logit, self.collision
         return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, *optional)

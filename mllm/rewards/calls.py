@@ -40,7 +40,7 @@ LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
 
 
 class Played(NamedTuple):
-    """What became of a conversation with an environment or tools."""
+    """The outcome of a conversation with an environment or tools."""
 
     messages: list[dict[str, Any]]
     """The messages after the prompt."""
@@ -85,7 +85,7 @@ def data_field(sample: Sample, name: str) -> Any:
 
 
 Reader = Callable[[Sample], Any]
-"""What an argument is for a sample."""
+"""Reads an argument's value from a sample."""
 EITHER: dict[str, Reader] = {
     "answer": lambda sample: sample.example.answer,
     "completion_ids": lambda sample: sample.tokens.tolist(),
@@ -150,7 +150,7 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """How it is called: with each completion alone (`single`), or with all (`batched`, `async`)."""
+        """The kind of its calls: with each completion alone (`single`), or with all (`batched`, `async`)."""
         return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
 
     @property
@@ -268,7 +268,7 @@ def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0
 
 
 def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
-    """What the function returns, or the exception that it raises."""
+    """The function's result, or the exception that it raises."""
     try:
         return reward(samples, notes)
     except BaseException as error:  # SystemExit too: only this call has failed
@@ -276,7 +276,7 @@ def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
 
 
 async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
-    """What coroutines return, or the exceptions that they raise."""
+    """The coroutines' results, or the exceptions that they raise."""
 
     async def finish(coroutine: Awaitable[Any]) -> Any:
         try:

@@ -29,11 +29,11 @@ Tools = Mapping[str, Callable[..., Any]]
 
 
 class Move(NamedTuple):
-    """What the trainer asks of a conversation's environment; without a conversation, which tools there are."""
+    """A request to a conversation's environment; without a conversation, it asks which tools there are."""
 
     conversation: int = -1
     example: Example | None = None
-    """With it the conversation begins."""
+    """The problem with which the conversation begins."""
     seed: int = 0
     completion: str | None = None
     """The assistant's turn; with neither, the conversation ends."""
@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What came of a move, beside the reward."""
+    """The result of a move, beside the reward."""
 
     messages: Messages
     """The new messages; where a conversation begins, its prompt."""
@@ -162,7 +162,7 @@ class Player:
         return Turn([*messages])
 
     async def take_turn(self, move: Move, environment: Any, messages: Messages) -> tuple[Turn, Any]:
-        """What the tools answer that a turn calls, or else what the environment says; or the conversation's end."""
+        """The answers of the tools that a turn calls, or else the environment's observation; or the end."""
         calls: list[tuple[str, dict[str, Any]]] = []
         replies, errors, reward, done = Messages(), 0, None, move.completion is None
         if move.completion is not None:
@@ -197,12 +197,12 @@ class Player:
 
 
 def players(environment: str | None, tools: Sequence[str], seconds: float) -> list[Player]:
-    """What a `Worker` has its process call."""
+    """The functions that a `Worker` has its process call."""
     return [Player(environment, tools, seconds)]
 
 
 async def call(environment: Any, name: str, *args: Any) -> Any:
-    """What the method returns; None where there is none."""
+    """The result of the method; None where there is no such method."""
     method = getattr(environment, name, None)
     return None if method is None else await settled(method(*args))
 
@@ -212,7 +212,7 @@ async def settled(returned: Any) -> Any:
 
 
 async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a tool returns as a text, or what it raises, and whether it raised."""
+    """A tool's result as a text, or its error, and whether it raised one."""
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")

@@ -17,7 +17,7 @@ from mllm.errors import UserError
 from mllm.rewards.calls import FAILURES, LARGEST, LONGEST_MESSAGE, NOT_APPLICABLE, Logged, answers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What reaches all processes of a job, and is the trainer's to handle."""
+"""The signals that reach all processes of a job, and are the trainer's to handle."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 

@@ -120,7 +120,7 @@ class RewardRunner:
                     log.warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
 
     def stop_thread(self) -> None:
-        """What the workers' threads poll while they wait."""
+        """Raise Stopped in a worker's thread, which calls this while it waits, once scoring is over."""
         if self.stopped.is_set():
             raise Stopped
 
@@ -206,13 +206,13 @@ class Scoring:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """What metrics call reward functions: by the function's own name, unless two would have the same."""
+    """The names of reward functions in metrics: the function's own name, unless two would have the same."""
     ends = [name.rpartition(":")[2] for name in names]
     return [end if ends.count(end) == 1 and end != ENVIRONMENT else name for end, name in zip(ends, names, strict=True)]
 
 
 def number(answer: Answer) -> float:
-    """What a function gave; NaN where it failed or does not apply."""
+    """The number in a function's answer; NaN where it failed or does not apply."""
     kind, value, *_ = answer
     return float(value) if kind == "value" else float("nan")
 

@@ -167,7 +167,7 @@ class Run:
         return source, self.make_sampler(renderer, source.learned, "the run")
 
     def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
-        """What the algorithm makes its source from, with the renderer of examples."""
+        """The parts from which the algorithm makes its source, with the renderer of examples."""
         return Parts(self.config, self.mesh, self.task, renderer, self.forward, sampler, self.rewards)
 
     def make_sampler(self, renderer: Renderer, learned: Form | None, who: str) -> Sampler | None:

@@ -21,7 +21,7 @@ from mllm.store.run_store import RunStore
 def start_lines(
     mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
 ) -> str:
-    """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
+    """The run's devices, sizes, head and attention, with reasons, and its first step; then changes from there on."""
     attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())

@@ -14,7 +14,7 @@ from mllm.parallel.processes import is_writer
 from mllm.store.run_store import RunStore
 
 SECONDS = 60
-"""How long a run waits at most: for an answer when it begins, and for the upload when it ends."""
+"""The longest that a run waits: for an answer when it begins, and for the upload when it ends."""
 ID = "wandb/id"
 """The file of a run with its identity in W&B."""
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What a rollout makes of a sequence, what all of it took, and what determines both besides prompts and parameters."""
+"""A rollout's completions, the work that they took, and the settings that determine them besides the parameters."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from mllm.sampler.slots import CHUNK
 
 @dataclass
 class Completion:
-    """What follows a prompt: what was sampled and, of several turns, the answers to them."""
+    """The tokens that follow a prompt: the sampled ones and, where there are several turns, the answers to them."""
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """The sampled tokens, with the token that stops a turn."""
@@ -36,7 +36,7 @@ class Completion:
 
 @runtime_checkable
 class Turns(Protocol):
-    """What answers the turns of sequences, which it knows by their numbers."""
+    """The partner who answers the turns of sequences, which it knows by their numbers."""
 
     def send(self, ended: Mapping[int, Completion]) -> None:
         """Begin to answer sequences whose turn has ended; each completion has the tokens of that turn alone."""
@@ -73,7 +73,7 @@ class RolloutWork:
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """What determines completions besides prompts and parameters, and what their texts are."""
+    """The settings that determine completions besides prompts and parameters, and the texts of completions."""
 
     graphdef: Any
     renderer: Renderer

@@ -32,7 +32,7 @@ Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 
 @dataclass
 class Conversation:
-    """What all processes know of a conversation."""
+    """The state of a conversation, which all processes know."""
 
     prompt: list[Message]
     tokens: list[int]
@@ -47,7 +47,7 @@ class Conversation:
     failure: Answer | None = None
 
     def sample(self, example: Example) -> Sample:
-        """What rewards get: as the completion the last turn's text, and all sampled tokens."""
+        """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
         return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.played)
 
@@ -73,7 +73,7 @@ class Conversation:
 
     @property
     def played(self) -> Played:
-        """What rewards may know of it, and the environment's own reward: the sum of the turns'."""
+        """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
         total: Answer = judge(float(sum(rewards))) if rewards else (NOT_APPLICABLE, "")
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)

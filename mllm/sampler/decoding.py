@@ -61,7 +61,7 @@ STATE_AXES = DeltaState(DELTA_INPUTS, DELTA_MEMORY)
 
 
 class Pages(NamedTuple):
-    """What the pages of one kind of layers hold."""
+    """The contents of the pages of one kind of layers."""
 
     rows: Int[Any, " P"]
     """The row of the page's shard whose tokens it has; -1 where no query reads it."""

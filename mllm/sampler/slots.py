@@ -52,7 +52,7 @@ class Slots(NamedTuple):
     counts: Int[Any, "B"]
     """How many tokens the completion has."""
     limits: Int[Any, "B"]
-    """How many it may have."""
+    """How many tokens the completion may have."""
     sequences: Int[Any, "B"]
     """The sequence's number in the step."""
     live: Bool[Any, "B"]
@@ -60,7 +60,7 @@ class Slots(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What all slots share."""
+    """The settings and the random stream that all slots share."""
 
     stop_ids: Int[Any, "S"]
     seed: Int[Any, ""]
@@ -70,7 +70,7 @@ class Stream(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What the layers keep of prompts, one a row."""
+    """Keys, values and states that the layers keep of prompts, one a row."""
 
     cache: Cache
     states: States
@@ -85,7 +85,7 @@ class Prefilled(NamedTuple):
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
 ) -> Prefilled:
-    """What the layers keep of prompts, each of which begins its row."""
+    """Keys, values and states of prompts, each of which begins its row."""
     model = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     kept = model.apply_layers(prompts, positions, (positions < lengths[:, None]).astype(jnp.int32), keep=True)[1]

@@ -20,7 +20,7 @@ from mllm.parallel.mesh import sharding
 
 
 class States(NamedTuple):
-    """What a model gives the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
+    """A model's arrays for the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
 
     hidden: Float[Array, "B T D"]
     weight: Float[Array, "V D"]

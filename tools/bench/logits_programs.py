@@ -64,7 +64,7 @@ def methods(platform: str, blocks: Sequence[int]) -> dict[str, Callable[..., Any
 
 
 def run(options: argparse.Namespace) -> int:
-    """What the options ask for; the exit code."""
+    """Do what the options ask for; returns the exit code."""
     platform = "tpu" if options.target else jax.default_backend()
     rows, vocabulary = options.shape or (SMALL if platform == "cpu" else LARGE)
     print(f"logits [1, {rows}, {vocabulary}], bfloat16, {options.target or jax.devices()[0].device_kind}")

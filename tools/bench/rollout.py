@@ -64,7 +64,7 @@ def prompts(options: Figures) -> list[list[int]]:
 
 
 def answers(options: Figures) -> list[list[list[int]]]:
-    """What follows each turn but the last of each sequence."""
+    """The answers to each turn but the last of each sequence."""
     rng, rows, turns = np.random.default_rng(1), options["rows"] // 8 * 8, options["turns"]
     return [[rng.integers(4, 128, rng.integers(8, ANSWER + 1)).tolist() for _ in range(turns - 1)] for _ in range(rows)]
 
@@ -203,7 +203,7 @@ METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
 
 
 def measure(task: Figures) -> Iterator[Figures]:
-    """What a rollout of the task's method with the task's seed takes, after one to warm up."""
+    """The figures of a rollout by the task's method with the task's seed, after one to warm up."""
     roll_out = METHODS[task["method"]](task)
     roll_out(task["seed"])
     start = time.perf_counter()

@@ -192,7 +192,7 @@ def _chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tupl
 
 
 def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
-    """What is kept of the chunk of that number, and of a block of rows from `row` on; `size` is their product's."""
+    """The kept logits of the chunk of that number and a block of rows from `row` on; `size` is the product's shape."""
     part, index = (number, 0) if len(kept.below) > 1 else (0, number)
     below_BC = lax.dynamic_slice(kept.below, (part, row, index * size[1]), (1, *size))[0]
     return KeptLogits(lax.dynamic_slice(kept.tops, (part, index * tiles, row), (1, tiles, size[0]))[0], below_BC)
