@@ -48,8 +48,8 @@ class Grpo(Algorithm):
             loss_of = losses.policy_loss
             if config.limits.by_sequence:
                 loss_of = partial(losses.sequence_policy_loss, mask=counts, segments=batch.segments)
-            each = loss_of(config, outputs.logprob, outputs.entropy, inputs)
-            return jnp.sum(jnp.where(counts, batch.weights * each, 0.0)), jax.lax.stop_gradient(outputs)
+            token_losses = loss_of(config, outputs.logprob, outputs.entropy, inputs)
+            return jnp.sum(jnp.where(counts, batch.weights * token_losses, 0.0)), jax.lax.stop_gradient(outputs)
         operands, structure = jax.tree.flatten(losses.token_inputs(config, batch))
 
         def objective(logprob: Array, entropy: Array, *operands: Array) -> Array:
