@@ -166,10 +166,10 @@ class Config(Section):
 
     def section(self, kind: type[SectionT]) -> SectionT:
         """The section of this class, which the algorithm has; LookupError where it is not there."""
-        found = next((value for _, value in self if isinstance(value, kind)), None)
-        if found is None:  # StopIteration would end a generator of faults without a word
+        section = next((value for _, value in self if isinstance(value, kind)), None)
+        if section is None:  # StopIteration would end a generator of faults without a word
             raise LookupError(f"algorithm {self.algorithm} has no section of {kind.__name__}")
-        return found
+        return section
 
     def missing(self, because: str, *names: str) -> Iterator[Fault]:
         """A fault for each of the sections `names` that is missing."""
@@ -178,7 +178,7 @@ class Config(Section):
                 yield name, f"{because} needs this section"
 
     def faults(self) -> Iterator[Fault]:
-        """All that can't work, or has no effect, because of another section; those that explain others come first."""
+        """All that can't work, or has no effect, because of another section; faults that explain others come first."""
         algorithm, rules = f"algorithm: {self.algorithm}", self.rules
         yield from self.missing(algorithm, *rules.needs)
         known = {name for other in self.rules_by_name.values() for name in other.sections}
