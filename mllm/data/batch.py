@@ -24,7 +24,7 @@ class Trajectory(NamedTuple):
     sampled: Bool[np.ndarray, " T"]
     """Which tokens were sampled: these are learned. The others were given, as a prompt's are; the first always is."""
     logprobs: Float32[np.ndarray, " sampled"]
-    """The sampler's, of the sampled tokens, in nats: under the distribution before top-k, top-p and min-p."""
+    """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
     finished: bool = True
