@@ -58,7 +58,7 @@ def load(
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
     They get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix`
-    of them, and are read from `tensors`, or else from all of the folder's; errors say that they are `described` there.
+    of them, and are read from `tensors`, or else from all of the folder's; errors say that `described` asks for them.
     UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that is missing,
     surplus, of the wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
