@@ -8,7 +8,7 @@ from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
-"""What a record of preferences is: a prompt with two completions, or one completion with a label."""
+"""The form of a record of preferences: a prompt with two completions, or one completion with a label."""
 
 
 Column: TypeAlias = Literal[

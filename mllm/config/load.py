@@ -157,7 +157,7 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def place(node: Any) -> str:
-    """Where a node or an event of YAML begins."""
+    """The line in which a node or an event of YAML begins."""
     return f"line {node.start_mark.line + 1}"
 
 
@@ -200,7 +200,7 @@ def explain(error: ValidationError) -> str:
 
 
 def nearest(location: Sequence[str]) -> str:
-    """What the setting is called here, or where it stands, as the end of a line; empty where nothing is like it."""
+    """The end of an error's line: the setting's name here, or its section; empty where nothing is like it."""
     section, name = ".".join(location[:-1]), location[-1]
     if name in HABITS:
         return f"; here: {HABITS[name]}"

@@ -1,4 +1,4 @@
-"""Where the files and modules that a configuration names are: in its own folder, or in the current one."""
+"""Finds the files and modules that a configuration names: in its own folder, or in the current one."""
 
 import difflib
 import glob

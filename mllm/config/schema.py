@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class Rules(ABC):
-    """What an algorithm says of a configuration before JAX is imported; mllm/algorithms/table.py lists them all."""
+    """An algorithm's rules of configurations, without JAX; mllm/algorithms/table.py lists all algorithms."""
 
     implementation: ClassVar[str]
     """Its `mllm.training.algorithm.Algorithm`, `package.module:Class`."""
@@ -84,7 +84,7 @@ class Rules(ABC):
 
     @abstractmethod
     def faults(self, config: "Config") -> Iterator[Fault]:
-        """What can't work, or has no effect, in a configuration that has all sections of `needs`."""
+        """Settings that can't work, or have no effect, in a configuration that has all sections of `needs`."""
 
     @abstractmethod
     def rows(self, config: "Config") -> Rows:
@@ -151,7 +151,7 @@ class Config(Section):
 
     @property
     def rules(self) -> Rules:
-        """What the algorithm says of the configuration."""
+        """The algorithm's rules."""
         return self.rules_by_name[self.algorithm]
 
     @property
@@ -198,7 +198,7 @@ class Config(Section):
 
 
 def turn_faults(config: Config) -> Iterator[Fault]:
-    """What can't work, or has no effect, in conversations."""
+    """Settings that can't work, or have no effect, in conversations."""
     task, rollout = config.task, config.rollout
     if rollout is None:
         if task:
@@ -213,7 +213,7 @@ def turn_faults(config: Config) -> Iterator[Fault]:
 
 
 def evaluation_faults(config: Config) -> Iterator[Fault]:
-    """What can't work in evaluation, or in the choice of the best checkpoint by it."""
+    """Settings that can't work in evaluation, or in the choice of the best checkpoint by it."""
     task, evaluation, checkpoint = config.task, config.eval, config.checkpoint
     if evaluation is not None:
         yield from config.missing("eval", "task", "rollout")

@@ -1,4 +1,4 @@
-"""What every section of a configuration has in common: it is immutable, and closed to keys that it does not define."""
+"""The base of every section of a configuration: it is immutable, and closed to keys that it does not define."""
 
 from collections.abc import Iterator
 from typing import Self, get_args

@@ -10,7 +10,7 @@ from mllm.config.section import Section, impossible
 
 ChatTemplate = Literal["auto", "always", "never"]
 Form = Literal["texts", "chats"]
-"""What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
+"""The form of the data that a model has learned from: texts alone, as they are, or chats that its template rendered."""
 
 
 CODE_NAME = re.compile(r"\w+(\.\w+)*:\w+")

@@ -1,4 +1,4 @@
-"""What is learned from: trajectories, as they were sampled, and the batch that the train step takes.
+"""The data that is learned from: trajectories, as they were sampled, and the batch that the train step takes.
 
 Position t of a batch's row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
 """
@@ -34,7 +34,7 @@ class Trajectory(NamedTuple):
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
     rewards: Sequence[tuple[Any, ...]] = ()
-    """What each reward function gave, as in `mllm.rewards.calls.Answer`."""
+    """The answer of each reward function, as in `mllm.rewards.calls.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
     """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
     and `tool_errors`; none with a single turn."""
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     """The label's weight in the loss, already divided by the whole batch's denominator; 0 for prompts and padding. So
     the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
     inputs: Any = None
-    """What the algorithm's loss takes besides: a NamedTuple of its own, of arrays [B, ...]; None: nothing."""
+    """Further inputs of the algorithm's loss: a NamedTuple of its own, of arrays [B, ...]; None: there are none."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

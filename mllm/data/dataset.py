@@ -62,7 +62,7 @@ def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None
 
 
 def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:
-    """The number at a position in the shuffled order, in place of the one in the ascending order."""
+    """The number at a position in the shuffled order, in place of the ascending order's."""
     epoch, index = divmod(position, examples)
     return int(permutation(examples, seed, epoch)[index])
 

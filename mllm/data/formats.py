@@ -1,4 +1,4 @@
-"""What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer; preferences."""
+"""The forms of a record: a text, a chat in TRL's form, in ShareGPT's or as a question and its answer, a preference."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A task's prompts for GRPO, without those that are too long.
+"""A task's prompts for GRPO, without prompts that are too long.
 
 Problems that are made on demand can't all be checked before training. A problem that later can't be made, or is no chat
 that the model's template takes, is left out like one with a long prompt.
@@ -80,7 +80,7 @@ class PromptIterator(DataIterator[Prompt]):
 
 
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
-    """The examples with their prompts' tokens, without those of more than `max_length`, which a warning counts.
+    """The examples with their prompts' tokens, without longer ones than `max_length`, which a warning counts.
 
     `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
     long, and lists the examples that can't be written as a chat.

@@ -31,11 +31,11 @@ LISTED_PLACES = 3
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
 LONGEST_LINE = 2**23
-"""The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
+"""The limit to a line's bytes: about a million tokens, and each takes a hundred bytes for a moment."""
 
 
 class BadRecord(UserError):
-    """What is wrong with a record, and its fields; the record's place stands beside it."""
+    """A record's fault, and its fields; the record's place stands beside it."""
 
     def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ Records = Iterator[tuple[str, Record | BadRecord]]
 
 
 class Origin(NamedTuple):
-    """Where records come from, and the setting that says so."""
+    """The origin of records, and the setting that names it."""
 
     key: str
     source: str
@@ -90,7 +90,7 @@ class Origin(NamedTuple):
 
 
 def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | BadRecord]]:
-    """What `read` gives for each record, or the UserError that it raises, as a BadRecord."""
+    """The result of `read` for each record, or the UserError that it raises, as a BadRecord."""
     for location, record in records:
         try:
             result = record if isinstance(record, BadRecord) else read(record)

@@ -63,7 +63,7 @@ class Documents:
     """A hash of all of them; None where they are made on demand."""
     learned: Form = "chats"
     form: PreferenceForm | None = None
-    """What preferences they are; None: each is a `Document`."""
+    """The form of preferences; None: each is a `Document`."""
     parts: tuple[int, ...] = ()
     """How many documents each of several sources has, one after the other; empty: there is one source."""
 

@@ -43,7 +43,7 @@ CALLED = {"type", "name", "parameters", "arguments"}
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
 VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
 CALL_ENDS = re.compile(r"</parameter>\s*(?=</function>\s*(?:</tool_call>|<function=|\Z))")
-"""What ends a value: `</parameter>` with structure behind it, best the end of the whole call."""
+"""The end of a value: `</parameter>` with structure behind it, best the end of the whole call."""
 LONGEST_ERROR = 1000
 DEEPEST = 40
 """The most levels of a tool call, which crosses to the trainer in a message of a few more."""
@@ -146,7 +146,7 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
 def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]:
     """The calls in an answer, in their order, and for each that can't be read an error with a message for the model.
 
-    Thoughts call nothing, also those that never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+    Thoughts call nothing, even if they never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
     of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
     `{"name": ..., "parameters": {...}}` as the whole answer, several with semicolons between. A value is read where it
     begins, and a closing tag counts where structure follows it, so that arguments may have the texts of tags.

@@ -16,11 +16,11 @@ Family = Literal["qwen2", "qwen3", "qwen3_5_text", "llama", "smollm3", "olmo2", 
 """A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Qwen3.5's without images; Llama 3, 3.1 and
 3.2; SmolLM3; OLMo 2; and Gemma 3 without images."""
 TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
-"""Models of texts and images, of which the texts' part is made: in their config.json it is `text_config`."""
+"""Models of texts and images, by the family of their texts' part (`text_config`), which alone is made."""
 
 
 class Traits(NamedTuple):
-    """What distinguishes a family, beside its sizes."""
+    """The traits that distinguish a family, beside its sizes."""
 
     architecture: str
     """The class of transformers that loads it."""
@@ -33,7 +33,7 @@ class Traits(NamedTuple):
     head_norms: Literal["each", "all"] | None = None
     """Whether each head of queries and of keys is normalized before its rotation, or all heads together."""
     norms: Literal["before", "after", "both"] = "before"
-    """Where attention and the feed-forward network have a norm: before, after (of what is added), or both."""
+    """Where attention and the feed-forward network have a norm: before, after (of their output), or both."""
     norms_add_one: bool = False
     """Whether norms multiply by 1 + weight."""
     gemma: bool = False
@@ -72,7 +72,7 @@ FAMILIES: dict[Family, Traits] = {
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's change of the rotary frequencies for long contexts; the names are those in config.json."""
+    """Llama 3.1's change of the rotary frequencies for long contexts; the names are config.json's."""
 
     factor: float
     low_freq_factor: float
@@ -109,7 +109,7 @@ DELTA_SIZES = (
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes the attention of some layers."""
+    """The traits that distinguish the attention of some layers."""
 
     window: int | None
     """How many tokens a query attends to at most, its own the last of them; None: no limit."""
@@ -196,7 +196,7 @@ class Architecture:
 
     @property
     def traits(self) -> Traits:
-        """What distinguishes the model's family."""
+        """The traits of the model's family."""
         return FAMILIES[self.model_type]
 
     @classmethod

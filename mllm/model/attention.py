@@ -160,7 +160,7 @@ class AttentionChoice(NamedTuple):
     attention: Attention | None
     """The kernel; None: `jax.nn.dot_product_attention` by XLA."""
     reason: str
-    """Why it is not a faster one, in a clause; empty where it is the fastest."""
+    """The reason why it is not a faster one, in a clause; empty where it is the fastest."""
 
 
 def choose(

@@ -34,7 +34,7 @@ einsum = partial(jnp.einsum, precision=precision_of(jnp.float32))
 
 
 class DeltaState(NamedTuple):
-    """What a delta net keeps of the tokens of each row."""
+    """The state that a delta net keeps of each row's tokens."""
 
     inputs: Any
     """The last inputs of the convolution, [B, S, C], in the compute dtype; zeros before a document's first."""
@@ -129,7 +129,7 @@ def recurrent(
 def chunked(
     rule: Rule, memory: Float32[jax.Array, "B K G D E"]
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """As `recurrent`, a chunk after the other."""
+    """The same as `recurrent` gives, computed one chunk after the other."""
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
     groups = -(-chunks // GROUP)

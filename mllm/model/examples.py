@@ -164,7 +164,7 @@ def reworded_call(call: Message, words: str) -> Message:
 
 
 def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """Where the assistant begins in `text`: behind what the template adds to a prompt."""
+    """The position in `text` at which the assistant begins: behind the text that the template adds to a prompt."""
     before = render(renderer, messages[:turn], add_generation_prompt=True)
     unopened = before.removesuffix("<think>\n")
     for opening in (before, unopened):
@@ -183,7 +183,7 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """Where the control token behind the assistant's content ends; the content's end where the template writes none."""
+    """The end of the control token behind the assistant's content; the content's end where the template writes none."""
     if not (turn == len(messages) - 1 or ends_turns(renderer.tokenizer, renderer.template)):
         return content.end
     tokens = control_tokens(renderer.tokenizer).finditer(text, content.start)

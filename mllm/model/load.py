@@ -45,7 +45,7 @@ class Policy:
     params: Params
     """The parameters' shapes, dtypes and shardings; with LoRA both adapters and frozen parameters."""
     source: str | None
-    """Where the pretrained parameters are, which are fetched when they are read; None: they are random."""
+    """The source of the pretrained parameters, which are fetched when they are read; None: they are random."""
     seed: int
     revision: str | None = None
     """The commit of a source on the hub."""
@@ -55,7 +55,8 @@ class Policy:
     adapters: Path | None = None
     """The folder with the adapters that training begins with; None: they begin as no change."""
     learned: Form | None = None
-    """What it has learned from: as its run or export says, else chats if there is a template; None: from nothing."""
+    """The form of the data that it has learned: as its run or export says, else chats if there is a template; None: it
+    has learned nothing."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The trained and the frozen parameters; `join` undoes it."""

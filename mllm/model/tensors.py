@@ -21,7 +21,7 @@ from mllm.store.names import is_plain
 LEARNED = "mllm_learned"
 """The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
 TEXTS = "language_model."
-"""Where a model of texts and images has the tensors of the texts' part."""
+"""The part of tensors' names that marks the texts' part of a model of texts and images."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
 """The tensors of Qwen3.5's further networks: one predicts further tokens, the other sees images."""
 HEAD = TENSORS["head"].removesuffix("weight")

@@ -67,7 +67,7 @@ BYTES_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""It leaves out the roles: a tiny model pays for each token."""
+"""The template of bytes; it leaves out the roles, since a tiny model pays for each token."""
 
 DATE = date(2024, 7, 26)
 """The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""

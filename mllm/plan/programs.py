@@ -191,12 +191,12 @@ class Programs:
         return abstract_states(self.model, self.slots)
 
     def decoding_weights(self) -> tuple[DecodingWeights, Params]:
-        """As `abstract_decoding_weights`."""
+        """The weights and the shared parameters that `abstract_decoding_weights` gives."""
         int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
         return abstract_decoding_weights(self.model, self.policy.params, int8)
 
     def prefilled(self) -> Prefilled:
-        """What the layers keep of a batch of prompts."""
+        """The cache and the states that the layers keep of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
         cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
         return Prefilled(cache, abstract_states(self.model, rows))

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 
 class Chip(NamedTuple):
-    """A kind of device, as programs see it: a TensorCore of tpu7x, of which a chip has two, a chip elsewhere."""
+    """A kind of device, as programs see it: one of the two TensorCores of a tpu7x chip, or a whole other chip."""
 
     kind: str
     """The name that JAX has for the device."""

@@ -76,7 +76,7 @@ class Distillation(Algorithm):
         return loss, Comparison(tokens.divergence, student.entropy, target.entropy, 1.0 * target.likeliest)
 
     def measured(self, batch: Batch) -> Bool[Array, "B T"]:
-        """Where entropies and agreement are measured: at every eighth learned token of a row.
+        """The mask of the tokens at which entropies and agreement are measured: every eighth learned one of a row.
 
         Measuring takes 2 + E / D more products of the measured tokens; the divergence takes 3 + E / D at least.
         """

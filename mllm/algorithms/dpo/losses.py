@@ -51,7 +51,7 @@ def completions_of(
     counts = batch.weights > 0
     nothing = jnp.zeros_like(logprob)
     reference, labels = (nothing if x is None else x for x in (batch.inputs.reference_logprobs, batch.inputs.labels))
-    # A sequence has two tokens or more, of which the first is not learned.
+    # A sequence has two tokens or more, and the first is not learned.
     most_sequences = 2 * max(1, logprob.shape[1] // 4)
 
     def sums(values: Float[Array, "T"], segments: Array) -> Float[Array, "S"]:

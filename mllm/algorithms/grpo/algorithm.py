@@ -20,7 +20,7 @@ from mllm.training.algorithm import Algorithm, Metrics, Parts, Pass
 from mllm.training.head import Head, States
 
 LENGTHS = {"length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
-"""In tokens, and as a share of the completions."""
+"""The metrics of completions' lengths: the mean in tokens, and the share that was cut off."""
 
 
 class Grpo(Algorithm):

@@ -1,4 +1,4 @@
-"""What GRPO's losses are given for each token of a batch, and how completions become one."""
+"""The inputs of GRPO's losses for each token of a batch, and how completions become a batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

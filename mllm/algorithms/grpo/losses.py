@@ -71,7 +71,7 @@ def clip_ratios(below: Array, above: Array) -> dict[str, Array]:
 
 
 class PolicyLoss(NamedTuple):
-    """What is maximised, how it is averaged, and what is logged of the clip."""
+    """A loss type: the surrogate that is maximised, the denominator of its mean, and the clip's metrics."""
 
     surrogate: Callable[[GrpoConfig, Array, Array, Array], Array]
     """(settings, ratio, log-probability, advantage) -> the gain of each token."""

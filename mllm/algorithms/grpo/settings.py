@@ -15,7 +15,7 @@ ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequenc
 
 
 class Limits(NamedTuple):
-    """What a loss type has in place of settings that are None, and which of them it reads."""
+    """A loss type's values for settings that are None, and which settings it reads."""
 
     below: float | None = 0.2
     """How far the probability ratio may fall below 1; None: `epsilon` and `dual_clip` aren't read."""
@@ -116,7 +116,7 @@ class GrpoConfig(Section):
 
     @property
     def limits(self) -> "Limits":
-        """What the loss type has in place of settings that are None."""
+        """The loss type's values for settings that are None."""
         return LIMITS[self.loss_type]
 
     @property
@@ -187,7 +187,7 @@ def packed_rows(config: Config) -> Rows:
 
 
 def rollout_faults(config: Config) -> Iterator[Fault]:
-    """What can't work, or has no effect, where sampled completions are learned from."""
+    """Settings that can't work, or have no effect, where sampled completions are learned from."""
     grpo, rollout = config.section(GrpoConfig), config.rollout
     assert rollout is not None
     longest, group, updates = rollout.total_length, grpo.num_generations, grpo.updates_per_rollout

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Drawn(NamedTuple):
-    """What a rollout has sampled, group by group."""
+    """The completions that a rollout has sampled, group by group."""
 
     trajectories: list[Trajectory]
     rewards: Float[np.ndarray, "G n"]
@@ -211,7 +211,7 @@ class GrpoSource:
         return batch._replace(inputs=inputs), {}
 
     def rollout_metrics(self, drawn: Drawn, judged: Judged) -> dict[str, Any]:
-        """Rewards, lengths and what became of groups and prompts."""
+        """The metrics of rewards, lengths, groups and prompts."""
         metrics: dict[str, Any] = {
             **groups.group_metrics(drawn.rewards),
             "frac_groups_failed": float(np.isnan(drawn.rewards).all(axis=1).mean()),

@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class RowBatches(grain.IterDataset[T], ABC):
-    """Training's batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share.
+    """Training's batches of `batch_size` rows of up to `config.max_length` tokens; this process has its share of rows.
 
     They are a data set of Grain's, over the order of the documents.
     """
@@ -249,7 +249,7 @@ class SftSource:
         }
 
     def read(self, watch: Stopwatch) -> Any:
-        """What training's batches give for the next update."""
+        """The next of training's batches, as `make` gives them."""
         with watch.phase("data"), raise_everywhere():
             return next(self.data)
 

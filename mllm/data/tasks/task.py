@@ -36,7 +36,7 @@ class Example:
     conversational: bool = False
     """Whether the record gave messages, not a text, so that rewards get messages, too."""
     place: str = ""
-    """Where it comes from, for error messages: `train.jsonl:17`."""
+    """The record's place, for error messages: `train.jsonl:17`."""
     rejected: str | None = None
     """A wrong completion, beside which DPO from the task prefers the solution; None: the task has none."""
 
