@@ -18,7 +18,7 @@ import pytest
 from engines import TPU_F32, TPU_TILES, V6E, XLA
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.sharding import AbstractDevice
-from lm_head_cases import OBJECTIVES, blocks_visited, equations, random_problem
+from cases import OBJECTIVES, blocks_visited, equations, random_problem
 from strict_tpu import strict_interpreter
 from test_divergence import KINDS
 

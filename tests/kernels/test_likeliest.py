@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engines import BF16, F32, XLA
 from jax.sharding import AxisType
-from lm_head_cases import equations
+from cases import equations
 
 from lm_head import HeadSharding, likeliest_tokens
 

@@ -15,7 +15,7 @@ from engines import XLA
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import assert_near, equations
+from cases import assert_near, equations
 
 from lm_head import HeadSharding, token_logprobs, token_loss, xla
 from lm_head.tpu import tiles

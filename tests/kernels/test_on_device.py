@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import lm_head_cases as cases
+import cases
 import numpy as np
 import pytest
 

@@ -79,3 +79,17 @@ def test_it_requires_jax_and_installs_one_package(site: Path) -> None:
     required = re.findall(r"^Requires-Dist: (?!.*extra)(\w+)", metadata.read_text(), re.MULTILINE)
     assert required == ["jax"]
     assert (metadata.parent / "top_level.txt").read_text().split() == ["lm_head"]
+
+
+# --- pages ---
+
+PAGE = ROOT / "docs/head.md"
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+assert SNIPPETS, f"{PAGE} has no snippet"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_a_snippet_of_the_page_on_the_head_runs(snippet: str) -> None:
+    """Those over a mesh take four of the tests' virtual devices."""
+    exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})

@@ -11,7 +11,7 @@ import jax
 import pytest
 from engines import V6E
 from jax import lax
-from lm_head_cases import equations
+from cases import equations
 from tiny import ARCHITECTURE, config
 
 from mllm.config.model import MeshConfig

@@ -14,7 +14,7 @@ from jax import export
 from jax.experimental import pallas as pl
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from lm_head_cases import OBJECTIVES, assert_near, operands_for, sparse_weights
+from cases import OBJECTIVES, assert_near, operands_for, sparse_weights
 
 from lm_head import TokenLogprobs, token_logprobs, token_loss
 from lm_head.tpu import tiles as tpu_tiles
