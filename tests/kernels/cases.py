@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from oracle import HAIR, SLACK, Answer, Objective, Slopes, Teacher, assert_as_accurate_as_rounding, exact, exact_loss
 
 from lm_head import TokenLogprobs, token_logprobs, token_loss
-from lm_head.live_rows import LiveRows
 
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
@@ -88,7 +86,7 @@ def sparse_weights(n: int) -> jax.Array:
     return jnp.asarray(weights, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("impl", "softcap", "vocabulary", "collision", "dtype"))
+@functools.partial(jax.jit, static_argnames=("impl", "softcap", "vocabulary", "collision", "dtype", "sharding"))
 def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -> Answer:
     """Where the entropy's cotangent is None, it has none, not even zeros."""
     given = tuple(x for x in cotangents[:3] if x is not None)
@@ -198,25 +196,6 @@ def assert_near(got: Any, want: Any, tolerance: float = 2e-5) -> None:
     """Asserts that arrays differ by at most this part of their largest number: another order of the same sums."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.max(np.abs(y), initial=1e-6))
-
-
-def blocks_visited(run: Callable[[jax.Array], Any], rows: int) -> list[int]:
-    """How many blocks of rows `run(live)` visits where none of its rows count, 17, or all; it is a jitted function."""
-    found: list[int] = []
-    block = LiveRows.block
-
-    def counted(self: LiveRows, i: jax.Array, size: int) -> Any:
-        jax.debug.callback(lambda: found.append(1))
-        return block(self, i, size)
-
-    def visits(live: int) -> int:
-        found.clear()
-        jax.block_until_ready(run(jnp.int32(live)))
-        jax.effects_barrier()
-        return len(found)
-
-    with mock.patch.object(LiveRows, "block", counted):
-        return [visits(live) for live in (0, 17, rows)]
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:

@@ -41,7 +41,10 @@ FAULTS = {
         "a weight that is no matrix": ("weight", {"weight": jnp.zeros((1, 5, 3))}),
         "hidden that is no floating point": ("hidden", {"hidden": jnp.zeros((4, 3), int)}),
         # p times a weight of 2^-16 is 0 in float16 where the word is rare: dW was off by two thirds of its largest.
-        "float16 hidden states": ("hidden must be one of bfloat16, float32,", {"hidden": jnp.zeros((4, 3), jnp.float16)}),
+        "float16 hidden states": (
+            "hidden must be one of bfloat16, float32,",
+            {"hidden": jnp.zeros((4, 3), jnp.float16)},
+        ),
         "a float16 weight": ("weight must be one of bfloat16, float32,", {"weight": jnp.zeros((5, 3), jnp.float16)}),
         "float16 products": ("dtype must be None or one of bfloat16, float32,", {"dtype": jnp.float16}),
         "a dtype of integers": ("dtype", {"dtype": jnp.int8}),

@@ -147,7 +147,9 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
     sizes = GPU_SIZES if workspace else BLOCKS_OF_ROWS
     with engine.strictly(), gpu_tiles.override(sizes):
         got = loss_and_gradients(masters, CROSS_ENTROPY, (), weights, dtype=BF16, impl=engine.impl, workspace=workspace)
-    narrow = masters._replace(**{side: getattr(masters, side).astype(BF16).astype(F32) for side in ("hidden", "weight")})
+    narrow = masters._replace(
+        **{side: getattr(masters, side).astype(BF16).astype(F32) for side in ("hidden", "weight")}
+    )
     right = exact_loss(*narrow, CROSS_ENTROPY, weights=weights, dtype=BF16)
     cases.assert_as_accurate_as_rounding(got.rows, right.rows)
 
@@ -158,7 +160,9 @@ def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine
     room = engine.bytes_of(workspace)
 
     def both(*problem: Any) -> Any:
-        of_loss = jax.value_and_grad(lambda h: token_loss(h, *problem[1:], CROSS_ENTROPY, workspace=room, **options), has_aux=True)
+        of_loss = jax.value_and_grad(
+            lambda h: token_loss(h, *problem[1:], CROSS_ENTROPY, workspace=room, **options), has_aux=True
+        )
         return token_logprobs(*problem, **options), of_loss(problem[0])[0][1]
 
     with engine.strictly():

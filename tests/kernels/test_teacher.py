@@ -33,7 +33,9 @@ def run(engine: Engine, way: str, problem: Problem, rows: str, *, teacher: Any, 
         return check_loss(problem, OBJECTIVES[objective], weights, teacher=teacher, largest=largest, **options).rows
 
 
-@pytest.mark.parametrize(("engine", "way", "kind", "softmax", "rows", "options"), every([*WAYS, (TPU, "none")], *TEACHERS))
+@pytest.mark.parametrize(
+    ("engine", "way", "kind", "softmax", "rows", "options"), every([*WAYS, (TPU, "none")], *TEACHERS)
+)
 def test_any_two_softmaxes_of_any_rows_are_float64_s(
     engine: Engine, way: str, kind: str, softmax: str, rows: str, options: dict[str, Any]
 ) -> None:
