@@ -5,7 +5,7 @@ Shapes are few, and each way to call the head is compiled once a shape.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax

@@ -122,15 +122,16 @@ def engines(*chosen: Engine) -> Any:
     return pytest.mark.parametrize("engine", list(map(parameter, chosen or ONE_EACH)))
 
 
-def every(ways: Sequence[Any], *rows: Any) -> list[Any]:
+def every(ways: Sequence[Any], *rows: Any, daily: bool = True) -> list[Any]:
     """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
 
-    Interpreted kernels are slow: the last way of each has the first row daily, and all else nightly.
+    Interpreted kernels are slow: the last way of each has the first row daily, and all else nightly; without `daily`
+    nothing else.
     """
     ways = [way if type(way) is tuple else (way,) for way in ways]
-    daily = {way[0].impl: (way, rows[0]) for way in ways}
+    quick = {way[0].impl: (way, row) for way in ways for row in rows[:1] if daily}
     return [
-        parameter(*way, *row, nightly=way[0].impl in KERNELS and daily[way[0].impl] != (way, row))
-        for row in rows
+        parameter(*way, *row, nightly=way[0].impl in KERNELS and quick.get(way[0].impl) != (way, row))
+        for row in rows or [()]
         for way in ways
     ]

@@ -65,7 +65,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(
     ("engine", "workspace", "objective", "scale", "rows", "options"),
-    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES), *every(OTHER_DTYPES, LOSSES[4])],
+    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES), *every(OTHER_DTYPES, LOSSES[4], daily=False)],
 )
 def test_any_loss_with_any_workspace_is_float64_s(
     engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
@@ -90,7 +90,7 @@ def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, worksp
     check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], ()))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], daily=False))
 def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
     """In the student's row or in the teacher's."""
     problem, bad = engine.problem(), np.arange(engine.shape[0]) == 5
@@ -113,7 +113,7 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Eng
 FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
 
 
-@pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN))
+@pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, daily=False))
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
     problem, options = engine.problem(), {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
@@ -154,7 +154,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
     cases.assert_as_accurate_as_rounding(got.rows, right.rows)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], ()))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], daily=False))
 def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine, workspace: str) -> None:
     problem, options = engine.problem(30.0), {"where": engine.live("most"), "impl": engine.impl}
     room = engine.bytes_of(workspace)
@@ -234,7 +234,8 @@ def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
     def optional(logprob: Any, entropy: Any, *, lse: Any = 0.0) -> Any:
         return required(logprob, entropy, lse=lse)
 
-    found, want, without = (token_loss(*XLA.problem(), x)[0] for x in (optional, required, CROSS_ENTROPY))
+    run = jax.jit(lambda: [token_loss(*XLA.problem(), x)[0] for x in (optional, required, CROSS_ENTROPY)])
+    found, want, without = run()
     assert found == want > without
 
 
@@ -270,9 +271,15 @@ def test_lists_count_as_arrays() -> None:
     hidden, weight, labels = Engine("xla", F32, (4, 9, 4)).problem()
     objective = lambda logprob, entropy, a: -a * logprob  # noqa: E731
     weights, operand, where = [1.0, 0.5, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0], [True, True, True, False]
-    found = token_loss(hidden, weight, labels.tolist(), objective, operand, weights=weights, where=where)[0]
-    as_arrays = {"weights": np.asarray(weights, np.float32), "where": np.asarray(where)}
-    assert found == token_loss(hidden, weight, labels, objective, np.asarray(operand, np.float32), **as_arrays)[0]
+
+    @jax.jit
+    def run(hidden: jax.Array) -> Any:
+        as_arrays: dict[str, Any] = {"weights": np.asarray(weights, np.float32), "where": np.asarray(where)}
+        lists: dict[str, Any] = {"weights": weights, "where": where}
+        arrays = token_loss(hidden, weight, labels, objective, np.asarray(operand, np.float32), **as_arrays)
+        return token_loss(hidden, weight, labels.tolist(), objective, operand, **lists)[0], arrays[0]
+
+    assert len(set(map(float, run(hidden)))) == 1
 
 
 # --- Hopper: logits in float16, sums over waves and blocks, clusters ---

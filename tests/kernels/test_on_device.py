@@ -12,9 +12,9 @@ again. Left out: what tests on a CPU compile or interpret.
 import functools
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
-import cases
 import numpy as np
 import pytest
 

@@ -36,6 +36,13 @@ def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none
     assert {name: os.environ[name] for name in OWN if name in os.environ} == found
 
 
+def test_its_files_import_jax_numpy_and_python_alone() -> None:
+    """In words, daily; at night the package runs where nothing else is."""
+    for path in (ROOT / "kernels/lm_head").rglob("*.py"):
+        imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
+        assert {*imported} <= {"jax", "numpy", *sys.stdlib_module_names}, path
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages: JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
@@ -59,6 +66,7 @@ def run(site: Path, program: str) -> str:
     return subprocess.run(command, cwd=site, env=environment, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.nightly
 def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is_named_kernels(site: Path) -> None:
     [lines] = re.findall(r"^```python\n(.*?)^```", (ROOT / "kernels/README.md").read_text(), re.DOTALL | re.MULTILINE)
     said = run(
@@ -71,6 +79,7 @@ def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is
     assert said == f"True (64, 32) (1000, 32) of another project {site / 'lm_head/__init__.py'}\n\n"
 
 
+@pytest.mark.nightly
 def test_it_requires_jax_and_installs_one_package(site: Path) -> None:
     [metadata] = site.glob("lm_head-*.dist-info/METADATA")
     required = re.findall(r"^Requires-Dist: (?!.*extra)(\w+)", metadata.read_text(), re.MULTILINE)

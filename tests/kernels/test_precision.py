@@ -9,9 +9,9 @@ from typing import Any
 import head_programs as head
 import jax
 import pytest
+from cases import equations
 from engines import V6E
 from jax import lax
-from cases import equations
 from tiny import ARCHITECTURE, config
 
 from mllm.config.model import MeshConfig

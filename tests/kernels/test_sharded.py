@@ -166,7 +166,9 @@ EXCHANGED: dict[str, tuple[Any, list[Any]]] = {
 
 @pytest.mark.parametrize("weight", [F32, BF16])
 @pytest.mark.parametrize("way", EXCHANGED)
-def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way: str, weight: Any) -> None:
+def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(
+    way: str, weight: Any
+) -> None:
     """What devices add up is float32 also where dW is bfloat16: only the sum is rounded."""
     problem, (workspace, expected) = PROBLEM._replace(weight=jnp.zeros((2 * WORDS, D), weight)), EXCHANGED[way]
     options: dict[str, Any] = {"dtype": BF16, "sharding": over()}
@@ -200,7 +202,9 @@ IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.label
 
 
 def laid_out(mesh: Mesh, tokens: P, weight: P) -> Any:
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS, (tokens, weight, tokens), strict=True)]
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS, (tokens, weight, tokens), strict=True)
+    ]
 
 
 @jax.jit
