@@ -33,13 +33,10 @@ def call_divergence_loss(*, labels: Any, **options: Any) -> Any:
 FAULTS = {
     token_logprobs: {
         "labels of another rank": ("labels", {"labels": jnp.zeros((4, 1), int)}),
-        "labels that are no integers": ("labels", {"labels": jnp.zeros(4)}),
         "a label below zero": ("labels", {"labels": jnp.array([0, 1, -1, 2])}),
-        "a label beyond the vocabulary": ("labels", {"labels": jnp.array([0, 1, 5, 2])}),
         "a weight of another hidden size": ("weight", {"weight": jnp.zeros((5, 4))}),
         "a kernel [D, V]": ("pass weight.T", {"weight": jnp.zeros((3, 5))}),
         "a weight that is no matrix": ("weight", {"weight": jnp.zeros((1, 5, 3))}),
-        "hidden that is no floating point": ("hidden", {"hidden": jnp.zeros((4, 3), int)}),
         # p times a weight of 2^-16 is 0 in float16 where the word is rare: dW was off by two thirds of its largest.
         "float16 hidden states": (
             "hidden must be one of bfloat16, float32,",
@@ -47,18 +44,15 @@ FAULTS = {
         ),
         "a float16 weight": ("weight must be one of bfloat16, float32,", {"weight": jnp.zeros((5, 3), jnp.float16)}),
         "float16 products": ("dtype must be None or one of bfloat16, float32,", {"dtype": jnp.float16}),
-        "a dtype of integers": ("dtype", {"dtype": jnp.int8}),
         "a temperature that is no number": ("temperature", {"temperature": math.nan}),
         "a temperature for each token": ("temperature", {"temperature": jnp.ones(4)}),
         "a softcap of zero": ("softcap", {"softcap": 0.0}),
         "a vocabulary of no token": ("vocabulary", {"vocabulary": 0}),
         "a copy of another shape": ("weight_copy must have .* not", {"weight_copy": jnp.zeros((5, 4))}),
-        "a copy that is no floating point": ("weight_copy", {"weight_copy": jnp.zeros((5, 3), int)}),
         "where of another shape": ("where", {"where": jnp.ones(3, bool)}),
         "an unknown implementation": ("full_logits, chunked_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
     },
     call_token_loss: {
-        "weights of another rank": ("weights", {"weights": jnp.ones((4, 1))}),
         "where that is not boolean": ("where", {"where": jnp.ones(4)}),
         "an operand of another shape": ("operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
         "an objective of two numbers": ("objective", {"objective": lambda *scalars: jnp.stack(scalars)}),

@@ -32,10 +32,9 @@ from engines import (
     needs_interpreter,
     parameter,
 )
-from jax.sharding import AxisType
 from oracle import Objective, exact, exact_loss
 
-from lm_head import HeadSharding, token_logprobs, token_loss
+from lm_head import token_logprobs, token_loss
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.gpu.tiles import Sizes, Tiles
 
@@ -323,13 +322,3 @@ def test_waves_blocks_and_clusters_are_float64_s(
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])
     with gpu_tiles.override(sizes), strict_interpreter(multiprocessors=2):
         check_loss(problem, objective, weights, impl="mosaic_gpu", workspace=workspace)
-
-
-@needs_interpreter
-@pytest.mark.nightly
-@pytest.mark.parametrize("axes", [{"tokens": ("dp",)}, {"tokens": (), "vocabulary": "dp"}], ids=str)
-def test_a_mesh_is_float64_s_on_hopper(axes: dict[str, Any]) -> None:
-    mesh = jax.make_mesh((2,), ("dp",), (AxisType.Auto,), devices=jax.devices()[:2])
-    problem, options = GPU._replace(shape=(256, 272, 64)).problem(), {"sharding": HeadSharding(mesh, **axes)}
-    with GPU.strictly():
-        check_loss(problem, CLIPPED, sparse_weights(256), impl="mosaic_gpu", workspace=ALL, **options)

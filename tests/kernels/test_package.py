@@ -38,9 +38,9 @@ def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none
 
 def test_its_files_import_jax_numpy_and_python_alone() -> None:
     """In words, daily; at night the package runs where nothing else is."""
-    for path in (ROOT / "kernels/lm_head").rglob("*.py"):
-        imported = re.findall(r"^(?:import|from) (\w+)", path.read_text(), re.MULTILINE)
-        assert {*imported} <= {"jax", "numpy", *sys.stdlib_module_names}, path
+    files = (ROOT / "kernels/lm_head").rglob("*.py")
+    imported = {name for x in files for name in re.findall(r"^(?:import|from) (\w+)", x.read_text(), re.MULTILINE)}
+    assert {"jax", "numpy"} == imported - sys.stdlib_module_names
 
 
 @pytest.fixture(scope="module")

@@ -39,25 +39,6 @@ PLAIN = (XLA, FULL, CHUNKED)
 # --- sizes, softmaxes, rows that don't count ---
 
 
-def matches(engine: Engine) -> Problem:
-    """Two rows of three are weight rows scaled up to a logit of 1e4, with and without its label."""
-    hidden, weight, labels = (np.array(x, np.float64) for x in engine.problem())
-    match = np.random.default_rng(1).integers(0, len(weight), len(hidden))
-    planted = np.arange(len(hidden)) % 3 > 0
-    scaled = weight[match] * (1e4 / (weight[match] ** 2).sum(axis=1, keepdims=True))
-    labels = np.where(planted & (np.arange(len(hidden)) % 2 == 0), match, labels.astype(int))
-    return typed(engine, np.where(planted[:, None], scaled, hidden), weight, labels)
-
-
-def ties(engine: Engine) -> Problem:
-    """Columns in three tiles are the largest of every third row, and one of them is the label of every sixth."""
-    hidden, weight, labels = (np.array(x, np.float64) for x in engine.problem())
-    weight[0] = weight[-1] = weight[3]
-    hidden[::3] = weight[3] * (1e4 / (weight[3] ** 2).sum())
-    labels[::6] = 3
-    return typed(engine, hidden, weight, labels)
-
-
 def maxima_that_move(engine: Engine) -> Problem:
     """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
     (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
@@ -83,7 +64,7 @@ PROBLEMS = [
     ("peaked", "a block and one", {"temperature": 2.5}),
     ("saturated", "few", {}),  # a block's free places have no statistics: exponentials must not meet their zeros
     ("saturated", "none", {}),
-    *((make, "every", {}) for make in (matches, ties, maxima_that_move, far_below_zero)),
+    *((make, "every", {}) for make in (maxima_that_move, far_below_zero)),
 ]
 
 
