@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from oracle import HAIR, SLACK, Answer, Objective, Slopes, Teacher, assert_as_accurate_as_rounding, exact, exact_loss
+from oracle import SLACK, Answer, Objective, Slopes, Teacher, assert_as_accurate_as_rounding, exact, exact_loss
 
 from lm_head import TokenLogprobs, token_logprobs, token_loss
 
@@ -163,7 +163,7 @@ def check_loss(
         theirs |= {"beta": teacher.beta, "teacher_temperature": teacher.temperature, "teacher_softcap": teacher.softcap}
     got = loss_and_gradients(sick, objective, given, weights, impl=impl, **theirs, **options)
     right = exact_loss(*problem, objective, *operands, weights=weights, teacher=teacher, **known)
-    assert abs(float(got.loss) - right.loss) <= HAIR * right.resolution
+    assert abs(float(got.loss) - right.loss) <= right.resolution
     named = "mean_logit" in inspect.signature(objective).parameters
     assert [x is not None for x in got.rows[5:]] == [teacher is not None, named, False]
     assert_as_accurate_as_rounding(got.rows, right.rows, largest)

@@ -15,11 +15,8 @@ import numpy as np
 from jaxtyping import Float
 
 EPS = float(np.finfo(np.float32).eps)
-# Two orders of the same sum round differently: an error may exceed that of rounding a product's operands and results
-# by this factor ...
 SLACK = 1.25
-# ... and by so many roundings to float32 (see `Exact.resolution`).
-HAIR = 4.0
+"""By this factor an error may exceed that of rounding a product's operands and results: sums have other orders."""
 
 
 class Answer(NamedTuple):
@@ -61,7 +58,10 @@ class Exact(NamedTuple):
 
     answer: Answer
     resolution: Answer
-    """A number each: how far a result moves, at most, when products and results are rounded to float32 once."""
+    """A number each: how far a result moves, at most, with float32's roundings of products and results.
+
+    They are 4, or the root of a product's number of terms, whose sum is rounded as often, up and down.
+    """
     rounded: tuple[Float[np.ndarray, "N D"], Float[np.ndarray, "V D"]]
     """Both gradients from operands and results that were rounded to the products' dtype and their own."""
 
@@ -161,8 +161,8 @@ def exact(
         mean_logit=largest,
         collision=largest,
     )
-    answer = found._replace(hidden=gradients[0], weight=gradients[1])
-    return Exact(answer, Answer(*(EPS * float(x) for x in resolution)), rounded)
+    answer, hair = found._replace(hidden=gradients[0], weight=gradients[1]), EPS * max(4, np.sqrt(h_RD.shape[1]))
+    return Exact(answer, Answer(*(hair * float(x) for x in resolution)), rounded)
 
 
 def exact_loss(
@@ -196,8 +196,8 @@ def exact_loss(
 def assert_as_accurate_as_rounding(got: Answer, right: Exact, largest: float = SLACK) -> None:
     """The criterion: of each of the results, the root-mean-square and the largest error.
 
-    Neither may be larger than the error of the rounded gradients, and a hair. NaN anywhere in `got` fails. By the
-    factor `largest` the largest error may be larger than theirs; 0: it is not judged.
+    Neither may be larger than the error of the rounded gradients and the resolution. NaN anywhere in `got` fails. By
+    the factor `largest` the largest error may be larger than theirs; 0: it is not judged.
     """
     rounded = right.answer._replace(hidden=right.rounded[0], weight=right.rounded[1])
     for name, ours in got._asdict().items():
@@ -207,11 +207,11 @@ def assert_as_accurate_as_rounding(got: Answer, right: Exact, largest: float = S
             np.asarray(x, np.float64) for x in (getattr(right.answer, name), ours, getattr(rounded, name))
         )
         assert ours.shape == want.shape, f"{name} has shape {ours.shape}, not {want.shape}"
-        hair = HAIR * getattr(right.resolution, name)
+        hair = getattr(right.resolution, name)
         for norm, slack in ((lambda x: np.sqrt(np.mean(x**2)), SLACK), (lambda x: np.abs(x).max(initial=0), largest)):
             error, of_rounding = norm(ours - want), norm(theirs - want)
             assert error <= slack * of_rounding + hair or (slack == 0 and not np.isnan(error)), (
-                f"{name}: {error:.3g}; rounding has {of_rounding:.3g}, and the hair is {hair:.3g}"
+                f"{name}: {error:.3g}; rounding has {of_rounding:.3g}, and the resolution is {hair:.3g}"
             )
 
 
