@@ -140,7 +140,7 @@ def exact(
     factors = by_logprob, by_lse - by_logprob, by_entropy, by_mean / columns, by_divergence
     terms = hit_RV, p_RV, spread_RV, 1, by_z_RV
     dy_RV = slope_RV * sum(factor * term for factor, term in zip(factors, terms, strict=True))
-    # The absolute terms of which a slope is the sum, without a softcap's factor, which is 1 - tanh^2 and rounded as 1 is;
+    # The absolute terms whose sum a slope is, without the factor of a softcap, 1 - tanh^2, which is rounded as 1 is;
     # the divergence's own terms are larger than their difference.
     sizes_RV = sum(abs(factor * x) for factor, x in zip(factors, (*terms[:4], mass_RV), strict=True)) / temperature
     gradients = _gradients(hidden, weight, live, dy_RV, h_RD, w_VD)
