@@ -40,6 +40,10 @@ ACTS = GRPO.replace("arithmetic,", "arithmetic, environment: 'my_env:Guess',")
 TURNS = ACTS.replace("length: 8}", "length: 8, max_turns: 2}")
 VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, ")
 SUMS = SFT + "task: {name: arithmetic}\n"
+DPO = SFT.replace("sft", "dpo") + "dpo: {}\n"
+LABELLED = DPO.replace("train.jsonl", "task") + "task: {name: arithmetic}\n"
+DISTILL = GRPO.replace("algorithm: grpo", "algorithm: distill") + "distill: {}\nteacher: {source: teacher}\n"
+DATA = SFT.replace("sft", "distill") + "distill: {}\nteacher: {source: teacher}\n"
 
 
 ROOT = configs.CONFIGS.parent
@@ -92,7 +96,6 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
     ("base", "typed", "message"),
     [
         (GRPO, "optimizer.lr=1", "optimizer.lr: unknown setting; here: optimizer.learning_rate"),
-        (GRPO, "learning_rate=1", "learning_rate: unknown setting; it is optimizer.learning_rate"),
         (GRPO, "optim=adamw_torch", "optim: unknown setting; here: the optimizer is AdamW"),
         (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
         (GRPO, "grpo.nothing_like_it=8", "grpo.nothing_like_it: unknown setting"),
@@ -111,10 +114,8 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
             "steps: 4 is not divisible by grpo.updates_per_generation * num_iterations (3)",
         ),
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
-        (GRPO.replace("4}", TWO), "eval.every=1", "eval.every: 1 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),
-        (GRPO, "grpo.loss_type=cispo", "grpo.loss_type: cispo is dapo with one update per rollout"),
         (GRPO.replace("4}", CISPO), "grpo.epsilon_high=0.28", "0.28 is the cap of cispo's ratio itself: give 1 or"),
         (GRPO.replace("4}", CISPO), "grpo.epsilon=0.2", "grpo.epsilon: is not used with loss_type: cispo"),
         (
@@ -126,10 +127,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "grpo={importance_cap: null, importance_sampling: sequence_mask}", "is not used with importance_cap"),
         (GRPO + "eval: {every: 2}\n", "checkpoint={every: 4, keep_best: true}", "eval.every (2) is not a multiple"),
         (GRPO, "task.rewards=[{name: format}, {name: format}]", "task.rewards: each name may stand once"),
-        (GRPO, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section"),
         (GRPO + "eval: {}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval.test: set"),
-        (GRPO + "eval: {every: 2, test: true}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval"),
-        (GRPO.replace(": 50", ": 0") + "eval: {test: true}\n", "checkpoint.keep_best=true", "keep_best: needs an eval"),
         (
             GRPO.replace("arithmetic,", "jsonl, train: a.jsonl,"),
             "task.test=b.jsonl",
@@ -139,7 +137,6 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "head={impl: full_logits, workspace_mib: 4}", "head.workspace_mib: is not used with impl: full_logits"),
         (GRPO, "rollout.max_turns=2", "rollout.max_turns: is not used without task.environment or task.tools"),
         (GRPO, "task.environment=mine", "task.environment: mine: expected package.module:Class"),
-        (GRPO, "task.tools=[mine]", "task.tools: mine: expected package.module:function"),
         (GRPO, 'task.tools=["mine:tool"]', "task.tools: is not used with rollout.max_turns: 1, since no turn follows"),
         (ACTS, "rollout.max_total_length=20", "rollout.max_total_length: is not used with one turn"),
         (
@@ -162,6 +159,25 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SUMS, "data={source: task, max_length: 8, validation: {share: 0.1}}", "share: is not used with source: task"),
         (SFT, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section or data.validation"),
         (VALIDATED, "checkpoint={every: 2, keep_best: true}", "data.validation.every (3) is not a multiple"),
+        (SFT.replace("sft", "dpo"), None, "dpo: algorithm: dpo needs this section"),
+        (SFT, "dpo={}", "dpo: is not used by algorithm: sft"),
+        (DPO, "dpo={loss_type: ipo, label_smoothing: 0.1}", "dpo.label_smoothing: is not used with loss_type: ipo"),
+        (DPO, "dpo.gamma=1.0", "dpo.gamma: is not used with loss_type: sigmoid"),
+        (DPO, "head.workspace_mib=64", "head.workspace_mib: is not used by algorithm: dpo"),
+        (LABELLED, "dpo.loss_type=kto", "data.source: a task has no labels"),
+        (DISTILL, "data={source: task, max_length: 8}", "data: algorithm: distill learns either from data, or"),
+        (DISTILL.replace("grpo: {num_generations: 4}", ""), None, "data: algorithm: distill learns either from data, "),
+        (DISTILL, "distill.beta=0.5", "distill.beta: is not used with kind: reverse_kl"),
+        (DISTILL, "distill.label_coef=0.5", "distill.label_coef: is for the completions of data: remove it"),
+        (DISTILL, "distill={estimator: sampled, kind: jsd}", "distill.kind: is not used with estimator: sampled"),
+        (DISTILL, "grpo.entropy_coef=0.1", "grpo.entropy_coef: is not used by distill.estimator: full"),
+        (DISTILL, "grpo.scale_rewards=none", "grpo.scale_rewards: is not used by distill.estimator: full"),
+        (DISTILL, "grpo={loss_type: gspo, num_iterations: 2}", "grpo.loss_type: gspo is an objective, and distill.est"),
+        (DISTILL, "head.impl=mosaic_gpu", "head.impl: mosaic_gpu has no divergences"),
+        (DISTILL, "teacher.step=last", "teacher.step: 'last' is none of newest, best and"),
+        (DATA, "distill.estimator=sampled", "grpo: distill.estimator: sampled needs this section"),
+        (GRPO, "teacher={source: teacher}", "teacher: is not used by algorithm: grpo"),
+        (GRPO, "grpo.num_generations=1", "grpo.num_generations: 1 leaves"),
     ],
 )
 def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(tmp_path, base, typed, message):

@@ -1,11 +1,11 @@
-"""Distillation end to end: what the teacher is, exact resume of both sources, what is refused, and that it learns."""
+"""Distillation end to end: what the teacher is, both sources, and that it learns. Resume: test_train.py."""
 
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import assert_same_end, changed, killed_after, newest, records, run
+from runs import changed, newest, records, run
 from tiny import TEACHER, config
 
 from mllm.config import load as configs
@@ -30,33 +30,27 @@ def distilled(**sections):
 
 @pytest.mark.slow
 def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(finished, tmp_path):
-    """A student that begins as the teacher is, which is a run with adapters, has no divergence from it."""
-    teaching = finished("distill").run_dir
-    settings = distilled(
-        run_dir=str(tmp_path / "run"),
-        steps=1,
-        model={"init": "pretrained", "source": teaching, "step": 4, "architecture": None},
-        teacher={"source": teaching, "dtype": "float32"},
-    )
-    assert run(settings) == 0
-    line = records(settings)[-1]
+    taught = finished("distill")
+    policy = load_policy(taught, make_mesh(taught.mesh))
+    layers = policy.complete(newest(taught).train.params)["layers"]
+    frozen, a, b = (np.asarray(layers[f"q_{name}"]) for name in ("weight", "a", "b"))
+    settings = distilled(run_dir=str(tmp_path / "run"), teacher={"source": taught.run_dir, "dtype": "float32"})
+    with Run.build(settings) as begun:
+        merged = np.asarray(begun.fixed.teacher["layers"]["q_weight"])
+    assert np.abs(merged - frozen).max() > 1e-3
+    atol = 4 * 2**-24 * np.abs(merged).max()  # four roundings of numbers of this size: two products, two sums
+    np.testing.assert_allclose(merged, frozen + policy.lora.scale * b @ a, rtol=0, atol=atol)
     assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 4
-    assert line["kl"] == line["loss"] == line["grad_norm"] == 0
-    assert line["teacher_agreement"] == 1
-    assert line["entropy"] == pytest.approx(line["teacher_entropy"], rel=1e-6)
 
 
-@pytest.mark.slow
-def test_given_completions_are_distilled_in_a_run_that_ends_as_one_that_was_never_killed(tmp_path):
+def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
     """Own completions: tests/run/test_train.py."""
-    sections = {**GIVEN, "distill": {"kind": "jsd", "label_coef": 0.1}, "checkpoint": {"every": 2}}
-    settings = distilled(run_dir=str(tmp_path / "whole"), steps=4, **sections)
+    sections = {**GIVEN, "distill": {"kind": "jsd", "label_coef": 0.1}}
+    settings = distilled(run_dir=str(tmp_path / "run"), steps=2, **sections)
     assert run(settings) == 0
-    again = killed_after(settings, 2, tmp_path / "killed")
-    assert run(again) == 0
-    assert_same_end(again, settings)
     for line in records(settings):
         assert line["loss"] > line["kl"] + 0.1  # labels of an untrained model have some nats
+        assert line["grad_norm"] > 0
         assert "reward" not in line
 
 
@@ -83,6 +77,7 @@ def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
         assert asked == [begun.teacher]
 
 
+@pytest.mark.slow
 def test_every_sampled_completion_is_learned_from_with_the_teachers_term(tmp_path):
     settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"})
     assert run(settings) == 0
@@ -106,39 +101,6 @@ def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
     settings = distilled(teacher={"source": str(FIXTURES / "tiny_grpo"), "step": 3})
     with pytest.raises(UserError, match=r"^teacher.step: no run is at "):
         load_teacher(settings, make_mesh(settings.mesh), student)
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"distill": None}, "distill: algorithm: distill needs this section"),
-        ({"teacher": None}, "teacher: algorithm: distill needs this section"),
-        ({"grpo": None}, "data: algorithm: distill learns either from data, or"),
-        ({"grpo": None, "data": {"source": "task", "max_length": 8}, "distill": {"estimator": "sampled"}}, "grpo: "),
-        ({"data": {"source": "task", "max_length": 8}}, "data: algorithm: distill learns either from data, or"),
-        ({"distill": {"beta": 0.5}}, "distill.beta: is not used with kind: reverse_kl"),
-        ({"distill": {"label_coef": 0.5}}, "distill.label_coef: is for the completions of data: remove it"),
-        ({"distill": {"estimator": "sampled", "kind": "jsd"}}, "distill.kind: is not used with estimator: sampled"),
-        ({"grpo": {"num_generations": 2, "entropy_coef": 0.1}}, "grpo.entropy_coef: is not used by distill.estim"),
-        ({"grpo": {"num_generations": 2, "scale_rewards": "none"}}, "grpo.scale_rewards: is not used by distill.estim"),
-        ({"head": {"impl": "mosaic_gpu"}}, "head.impl: mosaic_gpu has no divergences"),
-        ({"algorithm": "grpo", "distill": None}, "teacher: is not used by algorithm: grpo"),
-        (
-            {"algorithm": "grpo", "distill": None, "teacher": None, "grpo": {"num_generations": 1}},
-            "grpo.num_generations: 1 leaves",
-        ),
-        ({"teacher": {"step": "last"}}, "teacher.step: 'last' is none of newest, best and"),
-        ({"grpo": {"loss_type": "gspo", "num_iterations": 2}}, "grpo.loss_type: gspo is an objective, and distill.est"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_settings_that_can_t_work_or_have_no_effect_are_one_line(sections, message, tmp_path):
-    settings = distilled().model_dump(mode="json")
-    for name, value in sections.items():
-        settings[name] = {**(settings[name] or {}), **value} if isinstance(value, dict) else value
-    with pytest.raises(UserError) as error:
-        configs.validate(settings, tmp_path, ())
-    assert str(error.value).startswith(f"{tmp_path}: {message}"), error.value
 
 
 @pytest.mark.faults

@@ -5,18 +5,20 @@ import sys
 import tomllib
 from pathlib import Path
 
+from runs import assert_same_end, killed_after
+
 import mllm
 from mllm.config.load import load
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_a_notebook_loads_a_configuration_and_trains_as_the_command_does(tmp_path):
-    words = ["steps=2", "optimizer.warmup_steps=1", "eval=null", "rollout=null", f"run_dir={tmp_path / 'run'}"]
-    config = mllm.load_config("tiny_sft.yaml", words)
-    assert config == load("tiny_sft.yaml", words)
+def test_a_notebook_trains_as_the_command_does(finished, tmp_path):
+    going_on = killed_after(finished("dpo"), 2, tmp_path / "run")
+    config = mllm.load_config(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
+    assert config == load(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
     assert mllm.train(config) == 0
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert_same_end(config, finished("dpo"))
 
 
 def test_the_package_and_its_names_need_no_jax_before_training():

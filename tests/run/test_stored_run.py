@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from object_store import object_store
 from pyarrow import parquet
-from runs import assert_same_end, changed, checksums, run
+from runs import assert_same_end, changed, checksums, killed_after, run
 from tiny import config
 
 from mllm.config.model import MeshConfig
@@ -31,24 +31,6 @@ def store(tmp_path, monkeypatch):
         yield store
 
 
-@pytest.fixture
-def trained(tmp_path):
-    """A run on a disk, with checkpoints 2 and 4."""
-    settings = config("sft", run_dir=str(tmp_path / "trained"), checkpoint={"every": 2})
-    settings = changed(settings, eval=None, rollout=None)
-    assert run(settings) == 0
-    return settings
-
-
-# What a run reads, and what reads it
-
-
-def upload(folder, url):
-    """Write a folder's files as objects."""
-    send(folder, url, [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()])
-
-
-@pytest.mark.slow
 @pytest.mark.nightly
 def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, tmp_path):
     files = tmp_path / "files"
@@ -58,7 +40,7 @@ def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, 
     (files / "train-1.jsonl.gz").write_bytes(gzip.compress("".join(LINES[:20]).encode()))
     (files / "train-2.jsonl").write_text("".join(LINES[20:]))
     parquet.write_table(pyarrow.Table.from_pylist([*map(json.loads, LINES[:9])]), files / "heldout.parquet")
-    upload(files, store.url)
+    send(files, store.url, [str(path.relative_to(files)) for path in files.rglob("*") if path.is_file()])
 
     def settings(place, run_dir):
         model = {"init": "pretrained", "architecture": None, "source": f"{place}/model"}
@@ -73,7 +55,8 @@ def test_a_model_and_data_in_a_bucket_make_the_run_that_their_files_make(store, 
 
 
 @pytest.mark.faults
-def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, trained, tmp_path, capsys):
+def test_grpo_in_a_bucket_begins_with_a_run_there_and_tools_read_it(store, finished, tmp_path, capsys):
+    trained = killed_after(finished("sft"), 8, tmp_path / "trained")
     first = changed(trained, run_dir=f"{store.url}/first")
     assert run(first) == 0
     problems = [json.dumps({"prompt": f"{i}+{i % 5}=", "answer": i + i % 5}) + "\n" for i in range(12)]

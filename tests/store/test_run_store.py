@@ -295,5 +295,5 @@ def test_a_bucket_that_refuses_is_one_line_and_not_taken_for_an_empty_one(store,
         with pytest.raises(UserError, match="check the bucket and its credentials"):
             look()
     server.fault = lambda method, path: "404"
-    with pytest.raises(UserError, match="no config.yaml; give a run_dir"):
+    with pytest.raises(UserError, match=r"no config\.yaml; give a run_dir"):
         tool_run(store.url)
