@@ -84,7 +84,15 @@ TURNS = {
     "grpo": {"num_generations": 2},
 }
 METHODS = {
-    "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}, rollout={"stop": ["+"]}),
+    "sft": config(
+        "sft",
+        steps=8,
+        model={"architecture": {**ARCHITECTURE, "initializer_range": 0.3}},  # else every completion is empty
+        task={"system_prompt": "Sum."},
+        rollout={"stop": ["~"]},
+        checkpoint={"every": 4},
+        eval={"every": 4},
+    ),
     "grpo": config(
         steps=10,
         model={"dtype": "bfloat16"},  # whose masters are dithered

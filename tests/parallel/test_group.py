@@ -54,7 +54,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.slow if what == "killed" else pytest.mark.nightly) for what in ENDS]
+    "what", [pytest.param(what, marks=pytest.mark.slow if what == "error" else pytest.mark.nightly) for what in ENDS]
 )
 def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
     code, line = ENDS[what]

@@ -30,11 +30,9 @@ from runs import (
     start_two,
 )
 from states import like, make_state, opened, save
-from tiny import METHODS, config
+from tiny import config
 
-import train
 from mllm.config.data import DataConfig
-from mllm.config.load import load
 from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
@@ -60,7 +58,7 @@ from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 from mllm.store.checksum import checksums
 from mllm.store.holder import hold, hold_folder
-from mllm.store.run_store import RunStore, tool_run
+from mllm.store.run_store import RunStore
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
@@ -131,6 +129,25 @@ def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_
     assert all(line["sampling/masked_sequences"] == 0 for line in learned)
 
 
+LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+
+
+@pytest.mark.nightly
+def test_two_processes_log_of_a_reference_and_a_validation_what_one_logs(tmp_path):
+    """Rollouts: tests/run/test_train.py."""
+    labelled = tmp_path / "labelled.jsonl"
+    labelled.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+    data = {"source": str(labelled), "max_length": 32, "validation": {"share": 0.2, "every": 2}}
+    parts = {"task": None, "eval": None, "rollout": None, "data": data}
+    settings = config("dpo", steps=2, dpo={"loss_type": "kto"}, **parts)
+    one, two = (
+        changed(settings, run_dir=str(tmp_path / where), mesh=mesh) for where, mesh in (("one", {}), ("two", MESH))
+    )
+    outputs(start_two(["train.py", *arguments(two)]))
+    assert run(one) == 0
+    assert_same_metrics(two, one, 2e-4, 2e-5)
+
+
 # Rows of each process
 
 
@@ -163,16 +180,9 @@ def test_processes_share_json_and_arrays_to_the_bit_and_run_nothing_that_they_re
     assert not Path("executed").exists()
 
 
-def train_and_check(configs, path):
-    """Runs in each of two processes, whose start is most of the time that any check takes."""
-    join_group()
-    for one in configs:
-        assert train.train(load(one)) == 0
-    check_rows_and_reading(path)
-
-
 def check_rows_and_reading(path):
-    """Values are gathered, rows shared, and each process reads its part of data and weights."""
+    """In each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
+    join_group()
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
@@ -270,28 +280,7 @@ def check_rows_and_reading(path):
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
-LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
-
-
 @pytest.mark.slow
-def test_each_process_trains_on_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
-    """Runs of DPO, with a reference and validation, and of GRPO with an environment log what one process logs."""
-    labelled = tmp_path / "labelled.jsonl"
-    labelled.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
-    data = {"source": str(labelled), "max_length": 32, "validation": {"share": 0.2, "every": 2}}
-    parts = {"task": None, "eval": None, "rollout": None, "data": data}
-    runs = {"dpo": config("dpo", steps=2, dpo={"loss_type": "kto"}, **parts)}
-    runs["turns"] = changed(METHODS["turns"], steps=2)
-    one, two = (
-        [changed(runs[name], run_dir=str(tmp_path / f"{where}_{name}"), mesh=mesh) for name in runs]
-        for where, mesh in (("one", {}), ("two", MESH))
-    )
-    files = [arguments(settings)[1] for settings in two]
-    script = f"import test_processes; test_processes.train_and_check({files}, {str(tmp_path / 'run')!r})"
-    processes = start_two(["-c", script])
-    assert [run(settings) for settings in one] == [0, 0]
-    outputs(processes)
-    for mine, yours in zip(two, one, strict=True):
-        assert_same_metrics(mine, yours, 2e-4, 2e-5)
-    samples = [tool_run(settings.run_dir).read_log("samples.jsonl") for settings in (one[1], two[1])]
-    assert samples[0] == samples[1]
+def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
+    script = f"import test_processes; test_processes.check_rows_and_reading({str(tmp_path / 'run')!r})"
+    outputs(start_two(["-c", script]))

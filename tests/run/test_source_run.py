@@ -23,7 +23,7 @@ from mllm.run.source_run import SourceRun, load_policy
 from mllm.store.run_store import RunStore
 from tools import export
 
-STOP = "+"
+STOP = "~"
 
 
 @pytest.fixture

@@ -151,6 +151,7 @@ def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(s
 # Exports
 
 
+@pytest.mark.slow
 def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(server, url, monkeypatch):
     url, params = f"{url}/model", load_weights(FIXTURES / "tied")
     architecture = weights.read_config(FIXTURES / "tied")

@@ -1,11 +1,13 @@
 """`python tools/bench logits`: its table, and a check that fails where a number is off."""
 
 import jax.numpy as jnp
+import pytest
 
 from tools.bench import __main__ as bench
 from tools.bench import logits_programs
 
 
+@pytest.mark.slow
 def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
     assert bench.main(small) == 0
