@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from object_store import object_store
@@ -30,11 +32,15 @@ from runs import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import METHODS, config
 
+import mllm
 from mllm import stopwatch
 from mllm.config import load as configs
+from mllm.config.load import load
 from mllm.parallel import group
 from mllm.run.checkpoint import Checkpoints
+from mllm.run.state import RunState
 from mllm.store.run_store import RunStore, tool_run
+from mllm.training.step import TrainState
 
 EVEN = "user_rewards:even_characters"
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
@@ -302,3 +308,64 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
     modules = process.stdout.split("imported")[1].split()
     assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules)
     assert process.stderr.count("error: ") == 2, unknown
+
+
+@pytest.mark.slow
+def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(tmp_path, capsys):
+    """The first update throws the parameters to where nothing can be computed any more; no other changes any."""
+    settings = config(
+        "sft",
+        run_dir=str(tmp_path / "run"),
+        steps=8,
+        optimizer={"learning_rate": 9e18, "max_skipped": 1},
+        eval=None,
+        rollout=None,
+    )
+    for step, skipped in ((3, 2), (4, 3)):
+        assert run(settings) == 2
+        why = f"the last {skipped} updates were not finite and skipped"
+        said = f"error: optimizer.max_skipped: {why} (saved after step {step}: the same command resumes)"
+        assert capsys.readouterr().err.splitlines()[-1] == said
+        assert newest(settings).step == step
+    lines = records(settings)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
+    assert lines[1]["loss"] is None
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
+
+
+def test_a_finite_update_ends_a_row_of_skipped_ones():
+    train = TrainState({}, {}, 0)
+    state, counts = RunState(0, train, {}), []
+    for skipped in (True, True, False, True):
+        state = state.after_update(train, {}, skipped)
+        counts.append(state.skipped_in_a_row)
+    assert counts == [1, 2, 0, 1]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_notebook_trains_as_the_command_does(finished, tmp_path):
+    going_on = killed_after(finished("dpo"), 2, tmp_path / "run")
+    config = mllm.load_config(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
+    assert config == load(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
+    assert mllm.train(config) == 0
+    assert_same_end(config, finished("dpo"))
+
+
+def test_the_package_and_its_names_need_no_jax_before_training():
+    code = "import sys, mllm; mllm.load_config('tiny_sft.yaml'); assert 'jax' not in sys.modules; print(mllm.train)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "train" in done.stdout
+
+
+def test_the_console_command_is_train_py(monkeypatch, capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"mllm-train": "mllm:main"}
+    monkeypatch.setattr(sys, "argv", ["mllm-train", "--config", "tiny_sft.yaml", "--print-config"])
+    try:
+        mllm.main()
+    except SystemExit as left:
+        assert not left.code  # noqa: PT017
+    assert "algorithm: sft" in capsys.readouterr().out

@@ -1,11 +1,13 @@
-"""A checkpoint is Orbax's, restored to the bit, and knows the logs before it; damage costs it alone, never the run."""
+"""A checkpoint is Orbax's, restored to the bit, and knows the logs before it; damage or a full disk costs it alone."""
 
 import errno
 import logging
+import resource
 import shutil
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
@@ -20,9 +22,10 @@ from etils import epath
 from states import OPTIMIZER, POSITION, damaged, like, make_state, opened, restored, save
 
 from mllm.config.model import MeshConfig
+from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.run.checkpoint import restore_params
+from mllm.run.checkpoint import Checkpoints, restore_params
 from mllm.run.metrics import RECORDS, RunLog
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store.run_store import RunStore, files_below
@@ -353,3 +356,37 @@ def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
         restored(store)
     assert store.steps() == [1, 2]
     assert restored(store).step == 1
+
+
+@contextmanager
+def limited_files(size):
+    """Let no file of this process grow past `size` bytes: writing fails with EFBIG, as it would on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    caching = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", caching)
+
+
+@pytest.mark.parametrize("method", ["timings", "wait"])
+def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method, capfd):
+    store = RunStore(tmp_path)
+    save(store, 1)
+    checkpoints = Checkpoints(store, CheckpointConfig())
+    with limited_files(200):
+        checkpoints.save(make_state(2), "")
+        while checkpoints.manager.is_saving_in_progress():
+            time.sleep(0.01)
+    with pytest.raises(UserError, match=r"checkpoints: can't be written \(.*\).* goes on from checkpoint 1$"):
+        getattr(checkpoints, method)()
+    checkpoints.close()
+    assert store.steps() == [1]
+    save(store, 2)
+    assert store.steps() == [1, 2]
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert "never retrieved" not in said

@@ -15,7 +15,7 @@ import jax
 import pytest
 from runs import ROOT, environment
 from states import make_state, opened
-from test_full_disk import limited_files
+from test_checkpoint import limited_files
 
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
