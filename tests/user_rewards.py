@@ -22,27 +22,6 @@ def seldom(completion):
     return float(even_characters(completion) > 0.7)
 
 
-def fussy(completion):
-    """As `even_characters`, but raises at an odd number of them."""
-    even = sum(ord(character) % 2 == 0 for character in completion)
-    if even % 2:
-        raise RuntimeError("an odd number of even characters")
-    return even / 4
-
-
-def slow_at_times(completion):
-    """Hangs where the first character is odd."""
-    if ord(completion[:1] or "a") % 4 == 1:
-        time.sleep(60)
-    return 1.0
-
-
-def slow(completion):
-    """Takes a quarter of a second; campaigns of faults name it."""
-    time.sleep(0.25)
-    return even_characters(completion)
-
-
 class Counter:
     """An environment that answers with a number, of its seed and of all that was said, and may end by it."""
 

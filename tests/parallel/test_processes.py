@@ -32,7 +32,6 @@ from runs import (
     run,
     spawn,
     start_group,
-    start_two,
 )
 from states import like, make_state, opened, save
 from tiny import config
@@ -150,7 +149,7 @@ def test_two_processes_log_of_a_reference_and_a_validation_what_one_logs(tmp_pat
     one, two = (
         changed(settings, run_dir=str(tmp_path / where), mesh=mesh) for where, mesh in (("one", {}), ("two", MESH))
     )
-    outputs(start_two(["train.py", *arguments(two)]))
+    outputs(start_group(["train.py", *arguments(two)]))
     assert run(one) == 0
     assert_same_metrics(two, one, 2e-4, 2e-5)
 
@@ -290,7 +289,7 @@ def check_rows_and_reading(path):
 @pytest.mark.slow
 def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
     script = f"import test_processes; test_processes.check_rows_and_reading({str(tmp_path / 'run')!r})"
-    outputs(start_two(["-c", script]))
+    outputs(start_group(["-c", script]))
 
 
 def ends(what):
