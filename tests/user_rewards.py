@@ -1,19 +1,8 @@
 """Reward functions and an environment as a user writes them, in a module; a model from scratch gets some of each."""
 
-import os
-import time
-from pathlib import Path
-
 
 def even_characters(completion):
-    """The share of characters with an even number.
-
-    Where REWARD_HOLDS names a run's folder, a test holds the run after its second step, until it writes a file `go`.
-    """
-    if folder := os.environ.get("REWARD_HOLDS"):
-        log, go = Path(folder, "metrics.jsonl"), Path(folder, "go")
-        while log.exists() and log.read_bytes().count(b"\n") >= 2 and not go.exists():
-            time.sleep(0.01)
+    """The share of characters with an even number."""
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 
