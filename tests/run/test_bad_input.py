@@ -246,6 +246,7 @@ TOOLS = (
     ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
+    ("memory", "--config tiny_distill", "--config: heads of two models are not compared"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
 )
 """The tool, its command line, and the message."""
