@@ -19,9 +19,8 @@ import jax
 import numpy as np
 import pytest
 from object_store import BUCKET, ObjectStore, object_store
-from runs import ROOT, TESTS, arguments, assert_same_end, changed, free_address, outputs, run, spawn
+from runs import ROOT, arguments, assert_same_end, changed, environment, free_address, outputs, run, spawn
 from tiny import METHODS, config
-from trainer import LEASE, Trainer, lines
 
 from mllm.errors import RESTART
 from mllm.run.metrics import RunLog
@@ -40,6 +39,24 @@ STOPPED = {KILL: [-KILL], TERM: [-TERM, 128 + TERM]}
 """Exit codes of a process that such a signal has ended."""
 REQUESTS = ["503", "reset", "lost", "late"]
 """How requests to a bucket fail."""
+LEASE = 6
+"""Seconds for which a bucket's lease lasts here."""
+TRAIN = f"""
+import sys, train
+from mllm.store import holder
+holder.SECONDS = {LEASE}
+sys.exit(train.main(sys.argv[1:]))
+"""
+PATIENCE = 10.0
+"""Seconds within which all that a trainer has started must end after it."""
+
+
+def lines(log: Path, since: float = 0.0) -> int:
+    """The lines of a log; -1 where it has not been there, or not been written, since a time."""
+    with suppress(OSError):
+        if log.stat().st_mtime > since:
+            return log.read_bytes().count(b"\n")
+    return -1
 
 
 @dataclass
@@ -54,14 +71,36 @@ class Run:
     """When the last process was started, as the file system counts."""
     said: list[str] = field(default_factory=list)
 
-    def start(self) -> Trainer:
+    def start(self) -> subprocess.Popen:
         """The same command once more; for a run in a bucket on another machine, which has no copy of anything."""
         self.starts += 1
         machine = self.folder / f"machine_{self.starts if self.server else 1}"
         machine.mkdir(parents=True, exist_ok=True)
-        variables = {"XDG_CACHE_HOME": str(machine), **(self.server.environment if self.server else {})}
+        variables = self.server.environment if self.server else {}
+        variables = environment(XDG_CACHE_HOME=str(machine), FAULTS_TOKEN=str(self.folder), **variables)
+        command = [sys.executable, "-c", TRAIN, *arguments(self.settings)]
         self.begun = time.time()
-        return Trainer(arguments(self.settings), machine / "said", variables)
+        with (self.folder / "said").open("wb") as file:
+            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file)
+
+    def end(self, process: subprocess.Popen) -> int:
+        """Wait for the end; returns the exit code, when all that the process has started has ended, too."""
+        code = process.wait(300)
+        self.said.append((self.folder / "said").read_text(errors="replace"))
+        deadline = time.monotonic() + PATIENCE
+        while left := self.orphans():
+            assert time.monotonic() < deadline, (left, self.said[-1][-3000:])
+            time.sleep(0.05)
+        return code
+
+    def orphans(self) -> list[str]:
+        """The processes that trainers of this run have started, directly or not."""
+        left = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended, or is another user's
+                if f"FAULTS_TOKEN={self.folder}\0".encode() in (entry / "environ").read_bytes():
+                    left.append(entry.name)
+        return left
 
     def lines(self) -> int:
         """The steps that the last process has found, or written, in metrics.jsonl; -1 before it has opened the log."""
@@ -78,12 +117,12 @@ class Run:
         steps = {name.removeprefix(root).partition("/")[0] for name in names if name.startswith(root)}
         return any(f"{root}{step}/commit_success.txt" not in names for step in steps if step.isdecimal())
 
-    def disturb(self, trainer: Trainer, number: int, aim: str, seconds: float, dice: random.Random) -> str:
+    def disturb(self, process: subprocess.Popen, number: int, aim: str, seconds: float, dice: random.Random) -> str:
         """Signal the process at a moment; returns where that fell, nothing if the process had ended before."""
         steps = self.settings.steps
 
         def until(there: Callable[[], bool]) -> None:
-            while trainer.process.is_alive() and not there():
+            while process.poll() is None and not there():
                 time.sleep(0.001)
 
         if aim in ("step", "save"):
@@ -96,11 +135,8 @@ class Run:
             time.sleep(dice.uniform(0, seconds if aim == "any time" else seconds / 3))
         logged = self.lines()
         where = "start" if logged < 0 else "save" if self.saving() else "step"
-        with suppress(ProcessLookupError):
-            os.kill(trainer.process.pid, number)
-        code = trainer.end()
-        self.said.append(trainer.said())
-        assert trainer.orphans() == [], self.said[-1][-3000:]
+        process.send_signal(number)
+        code = self.end(process)
         if code == 0 or (code == 2 and self.server):
             return ""
         assert code in STOPPED[number], self.said[-1][-3000:]
@@ -109,9 +145,7 @@ class Run:
     def finish(self) -> None:
         """Let the run go on to its end; requests to a bucket that fail for long may end it several times before."""
         for _ in range(10):
-            trainer = self.start()
-            code = trainer.end()
-            self.said.append(trainer.said())
+            code = self.end(self.start())
             if code != 2 or not self.server:
                 break
         assert code == 0, self.said[-1][-3000:]
@@ -154,7 +188,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([*TESTS, str(Path(__file__).parent)]))
         yield train
 
 

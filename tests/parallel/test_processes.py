@@ -274,17 +274,20 @@ def check_rows_and_reading(path):
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
-@pytest.mark.slow
-def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
-    script = f"import test_processes; test_processes.check_rows_and_reading({str(tmp_path / 'run')!r})"
-    outputs(start_group(["-c", script]))
+# How they end
 
 
-def ends(what):
-    """In each of two processes: join, with other settings in one of them, or let one fail in the midst of the work."""
+def join_and_end(what):
+    """In each of two processes: join, with other settings in one of them, and end."""
     options = train.make_parser().parse_args(["--config", ""])
     group, number = (options.coordinator, options.processes, options.process), options.process
     group_module.join(group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}}, 60)
+    end(what)
+
+
+def end(what):
+    """In each of two processes: work, and let process 1 fail in the midst of it."""
+    number = jax.process_index()
     with group_module.watched(2.0 if what == "stall" else None) as watch:
         for step in range(1000):
             watch.mark(step, "update")
@@ -314,20 +317,30 @@ ENDS = {
 """What goes wrong in process 1; the exit code with which all end, and the line."""
 
 
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.slow if what == "error" else pytest.mark.nightly) for what in ENDS]
-)
-def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
+def assert_all_end(what, call):
+    """Two processes that call this end with the exit code and the line."""
     code, line = ENDS[what]
-    end = f"command(lambda: test_processes.ends({what!r}))"
-    script = f"import test_processes; from mllm.errors import command, run_main; run_main({end})"
-    processes = start_group(["-c", script], 2, 1)
-    said = [process.communicate(timeout=120)[0] for process in processes]
+    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
+    processes = start_group(["-c", script], 2, 4)
+    said = [process.communicate(timeout=300)[0] for process in processes]
     codes = [code, -signal.SIGKILL if what == "killed" else code]
     assert [process.returncode for process in processes] == codes, said
     for output in said[: 1 if what == "killed" else 2]:
         assert len(re.findall(f"^{line}$", output, re.MULTILINE)) == output.count("error: ") == 1, output
-    assert ("Traceback" in said[1]) == (what == "bug")
+    assert ('raise KeyError("a key")' in said[1]) == (what == "bug")  # its traceback
+
+
+@pytest.mark.slow
+def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights_and_all_end_when_one_fails(tmp_path):
+    """One start for both, which takes most of the time."""
+    path = str(tmp_path / "run")
+    assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["settings", "bug", "killed", "stall"])
+def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
+    assert_all_end(what, f"test_processes.join_and_end({what!r})")
 
 
 @pytest.mark.nightly
