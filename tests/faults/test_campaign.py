@@ -132,7 +132,8 @@ class Run:
             until(self.saving if aim == "save" else lambda: True)
             time.sleep(dice.uniform(0, 0.03))
         else:
-            time.sleep(dice.uniform(0, seconds if aim == "any time" else seconds / 3))
+            imports = seconds / 3
+            time.sleep(dice.uniform(imports, seconds) if aim == "any time" else dice.uniform(0, imports))
         logged = self.lines()
         where = "start" if logged < 0 else "save" if self.saving() else "step"
         process.send_signal(number)

@@ -189,23 +189,22 @@ def test_a_plan_says_its_subject_and_that_figures_for_gpus_were_never_held_again
 # What is known without a compiler
 
 
-def test_the_subject_has_model_batch_lengths_micro_batch_and_steps(config, shapes):
+def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shapes):
+    """An older checkpoint stays until the new one is complete."""
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
-    model, batch, _ = subject(shapes)
-    assert model == f"grpo of a new model, {count:,} parameters"
-    completions = "batch_size 8, 8 completions in a rollout, 16 + 4 tokens at most"
-    assert batch == f"{completions}; micro_batch_size 4, rows of 20 tokens; 4 steps"
-    adapters = changed(config, model={"lora": {"rank": 2, "alpha": 2, "targets": ["head"]}})
-    model, *_ = subject(Programs(adapters, shapes.mesh))
-    assert model.endswith(f"({2 * (260 + 32)} in adapters, which are trained)")
-
-
-def test_a_checkpoint_has_parameters_and_moments_and_an_older_one_stays_until_the_new_one_is_complete(config, shapes):
-    mib = 12 * sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params)) / MIB
-    assert [*subject(shapes)][-1] == f"checkpoint: {mib:.1f} MiB; run_dir has up to 1 at a time, {mib:.1f} MiB"
+    mib = 12 * count / MIB  # parameters and moments
+    assert [*subject(shapes)] == [
+        f"grpo of a new model, {count:,} parameters",
+        "batch_size 8, 8 completions in a rollout, 16 + 4 tokens at most; micro_batch_size 4, rows of 20 tokens"
+        "; 4 steps",
+        f"checkpoint: {mib:.1f} MiB; run_dir has up to 1 at a time, {mib:.1f} MiB",
+    ]
     several = changed(config, checkpoint={"every": 2, "keep": 3, "keep_best": True}, eval={})
     *_, line = subject(Programs(several, shapes.mesh))
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
+    adapters = changed(config, model={"lora": {"rank": 2, "alpha": 2, "targets": ["head"]}})
+    model, *_ = subject(Programs(adapters, shapes.mesh))
+    assert model.endswith(f"({2 * (260 + 32)} in adapters, which are trained)")
 
 
 # What LoRA saves, by Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device

@@ -14,20 +14,16 @@ import numpy as np
 import pytest
 from object_store import object_store
 from runs import (
-    arguments,
     assert_same_end,
-    assert_same_metrics,
     changed,
     checkpoints,
     checksums,
     environment,
     killed_after,
     newest,
-    outputs,
     records,
     run,
     signal_trainer,
-    start_group,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import METHODS, config
@@ -134,15 +130,6 @@ def test_a_signal_between_the_updates_of_a_rollout_saves_the_step_and_leaves_its
     assert output == ""
     assert run(settings) == 0
     assert_same_end(settings, whole)
-
-
-@nightly
-@pytest.mark.parametrize("method", ["turns", "distill"])  # DPO: tests/parallel/test_processes.py
-def test_two_processes_log_what_one_logs(method, finished, tmp_path):
-    two = changed(one := finished(method), run_dir=str(tmp_path / "run"))
-    outputs(start_group(["train.py", *arguments(two)], 2, 1))
-    assert_same_metrics(two, one)
-    assert tool_run(two.run_dir).read_log("samples.jsonl") == tool_run(one.run_dir).read_log("samples.jsonl")
 
 
 # A finished run
