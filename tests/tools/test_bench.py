@@ -27,25 +27,6 @@ def cells(line):
 # tools/bench head
 
 
-@pytest.mark.nightly
-def test_a_table_for_each_share_has_what_was_measured_and_names_what_could_not_be(monkeypatch, capsys):
-    monkeypatch.setattr(head, "LEAST", 0.0)
-    chosen = ["--methods", "optax", "mosaic_gpu, value", "--live", "0.25", "1", "--repeats", "2"]
-    assert bench.main(["head", "--shape", "24,16,130", *chosen]) == 0
-    _, first, second, last = capsys.readouterr().out.split("\n\n")
-    for table, share in ((first, "100%"), (second, "25%")):
-        title, columns, _, three, four, optax, *absent = table.splitlines()
-        assert title == f"N=24, D=16, V=130, float32, {share} of the rows count"
-        assert cells(columns) == list(head.COLUMNS)
-        names = ["3 bare products", "4 bare products", "optax on full logits"]
-        assert [cells(line)[0] for line in (three, four, optax)] == names
-        ms, to_three, to_four, _, _, loss, dh, dw = map(float, cells(optax)[1:])
-        assert ms > 0 < to_four < to_three
-        assert max(loss, dh, dw) < 1e-5
-        assert "not measured: needs a GPU: mosaic_gpu, value only" in absent
-    assert cells(last.splitlines()[1]) == ["method", "/three, 100%", "/three, 25%", "temp MiB"]
-
-
 @pytest.mark.parametrize(
     ("device", "method", "said"),
     [
