@@ -201,12 +201,19 @@ def test_examples_without_anything_to_learn_are_left_out_and_counted(tmp_path, c
         batches_of(write(tmp_path, [long]))
 
 
-def test_sft_from_a_task_learns_its_solutions_and_needs_them():
+def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():
     batch = next(batches_of("task", packing=False))
     for question, tokens in zip(questions(batch), documents(batch), strict=True):
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
     cut = documents(next(batches_of("task", packing=False, max_length=9)))
     assert max(map(len, cut)) == 9 < max(map(len, documents(batch)))
+    shots = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    (document,) = task_documents(Task("shots", [Example(shots, "4", "4")], []), Renderer(BYTES), 64).read([0])
+    assert bytes(document.tokens[document.learned].tolist()[:-1]) == b"4"  # not the answers in the prompt
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         SftBatches(DataConfig(source="task", max_length=9), task_documents(task, Renderer(BYTES), 9), 1).train()

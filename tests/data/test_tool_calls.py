@@ -1,11 +1,12 @@
 """A tool gets the text that was written, and a call that can't be read costs itself alone."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from mllm.data.turns import tool_calls, tool_schemas
+from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.model.tokenizer import bytes_tokenizer, decode
 
 
@@ -92,8 +93,6 @@ def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) ->
         (f"<tool_call>{json.dumps(CALL)}{tagged(CALL)}", ["error", {"x": "a"}]),
         (tagged({"name": "add", "arguments": {"x": "</tool_call>"}}), [{"x": "</tool_call>"}]),
         ('{"name": "Ada", "age": 36}', []),
-        ('{"name": "Ada"}', []),
-        ('{"name": "add", "parameters": {"x": "a"}}', [{"x": "a"}]),
         ('{"name": "add", "parameters": {"x": "a </think> <tool_call>"}}', [{"x": "a </think> <tool_call>"}]),
         (
             '<think>a</think>\n{"name": "add", "parameters": {"x": "a"}}; {"name": "add", "arguments": {}}',
@@ -101,14 +100,48 @@ def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) ->
         ),
         ('{"name": "add", "parameters": {"x": ', ["error"]),
         ('{"name": "Ada", ', []),
-        ("<|python_tag|>print(1)", ["error"]),
         ('<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [{}]),
+        (tagged({"name": "add", "arguments": '{"x": "a"}'}), [{"x": "a"}]),
+        (tagged({"name": "add"}), [{}]),
         ("<function=>", ["error"]),
         ("A function call like f(x) = <tool> is none.", []),
+        ("", []),
     ],
 )
 def test_thoughts_answers_and_broken_calls_stand_apart(text: str, expected: list[Any]) -> None:
     assert read(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('<tool_call>{"name": "add"}', "no </tool_call>"),
+        ("<tool_call></tool_call>", "not JSON"),
+        (tagged({"name": "add", "arguments": [1]}), "an object"),
+        (tagged([1]), "an object"),
+        (tagged({"arguments": {}}), "a text"),
+        (tagged(10**5 * "["), "not JSON: .*recursion"),
+        ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
+        ("<|python_tag|>print(1)", "not JSON"),
+        (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
+        (r'<tool_call>{"name": "\ud83d", "arguments": {"\udfff": 1}}</tool_call>', "surrogates"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
+        (tagged('{"name": "add", "arguments": {"a": NaN}}'), "NaN is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": -1e999}}'), "inf is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": ' + 5000 * "9" + "}}"), "not JSON"),
+        ('{"name": "add", "arguments": {"a": ' + 45 * "[" + 45 * "]" + "}}", "too many levels"),
+        ('{"name": "add", "arguments": {"a": ' + 978 * "[" + 978 * "]" + "}}", "too many levels|recursion"),
+    ],
+)
+def test_a_call_that_does_not_parse_has_a_message_for_the_model(text: str, message: str) -> None:
+    *_, error = tool_calls(text, TOOLS)
+    assert re.search(message, str(error))
+    assert failed_call(error) == f"Error: ValueError: {error}"
+
+
+def test_what_a_model_is_told_of_a_failed_call_is_short_and_has_whole_characters() -> None:
+    assert len(failed_call(KeyError("x" * 10**6))) == 1000
+    assert failed_call(OSError("\ud800")) == "Error: OSError: ?"
 
 
 def test_tags_that_are_control_tokens_stay_in_a_completion_s_text() -> None:

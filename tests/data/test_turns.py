@@ -1,10 +1,8 @@
 """Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
 
-import re
-
 import pytest
 
-from mllm.data.turns import check_turns, failed_call, observation_tokens, prompt_tokens, tool_calls, tool_schemas
+from mllm.data.turns import check_turns, observation_tokens, prompt_tokens, tool_schemas
 from mllm.errors import UserError
 from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, encode, render
 
@@ -133,57 +131,3 @@ def test_a_function_without_hints_is_no_tool():
     assert TOOLS[0]["function"]["parameters"]["required"] == ["step"]
     with pytest.raises(UserError, match=r"the tool vague can't be described: .*step.*Google"):
         tool_schemas([IncrementEnv().vague])
-
-
-ADD = ("add", {"a": 1, "b": "x\ny"})
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x\ny"}}\n</tool_call>', [ADD]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "f"}</tool_call>', [
-            ("add", {"a": 1}), ("f", {}),
-        ]),
-        ('<think>\n<tool_call>{"name"</tool_call></think>\n\n<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
-        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n"
-         "</tool_call>", [ADD]),
-        ('<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": "x\\ny"}}', [ADD]),
-        ('{"name": "add", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', [("add", {"a": 1}), ("f", {})]),
-        ('The sum of {"name": 1} is 2.', []),
-        ('{"answer": 2}', []),
-        ("", []),
-    ],
-)  # fmt: skip
-def test_calls_are_found_in_each_form(text, expected):
-    assert tool_calls(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('<tool_call>{"name": "add"}', "no </tool_call>"),
-        ("<tool_call></tool_call>", "not JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not JSON: Expecting"),
-        ('<tool_call>{"name": "add"} please</tool_call>', "not JSON"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "an object"),
-        ("<tool_call>[1]</tool_call>", "an object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "a text"),
-        ("<tool_call>" + 10**5 * "[" + "</tool_call>", "not JSON: .*recursion"),
-        ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
-        ("<|python_tag|>print(1)", "not JSON"),
-        (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no finite number"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "inf is no finite number"),
-        (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
-        ('{"name": "add", "arguments": {"a": ' + 45 * "[" + 45 * "]" + "}}", "too many levels"),
-        ('{"name": "add", "arguments": {"a": ' + 978 * "[" + 978 * "]" + "}}", "too many levels|recursion"),
-        ('{"name": "add"', "not JSON"),
-    ],
-)
-def test_a_call_that_does_not_parse_has_a_message_for_the_model(text, message):
-    *_, error = tool_calls(text, [{"function": {"name": "add"}}])
-    assert re.search(message, str(error))
-    assert failed_call(error) == f"Error: ValueError: {error}"
-    assert len(failed_call(KeyError("x" * 10**6))) == 1000
-    assert failed_call(OSError("\ud800")) == "Error: OSError: ?"

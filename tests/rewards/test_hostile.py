@@ -72,42 +72,28 @@ def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses
 # Tool calls
 
 
-def call(arguments, name='"double"'):
-    return f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'
+def call(arguments):
+    return f'<tool_call>{{"name": "double", "arguments": {arguments}}}</tool_call>'
 
 
 def tagged(value):
     return f"<tool_call><function=double><parameter=number>{value}</parameter></function></tool_call>"
 
 
-def nested(levels):
-    return levels * "[" + levels * "]"
-
-
 NO_JSON = "Error: ValueError: a tool call is not JSON: "
 CALLS = {
-    "1e999": (call('{"number": 1e999}'), NO_JSON + "inf"),
-    "-1e999": (call('{"number": [-1e999]}'), NO_JSON + "-inf"),
-    "NaN": (call('{"number": NaN}'), NO_JSON + "NaN"),
-    "Infinity": (call('{"number": Infinity}'), NO_JSON + "Infinity"),
+    "1e999": (call('{"number": [-1e999]}'), NO_JSON + "-inf"),
     "half a character": (call(r'{"number": "\ud800"}'), NO_JSON + ".*surrogates"),
-    "half a character as a key": (call(r'{"\udfff": 1}'), NO_JSON + ".*surrogates"),
-    "half a character as a name": (call("{}", r'"\ud83d"'), NO_JSON + ".*surrogates"),
-    "half a character in a text of JSON": (call(json.dumps(r'{"number": "\ud800"}')), NO_JSON + ".*surrogates"),
-    "1e999 in a text of JSON": (call(json.dumps('{"number": 1e999}')), NO_JSON + "inf"),
-    **{f"{n} lists": (call(f'{{"number": {nested(n)}}}'), NO_JSON) for n in (45, 974, 978, 982, 10**4)},
-    "lists without an end": (call(10**5 * "["), NO_JSON),
-    "objects": (call(500 * '{"number": ' + "1" + 500 * "}"), NO_JSON),
-    "a number of 5,000 digits": (call(f'{{"number": {5000 * "9"}}}'), NO_JSON),
-    "no object": (call("[1]"), "Error: ValueError: a tool call must be"),
-    "no name": (call("{}", "null"), "Error: ValueError: a tool call must be"),
-    "no end": ('<tool_call>{"name": "double"}', "Error: ValueError: a tool call has no"),
+    "lists": (call(f'{{"number": {10**4 * "[" + 10**4 * "]"}}}'), NO_JSON),
     "tagged 1e999": (tagged("1e999"), "1e9991e999"),
-    "tagged lists": (tagged(nested(978)), r"\[\["),
+    "tagged lists": (tagged(978 * "[" + 978 * "]"), r"\[\["),
     "two megabytes": (call(f'{{"number": "{2**20 * "x"}"}}'), None),
     "20,000 calls": (20_000 * call('{"other": 1}'), None),
 }
-"""What a model writes, and what it is answered; None: the conversation fails, since that is too much."""
+"""What a model writes, and what it is answered; None: the conversation fails, since that is too much.
+
+tests/data/test_tool_calls.py has more of what can't be read.
+"""
 
 
 @pytest.mark.slow
