@@ -5,6 +5,7 @@ import pytest
 from mllm.data.turns import check_turns, observation_tokens, prompt_tokens, tool_schemas
 from mllm.errors import UserError
 from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, encode, render
+from tests.model.templates import PUBLIC
 
 START, END = "<|im_start|>", "<|im_end|>"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -83,6 +84,26 @@ def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_rend
         ids += observation_tokens(given, new, ended, tools)
         chat += [{"role": "assistant", "content": said}, *new]
     assert ids == encode(tokenizer, render(whole, chat, add_generation_prompt=True))
+
+
+@pytest.mark.parametrize("args", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"])
+def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer_and_keep_thoughts_elsewhere(args):
+    """Its prompts open the thought, or have an empty one; sampled thoughts are dropped behind a later question."""
+    given = Renderer(PUBLIC["qwen3.5"].tokenizer(), args=args)
+    call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
+    opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")
+    chat = [{"role": "user", "content": "Guess."}]
+    ids = prompt_tokens(given, chat, TOOLS)
+    for said in (call, call.replace("6", "1")):
+        ids += [*encode(given.tokenizer, thought + said), given.tokenizer.eos_token_id]
+        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, TOOLS)
+        chat += [{"role": "assistant", "content": opened + thought + said}, {"role": "tool", "content": "7"}]
+    whole = Renderer(given.tokenizer, args={**args, "tools": TOOLS})
+    assert ids == encode(given.tokenizer, render(whole, chat, add_generation_prompt=True))
+    check_turns(given, TOOLS, False)
+    check_turns(given, None, True)
+    with pytest.raises(UserError, match="drops the thoughts"):
+        check_turns(given, None, False)
 
 
 def test_where_no_token_of_the_template_ends_a_turn_all_that_it_writes_follows():
