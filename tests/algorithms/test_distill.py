@@ -130,6 +130,7 @@ def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperatur
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-4 * np.abs(other).max())
 
 
+@pytest.mark.nightly
 def test_a_mesh_has_the_update_of_one_device():
     (loss, metrics, gradients), expected = (update(make_settings(mesh)) for mesh in ((2, 2, 2), (1, 1, 1)))
     assert loss == pytest.approx(expected[0], rel=1e-5)

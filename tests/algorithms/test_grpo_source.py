@@ -40,7 +40,7 @@ def test_each_completion_has_its_weight_advantage_and_log_probabilities():
     assert len(found) == 2 * GROUP
     for number, (prompt, made) in enumerate(zip(prompts, completions, strict=True)):
         fields, learned = found[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
-        assert fields[3, learned].tolist() == made.tokens.tolist()
+        assert fields[3, learned].tolist() == made.tokens
         np.testing.assert_array_equal(fields[4, learned], np.float32(1 / (8 * len(made.tokens))))
         np.testing.assert_array_equal(fields[5, learned], advantages[number])
         np.testing.assert_array_equal(fields[6, learned], made.logprobs)

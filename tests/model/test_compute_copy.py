@@ -3,20 +3,11 @@
 Nothing here says how the bits are made: they are found by bisection, from the copies alone.
 """
 
-from operator import itemgetter
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
-from tiny import ARCHITECTURE
 
-from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
-from mllm.model.decoder import Decoder
-from mllm.model.layout import split_layers
-from mllm.sampler.decoding import decoding_weights
 
 SHAPE = (192, 256)
 DITHERED, NEAREST = (Rounding(jnp.dtype("bfloat16"), dithered) for dithered in (True, False))
@@ -90,20 +81,3 @@ def test_thresholds_are_the_same_in_every_process_version_and_shape(bits):
 def test_rows_that_are_looked_up_are_those_of_the_matrix():
     values, tokens = RNG.normal(size=SHAPE).astype(np.float32), RNG.integers(0, SHAPE[0], (3, 50))
     assert_same_bits(copied(values[tokens], rows=jnp.asarray(tokens)[..., None]), copied(values)[tokens])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounding", [DITHERED, NEAREST])
-def test_the_sampler_reads_rounded_matrices_and_vectors_as_they_are(rounding):
-    sizes = Architecture.from_hf({**ARCHITECTURE, "model_type": "qwen3", "tie_word_embeddings": False}, "test")
-    model = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=rounding.dithered)
-    params = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), nnx.state(model))
-    weights = decoding_weights(nnx.graphdef(model), params)
-    read_layers = enumerate(weights.layers["layers"])
-    layers = [(jax.tree.map(itemgetter(i), params["layers"]), of, "layers.", i) for i, of in read_layers]
-    for masters, read, prefix, layer in (*layers, (split_layers(params)[0], weights.outer, "", 0)):
-        for name, values in masters.items():
-            values, got = np.asarray(values[...]), np.asarray(read[name][...])
-            assert got.dtype == (np.float32 if values.ndim == 1 else jnp.bfloat16)
-            want = values if values.ndim == 1 else copied(values, prefix + name, rounding, layer=layer)
-            assert_same_bits(got.astype(np.float32), want)

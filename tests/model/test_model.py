@@ -28,12 +28,8 @@ from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weigh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
-FAST_FIRST = [
-    "qwen3",
-    "gemma3",
-    "qwen3_5",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("qwen3", "gemma3", "qwen3_5")),
-]
+DAILY = ("qwen3", "gemma3", "qwen3_5")
+FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in DAILY)]
 
 
 class Fixture(NamedTuple):
@@ -76,7 +72,7 @@ def padded_segments(tokens: jax.Array) -> jax.Array:
     return jnp.ones_like(tokens).at[0, :4].set(0).at[1].set(0)
 
 
-@pytest.mark.parametrize("name", FAST_FIRST)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_agree_with_transformers(name: str) -> None:
     config, params, tokens, positions, expected = fixture(name)
     found = logits_of(config, params, tokens, positions)

@@ -23,7 +23,8 @@ from mllm.model.presets import PRESETS
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
-FAST_FIRST = ["gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name != "gemma3")]
+DAILY = ("gemma3", "qwen3_5")
+FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in DAILY)]
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
@@ -48,7 +49,7 @@ def sharded(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
 
 
-@pytest.mark.parametrize("name", FAST_FIRST)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
     params, config = load_weights(FIXTURES / name), weights.read_config(FIXTURES / name)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16 if "bfloat16" in name else jnp.float32)

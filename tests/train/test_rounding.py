@@ -173,17 +173,6 @@ def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_a_run_begins_with_the_very_model_that_it_was_given():
-    """Values and float32 gradients, before a master has left bfloat16's grid."""
-    dithered, nearest = (model("bfloat16", rounding) for rounding in ROUNDINGS)
-    assert dithered.sampled(base()[0]).tobytes() == nearest.sampled(base()[0]).tobytes()
-    for one, other in zip(*(jax.tree.leaves(x.run(base()[0])) for x in (dithered, nearest)), strict=True):
-        assert one.dtype == jnp.float32
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
-@pytest.mark.slow
 def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
     """Trainer, sampler and validation read nothing else of the matrices."""
     rng = np.random.default_rng(2)
