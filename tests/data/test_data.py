@@ -9,13 +9,16 @@ from types import SimpleNamespace
 import grain
 import numpy as np
 import pytest
+import runs
+from pydantic import ValidationError
+from tiny import config
 
 from mllm.algorithms.sft.source import SftBatches, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import dataset, records
 from mllm.data.batch import Batch
-from mllm.data.dataset import training_dataset, training_order
+from mllm.data.dataset import mixed_order, training_dataset, training_order
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.data.tokenizing import Documents
@@ -300,3 +303,44 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
 def test_steps_that_the_examples_surely_fill_are_not_planned():
     documents = Documents(OnDemand(lambda index: pytest.fail("a document was made"), range(100)), lambda indices: [])
     assert SftBatches(DataConfig(source="task", epochs=1, max_length=8), documents, 1).count(11) == 11
+
+
+# Several sources
+
+
+def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own_order():
+    order = mixed_order((5, 40), (1.0, 3.0), seed=7)
+    numbers = np.array([order[place] for place in range(400)])
+    first = numbers[numbers < 5]
+    assert len(first) == 100
+    assert all(abs(np.count_nonzero(numbers[:n] < 5) - n / 4) <= 1 for n in range(1, 400))  # evenly spread
+    assert first.tolist() == [training_order(5, 7)[place] for place in range(100)]
+    own = training_order(40, 8)
+    assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
+
+
+def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
+    given = DataConfig.model_validate({"source": ["a.jsonl", {"source": "b.jsonl", "weight": 2}], "max_length": 8})
+    assert [(one.source, one.weight) for one in given.mix] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
+    assert DataConfig.model_validate(given.model_dump()) == given
+    for bad in ({"epochs": 1}, {"source": ["a.jsonl"]}, {"source": ["task", "a.jsonl"]}):
+        with pytest.raises(ValidationError, match=r"epochs|two sources or more"):
+            DataConfig.model_validate({"source": ["a.jsonl", "b.jsonl"], "max_length": 8} | bad)
+
+
+@pytest.mark.slow
+def test_a_run_counts_what_it_draws_from_each_source_and_resumes_to_the_bit(tmp_path):
+    first, second = (
+        write(tmp_path, [{"text": letter * 20}] * count, f"{letter}.jsonl") for letter, count in (("a", 30), ("b", 7))
+    )
+    sources = [{"source": first, "weight": 3}, second]
+    data = {"source": sources, "packing": False, "validation": {"share": 0.2}}
+    settings = config(
+        "sft", run_dir=str(tmp_path / "run"), data=data, task=None, rollout=None, eval=None, checkpoint={"every": 2}
+    )
+    assert runs.run(settings) == 0
+    drawn = [(line["data/a.jsonl"], line["data/b.jsonl"]) for line in runs.records(settings) if line["step"]]
+    assert drawn == [(6, 2)] * 4
+    again = runs.killed_after(settings, 2, tmp_path / "killed")
+    assert runs.run(again) == 0
+    runs.assert_same_end(again, settings)

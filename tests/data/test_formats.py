@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
-from mllm.data.formats import text, tools_of, turns
+from mllm.data.cache import cached_documents
+from mllm.data.formats import renamed, text, tools_of, turns
 from mllm.data.records import Origin, read_records, sound_records
 from mllm.data.tasks.gym import gym
 from mllm.data.tasks.load import load
@@ -250,3 +252,41 @@ def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silenc
         encode_record(Renderer(tokenizer()), {"text": "a", "tools": [TOOL]})
     with pytest.raises(UserError, match="tools must be a list of objects"):
         encode_record(Renderer(tokenizer()), {**record, "tools": "7"})
+
+
+# Examples whose fields have other names
+
+ALPACA = {"question": "instruction", "input": "input", "answer": "output"}
+ROWS = [
+    {"instruction": "Add.", "input": "1, 2", "output": "3"},
+    {"instruction": "Say hi.", "input": "", "output": "hi"},
+]
+
+
+def documents(tmp_path, name, rows, **settings):
+    path = tmp_path / name
+    path.write_text(json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(source=str(path), max_length=64, cache=str(tmp_path / "cache"), **settings)
+    found = cached_documents(Origin("data.source", str(path)), config, Renderer(BYTES, "never"))
+    return [bytes(one.tokens.tolist()[:-1]).decode() for one in found.read(range(len(found)))]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_path, name):
+    assert documents(tmp_path, name, ROWS, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
+
+
+def test_other_columns_are_other_examples(tmp_path):
+    rows = [{"a": "x", "b": "y"}]
+    for name in ("a", "b"):
+        assert documents(tmp_path, "rows.jsonl", rows, columns={"text": name}) == [rows[0][name]]
+
+
+def test_a_column_that_is_missing_and_fields_without_columns_are_errors_with_the_way_out(tmp_path):
+    with pytest.raises(UserError, match=r"instruction is missing, which data.columns.question names"):
+        renamed(ALPACA, {"output": "3"})
+    with pytest.raises(UserError, match=r"data.columns says what they are called .*the fields there are instruction, "):
+        documents(tmp_path, "rows.jsonl", ROWS)
+    (tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"rows.json can't be read"):
+        list(Origin("data.source", str(tmp_path / "rows.json")).records())

@@ -1,11 +1,11 @@
 """Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
 
 import pytest
+from templates import PUBLIC
 
 from mllm.data.turns import check_turns, observation_tokens, prompt_tokens, tool_schemas
 from mllm.errors import UserError
 from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, encode, render
-from tests.model.templates import PUBLIC
 
 START, END = "<|im_start|>", "<|im_end|>"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"

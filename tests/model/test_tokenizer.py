@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from templates import PUBLIC
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from mllm.errors import UserError
+from mllm.model.architecture import Architecture
 from mllm.model.examples import encode_example
 from mllm.model.tokenizer import (
     Renderer,
@@ -20,8 +21,10 @@ from mllm.model.tokenizer import (
     control_tokens,
     encode_prompt,
     load_tokenizer,
+    save_tokenizer,
     stop_ids,
 )
+from mllm.model.weights import write_settings
 
 BYTES = bytes_tokenizer()
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
@@ -130,3 +133,31 @@ def test_a_tokenizer_without_any_stop_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(UserError, match="no end of sequence"):
         stop_ids(bare)
+
+
+# What transformers 4 and 5 read of an export
+
+
+def test_a_tokenizer_has_no_name_that_is_version_5_s_alone(tmp_path):
+    save_tokenizer(bytes_tokenizer(), tmp_path)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
+    assert "extra_special_tokens" not in settings
+    text = "<|im_start|>hi x != y<|im_end|>"
+    for loaded in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
+        assert loaded.encode(text) == bytes_tokenizer().encode(text)
+        assert loaded.decode(loaded.encode(text)) == text
+        assert loaded.all_special_ids == bytes_tokenizer().all_special_ids
+
+
+LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 260}
+LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+
+
+def test_the_ids_that_begin_and_end_a_text_are_those_of_the_tokenizer_and_not_of_the_class(tmp_path):
+    architecture = Architecture.from_hf(LLAMA, "config.json")
+    for bos, ends, eos in ((3, (4,), 4), (None, (4, 7), [4, 7])):
+        write_settings(tmp_path, architecture, "float32", ends, pad_id=5, bos_id=bos)
+        config = AutoConfig.from_pretrained(tmp_path)
+        assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (bos, eos, 5)

@@ -95,7 +95,7 @@ def test_format_is_one_thought_and_one_answer(completion, reward):
 
 
 def test_overlong_is_dapo_s_equation_13():
-    lengths = {1: 0, 12: 0, 13: -0.25, 15: -0.75, 16: -1}
+    lengths = {1: 0, 12: 0, 13: -0.25, 15: -0.75, 16: -1, 700: -1}
     assert {length: overlong(length, max_completion_length=16, cache=4) for length in lengths} == lengths
 
 
