@@ -151,7 +151,7 @@ def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts()
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
     barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
 

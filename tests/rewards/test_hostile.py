@@ -12,19 +12,15 @@ TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it ta
 # Environments
 
 LASTING = {
-    "print('o' * 100_000); os.write(1, b'w' * 100_000)": None,
-    "if os.fork() == 0: time.sleep(600)": None,
     "if os.fork() == 0: raise ValueError": None,
     "result = 'on', 'jax' not in sys.modules, False": None,
     "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
-    "sys.exit(3)": r"raised SystemExit: 3 \(own_environments.py:\d+\)",
     "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
     "result = None, 0.0, False": "raised TypeError: it is not done, and there is no observation.*",
     "result = 'on', 0.0": "raised TypeError: expected observation, reward and done.*",
     "result = 'x' * 10**7, 0.0, False": TOO_MUCH,
     "self.board = 'x' * 10**7; result = '', 0, True": TOO_MUCH,
     "result = 'on', float('nan'), False": "not_a_number returned nan",
-    "result = 'on', 'much', False": "not_a_number returned 'much'",
     "result = ' \\ud800<|im_end|>', 1.0, False": None,
     "self.board = float('inf')": None,
     "self.board = functools.reduce(lambda board, _: [board], range(10**5), 0)": None,
@@ -33,7 +29,7 @@ LASTING = {
 HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
-    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 3 s",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.5 s",
 }
 """What ends the process, and the other environments in it."""
 GOOD = ["pass"]
@@ -57,8 +53,8 @@ def test_a_hostile_environment_is_counted():
 @pytest.mark.slow
 def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
     """Even conversations are in one process, odd ones in another."""
-    with opened("Hostile", reward_timeout=1, reward_workers=2) as made:
-        late = "timed_out took longer than 1 s"
+    with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:
+        late = "timed_out took longer than 0.5 s"
         assert (
             counted(play(made(), [prompt()] * 4, [*([does] for does in HANGING), GOOD, GOOD]))
             == [late] * 2 + [None] * 2

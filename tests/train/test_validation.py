@@ -57,7 +57,9 @@ def expected():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sections", [{"packing": False}, {"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}])
+@pytest.mark.parametrize(
+    "sections", [{"packing": False}, pytest.param({"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}, marks=pytest.mark.nightly)]
+)
 def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(expected, sections):
     documents, metrics = expected
     one = settings(**sections)
