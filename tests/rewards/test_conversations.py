@@ -50,8 +50,8 @@ def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings
     """Makes the conversations of a rollout, one after the other, with the same processes."""
     with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
 
-        def talk(step=0, first_sequence=0, **limits):
-            where = {"step": step, "first_sequence": first_sequence}
+        def talk(step=0, first_sequence=0, fixed=False, **limits):
+            where = {"step": step, "first_sequence": first_sequence, "fixed": fixed}
             return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, **where)
 
         yield talk
@@ -110,14 +110,16 @@ def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
 
 
 def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others():
+    """Where they are fixed, as problems that are held out, each step is the same."""
+    prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
+    wheres = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
     with opened(group=4) as made:
-        first, again, other, later = (
-            [one.values["number"] for one in play(made(*where), [prompt(largest=10**6)] * 8, ["0"] * 8)]
-            for where in ((3,), (3,), (4,), (3, 8))
+        first, again, other, later, fixed, same = (
+            [one.values["number"] for one in play(made(*where), prompts, ["0"] * 8)] for where in wheres
         )
-    assert first == again
+    assert (first, fixed) == (again, same)
     assert first == [first[0]] * 4 + [first[4]] * 4
-    assert len({*first, *other, *later}) == 6
+    assert len({*first, *other, *later, *fixed}) == 8
 
 
 def test_a_prompt_that_grows_too_long_fails_alone():

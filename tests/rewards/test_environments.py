@@ -10,17 +10,12 @@ from types import SimpleNamespace
 import own_environments
 import pytest
 
-from mllm.config.rollout import RolloutConfig
 from mllm.config.task import TaskConfig
-from mllm.data.prompts import Prompt
 from mllm.data.tasks.load import load
 from mllm.data.tasks.task import Example
 from mllm.errors import UserError
-from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.rewards.calls import answers
 from mllm.rewards.environments import Move, Player, players
-from mllm.rewards.runner import RewardRunner
-from mllm.sampler.conversations import Conversations
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL))
@@ -237,25 +232,3 @@ def test_the_documented_game_starts_with_problems_that_differ_in_a_field_alone(t
     largest = [[example.fields["largest"] for example in part] for part in (task.train, task.heldout)]
     assert sorted(chain(*largest)) == [*range(10, 30)]
     assert len(task.heldout) == 4
-
-
-def test_a_held_out_game_is_the_same_at_each_step():
-    seeds = []
-
-    class Told(Conversations):
-        def move(self, move):
-            seeds[-1].append(move.seed)
-
-        def collect(self, numbers):
-            return {}
-
-    runner, renderer = object.__new__(RewardRunner), Renderer(bytes_tokenizer())
-    runner.tools, runner.environments = [], []
-    options = RolloutConfig(max_prompt_length=64, max_completion_length=8, max_turns=5)
-    examples = [Example([{"role": "user", "content": "Go."}], None, fields={"largest": n}) for n in (5, 6)]
-    prompts = [Prompt(example, [1]) for example in examples for _ in range(2)]
-    for step, fixed in ((0, True), (20, True), (0, False), (20, False)):
-        seeds.append([])
-        Told(runner, renderer, options, 0, group=2, step=step, fixed=fixed).start(prompts)
-    assert seeds[0] == seeds[1] != seeds[2] != seeds[3]
-    assert all(a == b != c == d for a, b, c, d in seeds)
