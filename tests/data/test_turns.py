@@ -1,11 +1,15 @@
 """Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
 
+import json
+import re
+from typing import Any
+
 import pytest
 from templates import PUBLIC
 
-from mllm.data.turns import check_turns, observation_tokens, prompt_tokens, tool_schemas
+from mllm.data.turns import check_turns, failed_call, observation_tokens, prompt_tokens, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, encode, render
+from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, decode, encode, render
 
 START, END = "<|im_start|>", "<|im_end|>"
 GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -59,7 +63,7 @@ class IncrementEnv:
         """Do something."""
 
 
-TOOLS = tool_schemas([IncrementEnv().increment])
+COUNTER = tool_schemas([IncrementEnv().increment])
 SAID = [" It is\n6? ", "", '<tool_call>\n{"name": "increment", "arguments": {"step": 6}}\n</tool_call>']
 NEW = [
     [{"role": "user", "content": " higher\n"}],
@@ -68,7 +72,7 @@ NEW = [
 ]
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+@pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
 @pytest.mark.parametrize("template", [BYTES_TEMPLATE, QWEN, LLAMA, QWEN3], ids=["bytes", "qwen", "llama", "qwen3"])
 def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(template, tools):
     """Whether a turn ended by its token or was cut off; Llama's template would trim what was sampled."""
@@ -93,14 +97,14 @@ def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer
     call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
     opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")
     chat = [{"role": "user", "content": "Guess."}]
-    ids = prompt_tokens(given, chat, TOOLS)
+    ids = prompt_tokens(given, chat, COUNTER)
     for said in (call, call.replace("6", "1")):
         ids += [*encode(given.tokenizer, thought + said), given.tokenizer.eos_token_id]
-        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, TOOLS)
+        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, COUNTER)
         chat += [{"role": "assistant", "content": opened + thought + said}, {"role": "tool", "content": "7"}]
-    whole = Renderer(given.tokenizer, args={**args, "tools": TOOLS})
+    whole = Renderer(given.tokenizer, args={**args, "tools": COUNTER})
     assert ids == encode(given.tokenizer, render(whole, chat, add_generation_prompt=True))
-    check_turns(given, TOOLS, False)
+    check_turns(given, COUNTER, False)
     check_turns(given, None, True)
     with pytest.raises(UserError, match="drops the thoughts"):
         check_turns(given, None, False)
@@ -123,9 +127,9 @@ def test_control_tokens_and_halves_of_characters_in_an_observation_are_text():
 def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them(caplog):
     for template in (BYTES_TEMPLATE, QWEN, LLAMA):
         check_turns(renderer(template), None, False)
-        check_turns(renderer(template), TOOLS, False)
+        check_turns(renderer(template), COUNTER, False)
     assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True] * 2  # bytes and Llama
-    check_turns(renderer(QWEN3), TOOLS, False)  # thoughts before answers of tools stay
+    check_turns(renderer(QWEN3), COUNTER, False)  # thoughts before answers of tools stay
     check_turns(renderer(QWEN3), None, True)
     begins = GENERATION.replace("assistant\n", "assistant\n<think>\n")
     check_turns(renderer(QWEN3.replace(GENERATION, begins)), None, True)
@@ -137,8 +141,8 @@ def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_t
     for given, tools, keeps, message in [
         (named, None, False, r"template of Qwen/Qwen3-8B drops the thoughts of earlier turns: set task\.keep_thoughts"),
         (renderer(quiet), None, False, "drops the thoughts"),
-        (renderer(TOOLS_LAST), TOOLS, False, "rewrites earlier turns"),
-        (renderer(TOOLS_LAST), TOOLS, True, "rewrites earlier turns"),
+        (renderer(TOOLS_LAST), COUNTER, False, "rewrites earlier turns"),
+        (renderer(TOOLS_LAST), COUNTER, True, "rewrites earlier turns"),
         (renderer(QWEN), None, True, r"task\.keep_thoughts: .* remove it"),
         (renderer("{{ raise_exception('no') }}"), None, False, "refuses them: no"),
         (Renderer(bytes_tokenizer(), "never"), None, False, "chat_template: never"),
@@ -149,6 +153,151 @@ def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_t
 
 
 def test_a_function_without_hints_is_no_tool():
-    assert TOOLS[0]["function"]["parameters"]["required"] == ["step"]
+    assert COUNTER[0]["function"]["parameters"]["required"] == ["step"]
     with pytest.raises(UserError, match=r"the tool vague can't be described: .*step.*Google"):
         tool_schemas([IncrementEnv().vague])
+
+
+# Tool calls: a tool gets the text that was written, and a call that can't be read costs itself alone
+
+
+def add(x: str, n: int, flag: bool = False, any_of: int | str = 0, rest: dict | None = None) -> int:
+    """
+    Add.
+
+    Args:
+        x: A text.
+        n: A number.
+        flag: A flag.
+        any_of: Either.
+        rest: The rest.
+    """
+    return 0
+
+
+TOOLS = tool_schemas([add])
+
+
+def tagged(value: Any) -> str:
+    return f"<tool_call>\n{value if isinstance(value, str) else json.dumps(value)}\n</tool_call>"
+
+
+def function(**values: str) -> str:
+    return (
+        "<function=add>" + "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items()) + "</function>"
+    )
+
+
+def read(text: str) -> list[Any]:
+    """The arguments of each call, or that it can't be read."""
+    return ["error" if isinstance(call, ValueError) else call[1] for call in tool_calls(text, TOOLS)]
+
+
+CALL = {"name": "add", "arguments": {"x": "a"}}
+
+
+@pytest.mark.parametrize(
+    "text", ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
+)
+def test_a_text_is_what_was_written(text: str) -> None:
+    for written in (
+        tagged(function(x=text, n="1")),
+        function(x=text),
+        tagged({"name": "add", "arguments": {"x": text}}),
+    ):
+        (arguments,) = read(f"I add.\n{written}")
+        assert arguments["x"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("n", "7", 7),
+        ("n", "seven", "seven"),
+        ("flag", "true", True),
+        ("flag", "True", True),
+        ("any_of", "7", "7"),
+        ("rest", '{"a": [1, null]}', {"a": [1, None]}),
+        ("rest", "null", None),
+        ("unknown", "7", 7),
+    ],
+)
+def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) -> None:
+    assert read(tagged(function(**{name: text}))) == [{name: value}]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"<think>maybe {tagged(CALL)}", []),
+        (f"<think>a</think><think>maybe {tagged(CALL)}", []),
+        (f"maybe {tagged(CALL)}</think>\n\nNo.", []),  # the prompt has opened the thought
+        (f"maybe</think>\n\n{tagged(CALL)}", [{"x": "a"}]),
+        (f"<think>a</think>{tagged(CALL)} b </think> c", [{"x": "a"}]),
+        (tagged(CALL) + tagged('{"name": '), [{"x": "a"}, "error"]),
+        (tagged('{"name": ') + tagged(CALL), ["error", {"x": "a"}]),
+        (tagged(f"{json.dumps(CALL)} please") + tagged(CALL), [{"x": "a"}, "error", {"x": "a"}]),
+        (tagged(f"{json.dumps(CALL)};\n{json.dumps(CALL)}"), [{"x": "a"}] * 2),
+        (tagged(function(n="1") + "\n" + function(n="2")), [{"n": 1}, {"n": 2}]),
+        (f"So: {function(n='1')} and {function(n='2')}.", [{"n": 1}, {"n": 2}]),
+        (f"<tool_call>{json.dumps(CALL)}", ["error"]),
+        (f"<tool_call>{json.dumps(CALL)}{tagged(CALL)}", ["error", {"x": "a"}]),
+        (tagged({"name": "add", "arguments": {"x": "</tool_call>"}}), [{"x": "</tool_call>"}]),
+        ('{"name": "Ada", "age": 36}', []),
+        ('{"name": "add", "parameters": {"x": "a </think> <tool_call>"}}', [{"x": "a </think> <tool_call>"}]),
+        (
+            '<think>a</think>\n{"name": "add", "parameters": {"x": "a"}}; {"name": "add", "arguments": {}}',
+            [{"x": "a"}, {}],
+        ),
+        ('{"name": "add", "parameters": {"x": ', ["error"]),
+        ('{"name": "Ada", ', []),
+        ('<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [{}]),
+        (tagged({"name": "add", "arguments": '{"x": "a"}'}), [{"x": "a"}]),
+        (tagged({"name": "add"}), [{}]),
+        ("<function=>", ["error"]),
+        ("A function call like f(x) = <tool> is none.", []),
+        ("", []),
+    ],
+)
+def test_thoughts_answers_and_broken_calls_stand_apart(text: str, expected: list[Any]) -> None:
+    assert read(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('<tool_call>{"name": "add"}', "no </tool_call>"),
+        ("<tool_call></tool_call>", "not JSON"),
+        (tagged({"name": "add", "arguments": [1]}), "an object"),
+        (tagged([1]), "an object"),
+        (tagged({"arguments": {}}), "a text"),
+        (tagged(10**5 * "["), "not JSON: .*recursion"),
+        ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
+        ("<|python_tag|>print(1)", "not JSON"),
+        (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
+        (r'<tool_call>{"name": "\ud83d", "arguments": {"\udfff": 1}}</tool_call>', "surrogates"),
+        (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
+        (tagged('{"name": "add", "arguments": {"a": NaN}}'), "NaN is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": -1e999}}'), "inf is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": ' + 5000 * "9" + "}}"), "not JSON"),
+        ('{"name": "add", "arguments": {"a": ' + 45 * "[" + 45 * "]" + "}}", "too many levels"),
+        ('{"name": "add", "arguments": {"a": ' + 978 * "[" + 978 * "]" + "}}", "too many levels|recursion"),
+    ],
+)
+def test_a_call_that_does_not_parse_has_a_message_for_the_model(text: str, message: str) -> None:
+    *_, error = tool_calls(text, TOOLS)
+    assert re.search(message, str(error))
+    assert failed_call(error) == f"Error: ValueError: {error}"
+
+
+def test_what_a_model_is_told_of_a_failed_call_is_short_and_has_whole_characters() -> None:
+    assert len(failed_call(KeyError("x" * 10**6))) == 1000
+    assert failed_call(OSError("\ud800")) == "Error: OSError: ?"
+
+
+def test_tags_that_are_control_tokens_stay_in_a_completion_s_text() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    text = decode(tokenizer, tokenizer.encode(f"<|im_start|>{tagged(CALL)}<|im_end|>", add_special_tokens=False))
+    assert read(text) == [{"x": "a"}]
+    assert text == tagged(CALL)
