@@ -1,6 +1,6 @@
 """Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
 
-tests/fixtures/peft and peft_gemma3 were written by peft (tests/fixtures/README.md).
+tests/fixtures/peft, peft_gemma3 and peft_qwen3_5 were written by peft (tests/fixtures/README.md).
 """
 
 import json
@@ -29,6 +29,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 PEFT, BASE = FIXTURES / "peft", "untied_sharded"
 SIZES = weights.read_config(FIXTURES / BASE)
 ALL: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down", "head")
+DELTA: tuple[LoraTarget, ...] = (*ALL[:-1], "qkv", "z", "beta", "decay", "out")
 
 
 def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Params, Params]:
@@ -40,7 +41,10 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "model", "targets"), [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1])])
+@pytest.mark.parametrize(
+    ("name", "model", "targets"),
+    [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1]), ("peft_qwen3_5", "qwen3_5", DELTA)],
+)
 def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(
     name: str, model: str, targets: tuple[LoraTarget, ...]
 ) -> None:
