@@ -253,9 +253,9 @@ def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before
 
 
 def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_found_once_it_is_complete():
-    sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "END"))
-    across = "E" * (CHUNK - 1) + "ND" + "E" * (CHUNK - 1), CHUNK + 1  # but one token lies in the last chunk
-    for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("E" * 90 + "NDE", 92), across, ("", None)):
+    sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "THE END"))
+    across = "a" * (CHUNK - 6) + "THE END" + "a" * (CHUNK - 1), CHUNK + 1  # one token of seven lies in the last chunk
+    for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("T" * 90 + "THE ENDT", 97), across, ("", None)):
         assert sampler.stopped_length(array("i", [*text.encode()])) == length
 
 

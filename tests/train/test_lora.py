@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
-from safetensors.numpy import load_file
 from tiny import ARCHITECTURE, config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
@@ -20,7 +19,6 @@ from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
 from mllm.model.int8 import quantize
 from mllm.model.layout import Layout, map_parameters
@@ -199,18 +197,6 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
     in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig())).stored_params()
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
-
-
-@pytest.mark.nightly
-def test_its_merged_export_in_bfloat16_is_dithered(finished):
-    settings, _ = finished
-    assert tools.export.main([settings.run_dir, "--dtype", "bfloat16"]) == 0
-    exported = load_file(Path(settings.run_dir, "export", "model.safetensors"))
-    _, policy, _, params = restore(settings.run_dir, None)
-    merged = merge_all_adapters(params, policy.lora)["layers"]["q_weight"][1]
-    copy = np.asarray(compute_copy(merged, Rounding(jnp.dtype("bfloat16"), dithered=True), "layers.q_weight", 1))
-    assert (exported["model.layers.1.self_attn.q_proj.weight"] == copy).all()
-    assert (copy != np.asarray(merged, copy.dtype)).any()
 
 
 def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finished):
