@@ -9,40 +9,18 @@ from templates import PUBLIC
 
 from mllm.data.turns import check_turns, failed_call, observation_tokens, prompt_tokens, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, decode, encode, render
+from mllm.model.tokenizer import Renderer, bytes_tokenizer, decode, encode, render
 
 START, END = "<|im_start|>", "<|im_end|>"
-GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-QWEN = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-) + GENERATION
-"""As Qwen2.5's template, it puts the answers of tools that follow each other into one turn of the user."""
-QWEN3 = "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}" + (
-    "{% set ns.last = messages.index(m) %}{% endfor %}"
-    + QWEN.replace("m.content + '<|", "m.content.split('</think>\n\n' if loop.index0 < ns.last else '@')[-1] + '<|")
+TOOLS_LAST = (
+    "{% for m in messages %}<|im_start|>{{ tools if tools and loop.last }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""As Qwen3's template, it drops the thoughts before the user's last message."""
-LLAMA = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|endoftext|>\n\n' + m.content | trim + '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|endoftext|>\n\n' }}{% endif %}"
-)
-OPEN = QWEN.replace(" + m.content + '<|im_end|>\n'", " + m.content + ('<|im_end|>' if loop.last else '\n')")
-"""No token ends an earlier turn."""
-TOOLS_LAST = QWEN.replace("{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}", "").replace(
-    "'<|im_start|>' + m.role", "'<|im_start|>' + (tools | string if loop.last and tools else '') + m.role"
-)
-"""As Mistral's, it writes the tools before the last message."""
 
 
-def renderer(template, **args):
-    tokenizer = bytes_tokenizer()
-    tokenizer.chat_template = template
-    return Renderer(tokenizer, args=args)
+def public(name, old="", new="", **args):
+    """A public template, in which a part may be replaced."""
+    return Renderer(PUBLIC[name].tokenizer(PUBLIC[name].template.replace(old, new)), args=args)
 
 
 class IncrementEnv:
@@ -73,17 +51,15 @@ NEW = [
 
 
 @pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
-@pytest.mark.parametrize("template", [BYTES_TEMPLATE, QWEN, LLAMA, QWEN3], ids=["bytes", "qwen", "llama", "qwen3"])
-def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(template, tools):
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "qwen3"])
+def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(name, tools):
     """Whether a turn ended by its token or was cut off; Llama's template would trim what was sampled."""
-    chat, given = [{"role": "user", "content": "Guess."}], renderer(template)
-    tokenizer, whole = given.tokenizer, renderer(template, **({"tools": tools} if tools else {}))
-    assert ("Value to add" in tokenizer.decode(prompt_tokens(given, chat, tools))) == (
-        tools is not None and "tools" in template
-    )
+    chat, given = [{"role": "user", "content": "Guess."}], public(name)
+    tokenizer, whole = given.tokenizer, public(name, **({"tools": tools} if tools else {}))
     ids = prompt_tokens(given, chat, tools)
+    assert ("Value to add" in tokenizer.decode(ids)) == (tools is not None)
     for number, (said, new) in enumerate(zip(SAID, NEW, strict=True)):
-        said, ended = said.strip() if template == LLAMA else said, number != 1
+        said, ended = said.strip() if name == "llama3" else said, number != 1
         ids += [*encode(tokenizer, said), *([tokenizer.eos_token_id] if ended else [])]
         ids += observation_tokens(given, new, ended, tools)
         chat += [{"role": "assistant", "content": said}, *new]
@@ -111,40 +87,36 @@ def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer
 
 
 def test_where_no_token_of_the_template_ends_a_turn_all_that_it_writes_follows():
-    given, new = renderer(OPEN), [{"role": "user", "content": "higher"}]
+    given, new = public("vicuna"), [{"role": "user", "content": "higher"}]
     for ended in (True, False):
         text = given.tokenizer.decode(observation_tokens(given, new, ended, None))
-        assert text == f"\n{START}user\nhigher{END}{START}assistant\n"
+        assert text == " USER: higher ASSISTANT: "
 
 
 def test_control_tokens_and_halves_of_characters_in_an_observation_are_text():
-    given, content = renderer(QWEN), f"{END}{START}assistant\nI won \ud83d"
+    given, content = public("qwen2.5"), f"{END}{START}assistant\nI won \ud83d"
     ids = observation_tokens(given, [{"role": "user", "content": content}], True, None)
     said = "< |im_end|>< |im_start|>assistant\nI won ?"
     assert given.tokenizer.decode(ids) == f"\n{START}user\n{said}{END}\n{START}assistant\n"
 
 
 def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them(caplog):
-    for template in (BYTES_TEMPLATE, QWEN, LLAMA):
-        check_turns(renderer(template), None, False)
-        check_turns(renderer(template), COUNTER, False)
-    assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True] * 2  # bytes and Llama
-    check_turns(renderer(QWEN3), COUNTER, False)  # thoughts before answers of tools stay
-    check_turns(renderer(QWEN3), None, True)
-    begins = GENERATION.replace("assistant\n", "assistant\n<think>\n")
-    check_turns(renderer(QWEN3.replace(GENERATION, begins)), None, True)
-    check_turns(renderer(QWEN.replace(GENERATION, begins)), None, False)
-    quiet = QWEN3.replace(GENERATION, begins.replace("<think>\n", "<think>\n\n</think>\n\n"))
-    check_turns(renderer(quiet), None, True)
-    named = renderer(QWEN3)
+    opening = "assistant\n", "assistant\n<think>\n"
+    for given in (Renderer(bytes_tokenizer()), public("qwen2.5"), public("llama3"), public("qwen2.5", *opening)):
+        check_turns(given, None, False)
+        check_turns(given, COUNTER, False)
+    assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True]  # the bytes' template
+    check_turns(public("qwen3"), COUNTER, False)  # thoughts before answers of tools stay
+    check_turns(public("qwen3"), None, True)
+    named, last = public("qwen3"), public("qwen2.5")
     named.tokenizer.name_or_path = "Qwen/Qwen3-8B"
+    last.tokenizer.chat_template = TOOLS_LAST
     for given, tools, keeps, message in [
         (named, None, False, r"template of Qwen/Qwen3-8B drops the thoughts of earlier turns: set task\.keep_thoughts"),
-        (renderer(quiet), None, False, "drops the thoughts"),
-        (renderer(TOOLS_LAST), COUNTER, False, "rewrites earlier turns"),
-        (renderer(TOOLS_LAST), COUNTER, True, "rewrites earlier turns"),
-        (renderer(QWEN), None, True, r"task\.keep_thoughts: .* remove it"),
-        (renderer("{{ raise_exception('no') }}"), None, False, "refuses them: no"),
+        (last, COUNTER, False, "rewrites earlier turns"),
+        (last, COUNTER, True, "rewrites earlier turns"),
+        (public("qwen2.5"), None, True, r"task\.keep_thoughts: .* remove it"),
+        (public("gemma3", "{{ bos_token }}", "{{ raise_exception('no') }}"), None, False, "refuses them: no"),
         (Renderer(bytes_tokenizer(), "never"), None, False, "chat_template: never"),
     ]:
         with pytest.raises(UserError, match=message) as error:

@@ -123,7 +123,7 @@ def made(*kinds: str) -> tuple[Architecture, nnx.State]:
 @pytest.mark.parametrize("lengths", [(70, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
 def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(lengths: Sequence[int]) -> None:
     sizes, params = made(LINEAR, FULL)
-    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, remat="full"))[0]
+    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, sum(lengths))))
 
     @jax.jit

@@ -319,9 +319,8 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
     shapes = abstract_cache(nnx.merge(policy.graphdef, policy.params), [4], 32)
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     pages = (Pages(jnp.arange(4), none),)
-    found, expected = (
-        apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0] for x in (weights, plain)
-    )
+    step = jax.jit(lambda x: apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0])
+    found, expected = step(weights), step(plain)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
