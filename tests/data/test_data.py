@@ -9,22 +9,24 @@ from types import SimpleNamespace
 import grain
 import numpy as np
 import pytest
-import runs
 from pydantic import ValidationError
 from tiny import config
 
-from mllm.algorithms.sft.source import SftBatches, hold_out, load_documents, task_documents
+from mllm.algorithms.sft.source import SftBatches, SftSource, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import dataset, records
 from mllm.data.batch import Batch
 from mllm.data.dataset import mixed_order, training_dataset, training_order
+from mllm.data.source import Fixed
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
+from mllm.stopwatch import Stopwatch
 
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -315,19 +317,28 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
             DataConfig.model_validate({"source": ["a.jsonl", "b.jsonl"], "max_length": 8} | bad)
 
 
-@pytest.mark.slow
-def test_a_run_counts_what_it_draws_from_each_source_and_resumes_to_the_bit(tmp_path):
+def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path):
     first, second = (
         write(tmp_path, [{"text": letter * 20}] * count, f"{letter}.jsonl") for letter, count in (("a", 30), ("b", 7))
     )
-    sources = [{"source": first, "weight": 3}, second]
-    data = {"source": sources, "packing": False, "validation": {"share": 0.2}}
-    settings = config(
-        "sft", run_dir=str(tmp_path / "run"), data=data, task=None, rollout=None, eval=None, checkpoint={"every": 2}
-    )
-    assert runs.run(settings) == 0
-    drawn = [(line["data/a.jsonl"], line["data/b.jsonl"]) for line in runs.records(settings) if line["step"]]
+    data = {"source": [{"source": first, "weight": 3}, second], "packing": False, "validation": {"share": 0.2}}
+    settings = config("sft", data=data, task=None, rollout=None, eval=None)
+
+    def source():
+        parts = SimpleNamespace(config=settings, mesh=make_mesh(settings.mesh), renderer=Renderer(BYTES), task=None)
+        return SftSource(parts)
+
+    def next_of(source):
+        return source.next({}, 0, Stopwatch(), Fixed())
+
+    whole, resumed, steps = source(), source(), []
+    for number in range(4):
+        steps.append(next_of(whole))
+        if number == 1:
+            resumed.seek(json.loads(json.dumps(whole.position())))
+    drawn = [(step.metrics["data/a.jsonl"], step.metrics["data/b.jsonl"]) for step in steps]
     assert drawn == [(6, 2)] * 4
-    again = runs.killed_after(settings, 2, tmp_path / "killed")
-    assert runs.run(again) == 0
-    runs.assert_same_end(again, settings)
+    for step in steps[2:]:
+        again = next_of(resumed)
+        assert_same(again.batch, step.batch)
+        assert again.metrics == step.metrics
