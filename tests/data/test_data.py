@@ -27,6 +27,8 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
+from mllm.training.algorithm import Parts
+from mllm.training.step import NONE_FROZEN
 
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -325,11 +327,10 @@ def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(t
     settings = config("sft", data=data, task=None, rollout=None, eval=None)
 
     def source():
-        parts = SimpleNamespace(config=settings, mesh=make_mesh(settings.mesh), renderer=Renderer(BYTES), task=None)
-        return SftSource(parts)
+        return SftSource(Parts(settings, make_mesh(settings.mesh), None, Renderer(BYTES), None))
 
     def next_of(source):
-        return source.next({}, 0, Stopwatch(), Fixed())
+        return source.next(NONE_FROZEN, 0, Stopwatch(), Fixed())
 
     whole, resumed, steps = source(), source(), []
     for number in range(4):

@@ -96,19 +96,6 @@ def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last
     assert [said(turn)[::3] for turn in turns] == [(["Go."], False, {}), (["6"], False, {}), ([], True, {})]
 
 
-def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs_is_timed_out():
-    own_environments.MET.clear()
-    move = held("Meeting", seconds=0.5)
-    move(*(begun(number) for number in range(4)))
-    found = move(*(Move(number, completion=text) for number, text in enumerate(["a", "never", "bc", "d"])))
-    assert [answer[:2] for answer in found] == [
-        ("value", 1),
-        ("timed_out", "took longer than 0.5 s"),
-        ("value", 2),
-        ("value", 1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("environment", "tools", "message"),
     [
@@ -116,6 +103,7 @@ def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs
         ("double", [], "task.environment: own_environments:double is not a class"),
         ("Undescribed", [], "task.environment: the tool tool can't be described"),
         (None, ["USED"], "task.tools: own_environments:USED is not a function"),
+        (None, ["double", "double"], "task.tools: two tools are named double"),
     ],
 )
 def test_what_is_no_environment_or_tool_is_an_error_of_one_line(environment, tools, message):
@@ -204,11 +192,6 @@ def test_a_call_that_can_not_be_read_is_answered_beside_one_that_is_run():
     assert (texts[0], texts[2], done, errors) == ("6", "8", False, 1)
     assert texts[1].startswith("Error: ValueError: a tool call is not JSON")
     assert [one["arguments"] for one in calls] == [{"number": 3}, {"number": 4}]
-
-
-def test_two_tools_of_a_name_are_an_error():
-    with pytest.raises(UserError, match=r"task\.tools: two tools are named double"):
-        Player(None, ["own_environments:double", "own_environments:double"], 1.0)
 
 
 def test_a_changed_file_of_a_tool_is_another_code(tmp_path, monkeypatch):
