@@ -21,6 +21,7 @@ from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.architecture import FULL, KNOWN_KEYS, LINEAR, Architecture
 from mllm.model.decoder import Decoder
+from mllm.model.folder import replacing
 from mllm.model.layout import Layout
 from mllm.model.lora import split_adapters
 from mllm.model.original import Original
@@ -164,34 +165,32 @@ def test_saving_over_an_export_replaces_it_with_nothing_left_behind_and_refuses_
     assert list(sharded.parent.iterdir()) == [sharded]
 
 
-@pytest.mark.parametrize("stage", ["second shard", "last rename", "tokenizer", "tokenizer, after a kill"])
+@pytest.mark.parametrize("stage", ["files", "files, after a kill", "last rename"])
 def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
     stage: str, sharded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, params = weights.read_config(sharded), load_weights(sharded)
-    (sharded / "expected.npz").unlink()
-    before = bytes_in(sharded)
-    save_tensors = weights.save_file
-
-    def interrupt(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    def first_shard_only(tensors: Any, path: Path, **options: Any) -> None:
-        (save_tensors if "00001" in path.name else interrupt)(tensors, path, **options)
+    rename = Path.rename
 
     def first_rename_only(path: Path, target: Path) -> Path:
-        return interrupt() if path.name == ".sharded.unfinished" else rename(path, target)
+        if path.name == ".sharded.unfinished":
+            raise KeyboardInterrupt
+        return rename(path, target)
 
-    rename = Path.rename
-    monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
-    if stage == "second shard":
-        monkeypatch.setattr(weights, "save_file", first_shard_only)
-    elif stage == "last rename":
+    (sharded / "expected.npz").unlink()
+    before = bytes_in(sharded)
+    if stage == "last rename":
         monkeypatch.setattr(Path, "rename", first_rename_only)
     elif "kill" in stage:
         sharded.rename(sharded.with_name(".sharded.previous"))
+
+    def save() -> None:
+        with replacing(sharded) as unfinished:
+            (unfinished / "config.json").write_text("{}")
+            if "files" in stage:
+                raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        weights.save(sharded, config, params, also=interrupt if "tokenizer" in stage else None)
+        save()
     assert bytes_in(sharded) == before
     assert list(sharded.parent.iterdir()) == [sharded]
 
