@@ -1,5 +1,6 @@
 """Environments and tools as users write them, and a hostile one that runs what the assistant says."""
 
+import asyncio
 import functools
 import os
 import random
@@ -13,6 +14,7 @@ import numpy as np
 
 USED = functools, os, re, sys, time, np
 CLOSED = []
+MET = []
 
 
 class Guess:
@@ -36,6 +38,18 @@ class Guess:
 
     async def close(self):
         CLOSED.append(self.number)
+
+
+class Meeting:
+    """Each of four waits for the others, so one after the other they wait for ever."""
+
+    async def step(self, completion):
+        MET.append(completion)
+        while len(MET) < 4:
+            await asyncio.sleep(0.001)
+        if completion == "never":
+            await asyncio.sleep(60)
+        return None, len(completion), True
 
 
 class Echo:

@@ -96,6 +96,19 @@ def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last
     assert [said(turn)[::3] for turn in turns] == [(["Go."], False, {}), (["6"], False, {}), ([], True, {})]
 
 
+def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs_is_timed_out():
+    own_environments.MET.clear()
+    move = held("Meeting", seconds=0.5)
+    move(*(begun(number) for number in range(4)))
+    found = move(*(Move(number, completion=text) for number, text in enumerate(["a", "never", "bc", "d"])))
+    assert [answer[:2] for answer in found] == [
+        ("value", 1),
+        ("timed_out", "took longer than 0.5 s"),
+        ("value", 2),
+        ("value", 1),
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "tools", "message"),
     [
