@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
@@ -118,12 +119,18 @@ def recurrent(
         memory = memory * factor[..., None, None]
         error = token.values - jnp.sum(memory * key, axis=-2)
         memory += key * (token.beta[..., None] * error)[..., None, :]
+        memory = jax.lax.platform_dependent(memory, cuda=row_major, default=lambda x: x)
         return (memory, token.documents), jnp.sum(memory * query, axis=-2)
 
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), rule.normalized)
     first = jnp.zeros_like(rule.documents[:, 0])
     (memory, _), outputs = jax.lax.scan(step, (memory, first), tokens, unroll=tokens[0].shape[0] == 1)
     return outputs.swapaxes(0, 1), memory
+
+
+def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B K G D E"]:
+    """The memory as it enters a program: XLA for GPUs else turns it before and after each chunk of decode steps."""
+    return with_layout_constraint(memory, Layout(major_to_minor=(0, 1, 2, 3, 4)))
 
 
 def chunked(

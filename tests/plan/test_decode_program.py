@@ -88,3 +88,11 @@ def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots
     program, copies, _ = decode_program("h100", source, slots, (1, 1, 1))
     assert copies == []
     assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits
+
+
+@pytest.mark.aot_gpu
+@pytest.mark.skipif(not targets.GPU_PLUGIN.exists(), reason="needs XLA's plugin for CUDA, which make aot-gpu installs")
+def test_a_decode_step_on_an_h100_keeps_no_second_array_of_a_delta_net_s_states():
+    """Left to itself XLA turns all states before a chunk of decode steps and after it."""
+    program, _, _ = decode_program("h100", QWEN35, 80, (1, 1, 1))
+    assert program.memory_analysis().temp_size_in_bytes <= 96 * 2**20  # of 1440 MiB of states
