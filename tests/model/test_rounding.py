@@ -5,6 +5,7 @@ along the signs of their gradient, as AdamW's first steps do.
 """
 
 from functools import cache
+from operator import itemgetter
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from tiny import ARCHITECTURE, config, forward_of, random_batch
 from mllm.algorithms.sft.algorithm import make_validation
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
+from mllm.model.decoder import Decoder
 from mllm.model.int8 import Int8Matrix, quantize
 from mllm.model.layer import AttentionLayer
-from mllm.model.layout import QUANTIZED, map_parameters
+from mllm.model.layout import QUANTIZED, map_parameters, split_layers
 from mllm.model.load import load_policy
 from mllm.model.lora import Lora
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
@@ -262,6 +264,23 @@ def test_thresholds_are_the_same_in_every_process_version_and_shape(bits):
 def test_rows_that_are_looked_up_are_those_of_the_matrix():
     values, tokens = RNG.normal(size=SHAPE).astype(np.float32), RNG.integers(0, SHAPE[0], (3, 50))
     assert_same_bits(copied(values[tokens], rows=jnp.asarray(tokens)[..., None]), copied(values)[tokens])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", [DITHERED, NEAREST])
+def test_the_sampler_reads_rounded_matrices_and_vectors_as_they_are(rounding):
+    sizes = Architecture.from_hf({**ARCHITECTURE, "model_type": "qwen3", "tie_word_embeddings": False}, "test")
+    decoder = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=rounding.dithered)
+    params = jax.tree.map(lambda x: jnp.asarray(RNG.normal(size=x.shape), jnp.float32), nnx.state(decoder))
+    weights = decoding_weights(nnx.graphdef(decoder), params)
+    read_layers = enumerate(weights.layers["layers"])
+    layers = [(jax.tree.map(itemgetter(i), params["layers"]), of, "layers.", i) for i, of in read_layers]
+    for masters, read, prefix, layer in (*layers, (split_layers(params)[0], weights.outer, "", 0)):
+        for name, values in masters.items():
+            values, got = np.asarray(values[...]), np.asarray(read[name][...])
+            assert got.dtype == (np.float32 if values.ndim == 1 else jnp.bfloat16)
+            want = values if values.ndim == 1 else copied(values, prefix + name, rounding, layer=layer)
+            assert_same_bits(got.astype(np.float32), want)
 
 
 # Matrices in int8: how they are rounded, and that decode steps compute with what they stand for
