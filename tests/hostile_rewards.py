@@ -85,6 +85,7 @@ LASTING = {
     "result = Decimal('NaN')": "not_a_number returned .*",
     "result = 1e30": "not_a_number returned 1e.30",
     "result = 10**400": "not_a_number returned a int: OverflowError.*",
+    "result = np.array('1', object)": "not_a_number returned array.*",
     "result = coroutine()": "not_a_number returned <coroutine.*",
     "result = having(repr=raises(OSError('no')))": "not_a_number returned a Special: OSError: no",
     "result = Decimal(1)": "value",
@@ -107,6 +108,7 @@ ENDING = {
     "write_to_all_sockets(b'\\0\\0\\0\\3NaN')": WROTE,
     "write_to_all_sockets(b'\\0\\0\\x10\\0' + 4096 * b'[')": WROTE,
     "os.closerange(0, 4096)": "raised closed its process's .*|raised ended its process .*",
+    "os.closerange(0, 4096); sleep()": "raised closed its process's connection .*",
 }
 """What loses the process. Which messages are no answers: `test_an_answer_is_a_number_within_bounds...`."""
 

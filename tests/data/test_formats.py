@@ -236,6 +236,12 @@ def test_null_in_arguments_that_are_a_text_was_meant() -> None:
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
+def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
+    messages = chat([call(ARGUMENTS)])
+    del messages[1]["content"], messages[2]["content"]
+    assert [message["content"] for message in turns({"messages": messages}, "messages")] == ["a", "", "", "b"]
+
+
 def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silence() -> None:
     padded = {
         **TOOL,
