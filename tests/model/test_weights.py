@@ -249,6 +249,7 @@ def test_an_export_is_the_folder_that_was_read_with_other_parameters(
     assert Original.open(TEXTS) is None
 
 
+@pytest.mark.slow
 def test_adapters_of_all_products_are_written_under_the_names_that_were_read_and_read_under_both(
     whole: Path, tmp_path: Path
 ) -> None:
