@@ -221,7 +221,7 @@ def test_the_demo_learns_with_adapters(tmp_path):
 
 
 def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_path):
-    """Of a state's two parameters one stands for the model, and one for the reference's adapters."""
+    """One of a state's two parameters stands for the model, the other for the reference's adapters."""
     state = make_state(1)
     first, second = ({name: leaf + n for name, leaf in state.train.params.items()} for n in (0, 1))
     base, reference = {"embed": first["embed"]}, {"norm": first["norm"]}
