@@ -29,7 +29,7 @@ def test_the_gradients_are_the_values_central_differences(kind: str, temperature
 
 
 def test_it_knows_a_coin() -> None:
-    """Of probabilities 3/4 and 1/4, and a teacher that takes both to be equally likely."""
+    """The student has probabilities 3/4 and 1/4; the teacher takes both to be equally likely."""
     one, odds, fair = np.ones((1, 1)), np.log([[3.0], [1.0]]), np.zeros((2, 1))
     kinds = ("forward_kl", "reverse_kl")
     coins = {kind: exact(one, odds, [0], teacher=Teacher(one, fair, kind)).answer for kind in kinds}
