@@ -97,5 +97,5 @@ assert SNIPPETS, f"{PAGE} has no snippet"
 @pytest.mark.nightly
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_a_snippet_of_the_page_on_the_head_runs(snippet: str) -> None:
-    """Those over a mesh take four of the tests' virtual devices."""
+    """Snippets over a mesh take four of the tests' virtual devices."""
     exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})
