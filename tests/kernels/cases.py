@@ -46,7 +46,7 @@ def teacher_of(problem: Problem, scale: float = 3.0, more: int = 40, **how: Any)
 
 
 def random_cotangents(n: int) -> Slopes:
-    """Of log-probability, lse and entropy."""
+    """Random slopes by log-probability, lse and entropy."""
     return Slopes(*jnp.asarray(np.random.default_rng(2).normal(size=(3, n)), jnp.float32))
 
 

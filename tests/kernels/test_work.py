@@ -181,7 +181,7 @@ def blocks_visited(run: Callable[[jax.Array], Any]) -> list[int]:
     ids=["in waves", "recomputed", "a teacher"],
 )
 def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any], passes: int) -> None:
-    """Those of 16 rows, in one pass, and once more for each tile of columns."""
+    """Blocks of 16 rows, in one pass, and once more for each tile of columns."""
     gradients = jax.jit(jax.grad(function, (0, 1)))
     order = jnp.asarray(np.random.default_rng(0).permutation(N))
     with XLA.strictly():
