@@ -95,7 +95,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
     # Load and check every part: nothing is written before all of them are sound.
     with Run.build(config, change, stall_limit) as run:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
-        whole = partial(run.policy.join, frozen=run.frozen)
+        joined = partial(run.policy.join, frozen=run.frozen)
 
         # Begin, or go on from the newest checkpoint: mllm/run/build.py lists the ways in which a run starts.
         state = run.start()
@@ -108,15 +108,15 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         try:
             # Make up for the evaluation that a new run begins with, or that a kill has cut off.
             if pending:
-                state, metrics, finished = measurements.measure_pending(state, whole(state.train.params), finished)
+                state, metrics, finished = measurements.measure_pending(state, joined(state.train.params), finished)
                 log.write(state.step, metrics, pending.samples)
 
             while not (finished or stopping or fatal_error):
                 watch = Stopwatch(partial(run.watch.mark, state.step))
 
-                # Data: SFT reads a batch; GRPO samples completions, scores them, and packs those that teach something.
+                # Data: SFT reads a batch; GRPO samples completions, scores them, and packs any that teach something.
                 try:
-                    data = source.next(whole(state.train.params), state.step, watch, run.fixed)
+                    data = source.next(joined(state.train.params), state.step, watch, run.fixed)
                 except StepError as error:
                     fatal_error = str(error)
                     break
@@ -139,7 +139,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples))
                     with watch.phase("eval"):
-                        params = whole(state.train.params)
+                        params = joined(state.train.params)
                         state, metrics, finished = measurements.measure_pending(state, params, finished)
 
                 # Log, and save: the lines of a step are on disk before its checkpoint is.
@@ -163,8 +163,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
     if fatal_error:
         raise StepError(fatal_error + f" (saved after step {saved_step}: the same command resumes)" * (saved_step > 0))
     if stopping and not finished:
-        what = "saved: the same command resumes" if saved_step else "nothing to save: the same command begins anew"
-        print(f"stopped by a signal after step {saved_step}; {what}", file=sys.stderr)
+        outcome = "saved: the same command resumes" if saved_step else "nothing to save: the same command begins anew"
+        print(f"stopped by a signal after step {saved_step}; {outcome}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
         print(report.summary(run.store, report.why_ended(state, source.steps), run.algorithm.progress))

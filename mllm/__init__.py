@@ -5,8 +5,8 @@
     config = load_config("tiny_sft.yaml", ["steps=40", "run_dir=runs/mine"])  # a path, or a file in configs/
     exit_code = train(config)  # 0: done; the same call resumes
 
-`train` is the loop in train.py, as `python train.py` calls it. Processes that compute rewards import this package, too,
-and must start without JAX: so both are imported when they are asked for.
+`train` is the loop in train.py, as `python train.py` calls it. Both names are imported on their first use: processes
+that compute rewards import this package, too, and must start without JAX.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Only its tokenizers are used here; it would tell at every start that there is no torch for its models.
+# Only transformers' tokenizers are used; it would warn at every start that there is no torch for its models.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
@@ -39,5 +39,5 @@ def script() -> ModuleType:
 
 def main() -> None:
     """The console command `mllm-train`, which is `python train.py`."""
-    found = script()
-    found.run_main(found.main)
+    module = script()
+    module.run_main(module.main)

@@ -16,7 +16,7 @@ P = ParamSpec("P")
 
 LONGEST = 1500
 SECRETS = re.compile(r"""(\bhttps?://)(?:[^\s/'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
-"""A URL; what its groups leave out are user and password, query and fragment."""
+"""A URL; its groups leave out user and password, query and fragment."""
 RESTART = 75
 """The exit code (EX_TEMPFAIL) of a process that ends because others were lost: the same command may go on."""
 
@@ -24,7 +24,7 @@ RESTART = 75
 class UserError(Exception):
     """One line: the key, file or argument at fault, and the way out.
 
-    What a terminal would obey is escaped, and what may be secret in a URL is left out.
+    Control characters are escaped, and the parts of a URL that may be secret are left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -43,8 +43,8 @@ class StepError(CommonError):
 
 
 def printable(text: str, keep: str = "") -> str:
-    """The text for a terminal: what it would obey, line ends too unless `keep` has them, is escaped."""
-    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+    """The text with control characters escaped for a terminal, line ends too unless `keep` has them."""
+    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
 
 
 class LogFormatter(logging.Formatter):
@@ -55,12 +55,12 @@ class LogFormatter(logging.Formatter):
 
 
 def brief(error: BaseException) -> str:
-    """The first line of an error, or its kind where it says nothing."""
+    """The first line of an error, or the name of its type where it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def need(module: str, extra: str, what: str) -> None:
-    """Raise UserError, which begins with `what` needs it, where a module is missing that an extra of ours installs."""
+    """Raise UserError where a module is missing that our `extra` installs; `what` is the subject that needs it."""
     try:
         importlib.import_module(module)
     except ImportError:

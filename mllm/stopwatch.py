@@ -15,7 +15,7 @@ class CompileClock:
 
     def __init__(self) -> None:
         self.seconds = self.began = 0.0
-        self.depth = 0  # a trace has others in it
+        self.depth = 0  # a trace may contain other traces
         self.notice = threading.Timer(0, print)
 
     def begin(self, event: str, value: float | int, fun_name: str | int = "", **_: str | int) -> None:
@@ -61,7 +61,7 @@ class Stopwatch:
         self.tokens_per_second = tokens / sum(self.seconds.values())
 
     def timings(self) -> dict[str, float]:
-        """A line of timings.jsonl: seconds of compiling since the last one, and by phase; speed; peak bytes."""
+        """A line of timings.jsonl: seconds of compiling since the last line, and by phase; speed; peak bytes."""
         seconds, COMPILING.seconds = {"compile": COMPILING.seconds, **self.seconds}, 0.0
         times = {f"time/{name}": value for name, value in seconds.items()}
         return {**times, "tokens_per_second": self.tokens_per_second, "memory/peak_bytes": peak_memory()}

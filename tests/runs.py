@@ -82,12 +82,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*TESTS, os.environ.get("PYTHONPATH", "")]), **variables}
 
 
-def start_two(command: list[str], **variables: str) -> list[subprocess.Popen]:
-    """Start a Python command in two processes of four devices each, which can join one group."""
-    return start_group(command, 2, 4, **variables)
-
-
-def start_group(command: list[str], processes: int, devices: int, **variables: str) -> list[subprocess.Popen]:
+def start_group(command: list[str], processes: int = 2, devices: int = 4, **variables: str) -> list[subprocess.Popen]:
     """Start a Python command in processes of some devices each, which can join one group."""
     group = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": str(processes)}
     variables |= {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}", **group}

@@ -71,8 +71,28 @@ def config(algorithm: str = "grpo", **sections) -> Config:
 
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
 TEACHER = {"source": str(Path(__file__).parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
+TURNS = {
+    **FOUR_STEPS,
+    "mesh": {"dp": 2},
+    "task": {
+        "environment": "user_rewards:Counter",
+        "rewards": [{"name": "user_rewards:even_characters"}],
+        "reward_timeout": 600,
+    },
+    # some turns are cut off and others not, and some conversations have no room for a third turn
+    "rollout": {"max_turns": 3, "max_total_length": 30, "max_slots": 2, "stop": [*map(chr, range(65, 91))]},
+    "grpo": {"num_generations": 2},
+}
 METHODS = {
-    "sft": config("sft", steps=8, checkpoint={"every": 4}, eval={"every": 4}),
+    "sft": config(
+        "sft",
+        steps=8,
+        model={"architecture": {**ARCHITECTURE, "initializer_range": 0.3}},  # else every completion is empty
+        task={"system_prompt": "Sum."},
+        rollout={"stop": ["~"]},
+        checkpoint={"every": 4},
+        eval={"every": 4},
+    ),
     "grpo": config(
         steps=10,
         model={"dtype": "bfloat16"},  # whose masters are dithered
@@ -81,18 +101,8 @@ METHODS = {
         checkpoint={"every": 2, "keep": 5},
         eval={"every": 6, "samples": 1},
     ),
-    "turns": config(
-        **FOUR_STEPS,
-        mesh={"dp": 2},
-        task={
-            "environment": "user_rewards:Counter",
-            "rewards": [{"name": "user_rewards:even_characters"}],
-            "reward_timeout": 600,
-        },
-        # some turns are cut off and others not, and some conversations have no room for a third turn
-        rollout={"max_turns": 3, "max_total_length": 30, "max_slots": 2, "stop": [*map(chr, range(65, 91))]},
-        grpo={"num_generations": 2},
-    ),
+    "turns": config(**TURNS),
+    "delta": config(**TURNS, model={"architecture": QWEN35}),
     "distill": config(
         "distill",
         **FOUR_STEPS,

@@ -1,46 +1,14 @@
 """Reward functions and an environment as a user writes them, in a module; a model from scratch gets some of each."""
 
-import os
-import time
-from pathlib import Path
-
 
 def even_characters(completion):
-    """The share of characters with an even number.
-
-    Where REWARD_HOLDS names a run's folder, a test holds the run after its second step, until it writes a file `go`.
-    """
-    if folder := os.environ.get("REWARD_HOLDS"):
-        log, go = Path(folder, "metrics.jsonl"), Path(folder, "go")
-        while log.exists() and log.read_bytes().count(b"\n") >= 2 and not go.exists():
-            time.sleep(0.01)
+    """The share of characters with an even number."""
     return sum(ord(character) % 2 == 0 for character in completion) / 4
 
 
 def seldom(completion):
     """1 where three characters or more have an even number; most groups get none."""
     return float(even_characters(completion) > 0.7)
-
-
-def fussy(completion):
-    """As `even_characters`, but raises at an odd number of them."""
-    even = sum(ord(character) % 2 == 0 for character in completion)
-    if even % 2:
-        raise RuntimeError("an odd number of even characters")
-    return even / 4
-
-
-def slow_at_times(completion):
-    """Hangs where the first character is odd."""
-    if ord(completion[:1] or "a") % 4 == 1:
-        time.sleep(60)
-    return 1.0
-
-
-def slow(completion):
-    """Takes a quarter of a second; campaigns of faults name it."""
-    time.sleep(0.25)
-    return even_characters(completion)
 
 
 class Counter:

@@ -53,14 +53,14 @@ def training(cpu: bool) -> list[str]:
     return ["train.py", "--config", "tiny_grpo.yaml", *pairs]
 
 
-def difference(one: Path, two: Path) -> str:
-    """In what the metrics and the arrays of the newest checkpoints of two finished runs differ; "" if in nothing."""
+def difference(first: Path, second: Path) -> str:
+    """The names of the log and of the newest checkpoint's arrays that differ in two finished runs; "" if none does."""
     from mllm.store.run_store import RunStore  # a machine with JAX may lack the trainer's packages
 
-    stores = RunStore(one), RunStore(two)
+    stores = RunStore(first), RunStore(second)
     log, other_log = (store.read_log("metrics.jsonl") for store in stores)
-    arrays, others = (store.document(store.steps()[-1])["arrays"] for store in stores)
-    differing = sorted(name for name in arrays | others if arrays.get(name) != others.get(name))
+    arrays, other_arrays = (store.document(store.steps()[-1])["arrays"] for store in stores)
+    differing = sorted(name for name in arrays | other_arrays if arrays.get(name) != other_arrays.get(name))
     return ", ".join([*(["metrics.jsonl"] if log != other_log else []), *differing])
 
 
@@ -78,11 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for run in runs:
         if run.exists():
             raise UserError(f"--out: {run} exists: give another folder")
-    found, failure = start("tools.bench.measure", {}, 120.0)
+    answers, failure = start("tools.bench.measure", {}, 120.0)
     if failure:
         raise UserError(f"JAX finds no device: {failure}")
-    print(", ".join(f"{name} {value}" for name, value in found[0].items()))
-    platform = found[0]["platform"]
+    print(", ".join(f"{name} {value}" for name, value in answers[0].items()))
+    platform = answers[0]["platform"]
     platforms = {"gpu": "cuda,cpu", "tpu": "tpu,cpu"}.get(platform, "cpu")
     environment = DEFAULTS | os.environ | SOURCES | {"JAX_PLATFORMS": platforms}
     well = []

@@ -62,11 +62,11 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
 
     merged, dithered = merge_all_adapters(params, policy.lora), Rounding.of(config.model).dithered
     line = ""
-    how = "dithered" if dithered else "rounded to nearest"
-    what = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {how}"}[dtype]
+    rounding = "dithered" if dithered else "rounded to nearest"
+    note = {"float32": "; whoever loads them in bfloat16 rounds them to nearest", "bfloat16": f", {rounding}"}[dtype]
     if policy.learned == "texts" and policy.tokenizer.chat_template:
         line = " It has learned texts: give it prompts without the chat template."
-    text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{what}.{line}\n\n"
+    text = f"{REPLACED}# Step {step} of {run}\n\nThe parameters are {dtype}{note}.{line}\n\n"
     text += f'    transformers.AutoModelForCausalLM.from_pretrained(FOLDER, torch_dtype="{dtype}")\n'
 
     def add_files(folder: Path) -> None:
@@ -91,7 +91,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
 
 
 def find_original(config: "Config", policy: "Policy") -> "Original | None":
-    """The folder whose names an export has, and whose other tensors: where a Qwen3.5 was trained from one with images.
+    """The folder with images that a Qwen3.5 was trained from: an export has its names and its other tensors.
 
     UserError is raised if it is not there any more.
     """
@@ -125,9 +125,9 @@ def restore(
     from mllm.run.checkpoint import restore_params
     from mllm.run.source_run import load_own_policy
 
-    other = [f"model.dtype={dtype}"] if dtype else []
-    other += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
-    config = configs.load_run(store.folder / CONFIG, other)
+    overrides = [f"model.dtype={dtype}"] if dtype else []
+    overrides += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
+    config = configs.load_run(store.folder / CONFIG, overrides)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_own_policy(store, config, make_mesh(MeshConfig()))

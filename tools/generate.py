@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, str]]
 Answer = tuple[str, dict[str, Any]]
-"""What is printed of a completion, and the line of the output."""
+"""The text of a completion to be printed, and the line of the output."""
 MOST_TOKENS, TURNS = 512, 8
 
 
@@ -89,8 +89,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
     parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
-    what = "what answers, package.module:Class; task: what the run's task has"
-    parser.add_argument("--environment", metavar="NAME", help=what)
+    meaning = "what answers, package.module:Class; task: what the run's task has"
+    parser.add_argument("--environment", metavar="NAME", help=meaning)
     parser.add_argument("--max-turns", type=positive(int), metavar="N", help="with --environment; default: 8")
     parser.add_argument("--seed", type=positive(int, zero=True), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
@@ -132,10 +132,10 @@ def chat_on_terminal(options: argparse.Namespace) -> int:
 def read_prompts(options: argparse.Namespace) -> list[Chat]:
     """The chats to be completed, without the assistant's last messages; UserError where a line is not as expected."""
     if options.prompts is None:
-        given = options.prompt or [sys.stdin.read().rstrip("\n")]
-        return [[{"role": "user", "content": text({"PROMPT": one}, "PROMPT")}] for one in given]
-    found = read_records(Origin("--prompts", options.prompts).records(), read_chat)
-    chats = [chat for _, chat in sound_records(found, "--prompts")]
+        prompts = options.prompt or [sys.stdin.read().rstrip("\n")]
+        return [[{"role": "user", "content": text({"PROMPT": prompt}, "PROMPT")}] for prompt in prompts]
+    records = read_records(Origin("--prompts", options.prompts).records(), read_chat)
+    chats = [chat for _, chat in sound_records(records, "--prompts")]
     if not chats:
         raise UserError(f"--prompts: {options.prompts} has no lines")
     return chats
@@ -207,9 +207,9 @@ def complete(
     are_texts = all(len(chat) == 1 for chat in chats)
     args = (task and task.template_args) or {}
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
-    how = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
+    form = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
     if not quiet:
-        print(f"{options.model}: {name}; prompts are {how}", file=sys.stderr)
+        print(f"{options.model}: {name}; prompts are {form}", file=sys.stderr)
         warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
     prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
@@ -240,13 +240,13 @@ def complete(
         if options.environment:
             result = converse(options, sampler, params, chats, prompts, task)
         else:
-            found = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
+            completions = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
             result = [
                 (
-                    one.text,
-                    {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished},
+                    made.text,
+                    {"messages": chat, "completion": made.text, "tokens": len(made.tokens), "finished": made.finished},
                 )
-                for chat, one in zip(chats, found, strict=True)
+                for chat, made in zip(chats, completions, strict=True)
             ]
     if not alone:
         speed = work.tokens / (time.monotonic() - COMPILING.seconds - start)
@@ -275,22 +275,22 @@ def converse(
     elif task is None or not task.converses:
         raise UserError("--environment: task: it is no run whose task has an environment or tools: name one")
     add_modules(Path())
-    examples = [Example(chat, None, conversational=sum(one["role"] != "system" for one in chat) > 1) for chat in chats]
-    games, alone = Task("", examples, []), task.model_copy(update={"rewards": ()})
+    starts = [Example(chat, None, conversational=sum(turn["role"] != "system" for turn in chat) > 1) for chat in chats]
+    games, alone = Task("", starts, []), task.model_copy(update={"rewards": ()})
     with RewardRunner(alone, games, sampler.options.sampled_length) as runner:
         talk = Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0)
-        given: dict[str, Any] = {"step": 0, "greedy": not options.temperature, "conversations": talk}
+        arguments: dict[str, Any] = {"step": 0, "greedy": not options.temperature, "conversations": talk}
         with talk:
-            begun = talk.start([Prompt(one, tokens) for one, tokens in zip(examples, prompts, strict=True)])
-            sampler.complete(params, begun, **given)
-            found = talk.finish()
+            begun = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
+            sampler.complete(params, begun, **arguments)
+            played = talk.finish()
     answers = []
-    for one in found:
-        kind, reward, *_ = one.played.reward
+    for game in played:
+        kind, reward, *_ = game.played.reward
         told = reward if kind == "value" else f"{kind} {reward}"
-        said = [f"{message['role']}: {message['content']}" for message in one.messages] + [f"reward: {told}"]
-        line = {"messages": one.prompt, "turns": one.messages, "reward": reward if kind == "value" else None}
-        answers.append(("\n".join(said), line | {"tokens": sum(one.sampled), "finished": one.finished}))
+        shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {told}"]
+        line = {"messages": game.prompt, "turns": game.messages, "reward": reward if kind == "value" else None}
+        answers.append(("\n".join(shown), line | {"tokens": sum(game.sampled), "finished": game.finished}))
     return answers
 
 

@@ -5,7 +5,7 @@
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
 chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
 adapters are trained, as model.lora says, or of rank 32 without it. For micro-batches of 1 to 64 sequences a shard (a
-device or, with tp, those that share its rows), the table and the picture say what a device holds at its peak (in
+device or, with tp, the devices that share its rows), the table and the picture say what a device holds at its peak (in
 brackets where it does not fit), and what holds it:
 
     parameters, optimizer, gradients   by shapes
@@ -77,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{head} {micro}: {plan.size(bars[head, micro]['peak'])}", file=sys.stderr)
     print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
     rows = []
-    for (head, micro), found in bars.items():
-        shown = {name: plan.size(amount) for name, amount in found.items()}
-        if found["peak"] > devices.memory:
+    for (head, micro), figures in bars.items():
+        shown = {name: plan.size(amount) for name, amount in figures.items()}
+        if figures["peak"] > devices.memory:
             shown["peak"] = f"({shown['peak']})"
         rows.append([head, str(micro), *shown.values()])
     print(table(["column", "sequences a shard", *PARTS, "peak", "head alone"], rows))
@@ -155,8 +155,8 @@ class NoHead(Forward):
 
 def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
     """The program of `Programs` with this name and this head."""
-    kind = NoHead if head == "none" else Forward
-    return getattr(Programs(schema().model_validate(config), mesh, kind), name)()
+    forward = NoHead if head == "none" else Forward
+    return getattr(Programs(schema().model_validate(config), mesh, forward), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:
@@ -168,9 +168,9 @@ def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path)
     for axis, column in zip(axes, HEADS, strict=True):
         shown = {str(micro): bar for (head, micro), bar in bars.items() if head == column}
         floor = [0.0] * len(shown)
-        for place, part in enumerate(PARTS):
+        for index, part in enumerate(PARTS):
             heights = [bar[part] / GIB for bar in shown.values()]
-            colors = [(f"C{place}", 1.0 if bar["peak"] <= memory else 0.45) for bar in shown.values()]
+            colors = [(f"C{index}", 1.0 if bar["peak"] <= memory else 0.45) for bar in shown.values()]
             axis.bar(list(shown), heights, bottom=floor, color=colors, label=part)
             floor = [low + height for low, height in zip(floor, heights, strict=True)]
         axis.axhline(memory / GIB, color="black", linestyle="--")
@@ -179,7 +179,7 @@ def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path)
     axes[0].set_ylabel("GiB a device")
     axes[0].legend()
     figure.suptitle(f"Peak of an update on {name}; pale: does not fit")
-    # Else one bar beyond all bounds, or the line far above them, would flatten those that matter.
+    # Else one bar beyond all bounds, or the line far above them, would flatten the bars that matter.
     axes[0].set_ylim(0, min(max(bar["peak"] for bar in bars.values()), 2 * memory) / GIB * 1.05)
     figure.savefig(out, dpi=130)
 

@@ -89,7 +89,7 @@ def read_run(run: RunStore) -> list[Record]:
 
 
 def draw(runs: dict[str, list[Record]]) -> "Figure":
-    """A picture with a panel for each topic of which a run has a metric; UserError if there is none."""
+    """A picture with a panel for each topic that a run has a metric of; UserError if there is none."""
     from matplotlib.figure import Figure
 
     from mllm.run.metrics import at_k, functions_of
@@ -113,10 +113,10 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     columns = min(3, len(topics))
     rows = -(-len(topics) // columns)
     figure = Figure(figsize=(4.8 * columns, 3.1 * rows), layout="constrained")
-    colors = {run: f"C{place}" for place, run in enumerate(runs)}
+    colors = {run: f"C{index}" for index, run in enumerate(runs)}
     axis: Any = None
-    for place, title in enumerate(topics, 1):
-        axis = figure.add_subplot(rows, columns, place, sharex=axis, title=title, xlabel="step")
+    for index, title in enumerate(topics, 1):
+        axis = figure.add_subplot(rows, columns, index, sharex=axis, title=title, xlabel="step")
         for topic, run, key, records in curves:
             if topic == title:
                 draw_curve(axis, records, key, colors[run], f"{run}, " * (len(runs) > 1))
@@ -127,8 +127,8 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
-    """What comes with a step, faint, with its mean over the last twentieth of the run; what is measured, as it is."""
-    kind, style = next(found for begin, found in KINDS.items() if key.startswith(begin))
+    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; measured ones as they are."""
+    kind, style = next(meaning for begin, meaning in KINDS.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]

@@ -54,9 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
     for sample, row, total in zip(samples[:SHOWN], answers, weighted_sum(answers, rewards.weights), strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
-        for name, (kind, given, *logged) in zip(rewards.names, row, strict=True):
-            said = f"{given:.3f}" if kind == "value" else f"{kind} {given}"
-            lines.append((name, "  ".join([said, *(f"{column}: {value}" for _, column, value in logged)])))
+        for name, (kind, result, *logged) in zip(rewards.names, row, strict=True):
+            shown = f"{result:.3f}" if kind == "value" else f"{kind} {result}"
+            lines.append((name, "  ".join([shown, *(f"{column}: {value}" for _, column, value in logged)])))
         for name, value in (*lines, ("reward", f"{total:.3f}")):
             print(f"{name:<20} {printable(value)}")
         print()
@@ -70,8 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
     """Each problem with its solution, or its answer in the form that the task wants, and with an empty completion."""
-    right = [one.solution or FORMS[one.answer_form].format(one.answer or "") for one in problems]
-    return [(one, completion) for one, good in zip(problems, right, strict=True) for completion in (good, "")]
+    right = [problem.solution or FORMS[problem.answer_form].format(problem.answer or "") for problem in problems]
+    return [(problem, completion) for problem, good in zip(problems, right, strict=True) for completion in (good, "")]
 
 
 def completed(task: Task, file: str) -> list[tuple[Example, str]]:
@@ -86,15 +86,15 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     samples = [pair for _, pair in sound_records(lines, "SAMPLES.jsonl")]
     if not samples:
         raise UserError(f"{file}: there is no sample in it")
-    wanted, found = {prompt for prompt, _ in samples}, dict[str, Example]()
+    wanted, examples = {prompt for prompt, _ in samples}, dict[str, Example]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
         if (prompt := example.question) in wanted:
-            found[prompt] = example
-        if len(found) == len(wanted):  # further problems may take long to make
+            examples[prompt] = example
+        if len(examples) == len(wanted):  # further problems may take long to make
             break
-    if unknown := wanted - found.keys():
+    if unknown := wanted - examples.keys():
         raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(unknown)!r}: remove it")
-    return [(found[prompt], completion) for prompt, completion in samples]
+    return [(examples[prompt], completion) for prompt, completion in samples]
 
 
 def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
@@ -109,7 +109,7 @@ def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
         log.warning("length and completion_ids are those of the text's bytes: %s", error)
         tokenizer = bytes_tokenizer()
     stop = tokenizer.eos_token_id or 0
-    return [[*encode(tokenizer, one), stop] for one in texts]
+    return [[*encode(tokenizer, text), stop] for text in texts]
 
 
 if __name__ == "__main__":

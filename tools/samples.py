@@ -120,7 +120,7 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     else:
         origin = origin_of("data.source", config.data.source, config.data.subset, config.data.split)
         encoded = encode_records(renderer, config.data.max_length, islice(origin.records(), SEARCHED), form)
-        sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
+        sound = (entry for _, entry in sound_records(encoded, "data.source") if not isinstance(entry, Skipped))
         first = [document for document, *_ in islice(sound, EXAMPLES)]
     for document in first:
         if isinstance(document, Document):
@@ -140,8 +140,8 @@ def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: S
     yield f"{name}: {len(tokens)} tokens, {sum(learned)} learned"
     text = ""
     for is_learned, group in groupby(zip(tokens, learned, strict=True), lambda pair: pair[1]):
-        said = str(renderer.tokenizer.decode([token for token, _ in group]))
-        text += f"⟦{said}⟧" if is_learned else said
+        decoded = str(renderer.tokenizer.decode([token for token, _ in group]))
+        text += f"⟦{decoded}⟧" if is_learned else decoded
     yield from (f"  {errors.printable(line)}" for line in text.split("\n"))
     yield ""
 
@@ -185,10 +185,10 @@ def embedded(data: object) -> str:
 
 def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
     """Print samples of a step, or of all, whose prompt contains a text: the newest, the last one last."""
-    found = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
-    if not found:
+    matching = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
+    if not matching:
         raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")
-    for sample in found[-limit:]:
+    for sample in matching[-limit:]:
         numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
         shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]
         shown += [f"length {sample.length}"] * (sample.length is not None) + ["cut off"] * sample.truncated
@@ -198,7 +198,7 @@ def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: in
             for number, line in enumerate(text.split("\n")):
                 print(errors.printable(f"  {'' if number else name:<10}  {line}"))
         print()
-    print(f"{min(limit, len(found)):,} of {len(found):,}")
+    print(f"{min(limit, len(matching)):,} of {len(matching):,}")
 
 
 def lines_of(turn: Turn) -> Iterator[tuple[str, str]]:

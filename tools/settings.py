@@ -29,7 +29,7 @@ def reference() -> str:
 
 
 def tables(schema: dict[str, Any], key: str, is_list: bool = False) -> Iterator[str]:
-    """The table of a section's settings, and those of the sections in it."""
+    """The table of a section's settings, and the tables of the sections in it."""
     if key:
         yield f"## {key}\n"
     yield cell(schema["description"]) + (" The section is a list of these." if is_list else "") + "\n"

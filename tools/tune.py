@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if failure or not listed:
             raise UserError(failure or "there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
         for kernel in listed:
-            found, refused, left_out = list[list[str]](), [], 0
+            rows, refused, left_out = list[list[str]](), [], 0
             task = {"shape": options.shape, "dtype": "bfloat16", "lives": [1.0], "rounds": 5, "least": LEAST}
             for tiles in kernel["tilings"]:
                 begin = time.monotonic()
@@ -53,21 +53,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     left_out += 1
                     continue
                 name = ", ".join(f"{name}={size}" for name, size in tiles.items() if name != "kernel")
-                given = {**task, "method": f"{kernel['impl']}, {kernel['way']}", "tiles": tiles}
+                case = {**task, "method": f"{kernel['impl']}, {kernel['way']}", "tiles": tiles}
                 print(f"{kernel['kernel']}: {name}", file=sys.stderr)
-                measured, failure = start(CHILD, given, PATIENCE, cache)
+                measured, failure = start(CHILD, case, PATIENCE, cache)
                 last = time.monotonic() - begin
                 if failure:
                     refused.append(f"refused: {name}: {failure}")
                     stopped = "a device that hangs once isn't trusted" if failure == child.LATE else ""
                 else:
                     row = [name, *cells(measured[0])]
-                    found = sorted([*found, row], key=lambda row: float(row[1]))
-                    print(line([*row, f"best so far: {found[0][0]}"]), file=sys.stderr)
+                    rows = sorted([*rows, row], key=lambda row: float(row[1]))
+                    print(line([*row, f"best so far: {rows[0][0]}"]), file=sys.stderr)
             print(f"\n{kernel['impl']}, {kernel['kernel']}, by {kernel['way']}")
             if left_out:
                 refused.append(f"{stopped}: {left_out} tilings were left out")
-            print("\n".join([table(["tiles", *COLUMNS[1:]], found), *refused]), flush=True)
+            print("\n".join([table(["tiles", *COLUMNS[1:]], rows), *refused]), flush=True)
     return 0
 
 

@@ -67,7 +67,7 @@ def token_logprobs(
     Args:
         hidden: bfloat16 or float32, as `weight`; they may differ.
         labels: rows of `weight`. A traced label can't be checked: where it counts and is out of range, its logprob is
-            NaN, and so are the gradients under that one's cotangent.
+            NaN, and so are the gradients under its cotangent.
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
@@ -133,7 +133,7 @@ def token_loss(
     order). Asked for the value alone, it does none of the gradient's work. A label that counts and is out of range
     makes it NaN.
 
-    Errors, and args beyond these, are those of `token_logprobs`:
+    Errors, and args beyond these, are as for `token_logprobs`:
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
             from token to token reaches it as an operand, floating, integer or boolean. An objective with a keyword-only
             argument `lse` (for z-loss), `mean_logit` (the mean of z over the vocabulary, for label smoothing) or
@@ -161,16 +161,16 @@ def token_loss(
         teacher = TeacherArguments(teacher_hidden, teacher_weight, kind, beta, teacher_temperature, teacher_softcap)
     elif "divergence" in autodiff.names_of(objective):
         raise ValueError("objective: divergence needs a teacher: give teacher_hidden and teacher_weight")
-    given: dict[str, Any] = {"vocabulary": vocabulary, "weight_copy": weight_copy, "teacher": teacher}
+    further: dict[str, Any] = {"vocabulary": vocabulary, "weight_copy": weight_copy, "teacher": teacher}
     rows: dict[str, Any] = {"where": where, "weights": weights, "ignore_index": ignore_index, "operands": operands}
-    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, **rows, **given)
+    inputs = checked_inputs(hidden, weight, labels, temperature=temperature, **rows, **further)
     shares: Any = np.ones(inputs.labels.shape, np.float32) if weights is None else as_array(weights)
     inputs, weight, shares, operands = same_varying((inputs, weight, shares, tuple(map(as_array, operands))))
     dtypes, varying = [x.dtype for x in operands], varying_axes(inputs.hidden)
-    own = autodiff.close_objective(objective, dtypes, varying, teacher is not None)
+    traced = autodiff.close_objective(objective, dtypes, varying, teacher is not None)
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight), workspace, teacher)
-    options = dataclasses.replace(options, entropy_slopes=own.uses_entropy, token_slopes=own.uses_tokens)
-    if own.uses_mean_logit:
+    options = dataclasses.replace(options, entropy_slopes=traced.uses_entropy, token_slopes=traced.uses_tokens)
+    if traced.uses_mean_logit:
         shared = min(len(weight), np.shape(weight if teacher_weight is None else teacher_weight)[0])
         options = dataclasses.replace(options, mean_over=shared if vocabulary is None else int(vocabulary))
 
@@ -182,7 +182,7 @@ def token_loss(
         tokens = lax.stop_gradient(_without_bad_labels(tokens, inputs))
         return loss, jax.tree.map(rows.folded, tokens)
 
-    arguments = weight, shares, operands, own.function
+    arguments = weight, shares, operands, traced.function
     return run_on_mesh(run, sharding, inputs, arguments, lambda tokens: (jax.sharding.PartitionSpec(), tokens))
 
 

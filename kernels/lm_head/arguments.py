@@ -20,7 +20,7 @@ DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
 
 @dataclasses.dataclass(frozen=True)
 class TeacherArguments:
-    """What an entry point is told of a teacher, as the caller gave it."""
+    """The arguments of an entry point on a teacher, as the caller gave them."""
 
     hidden: Any
     weight: Any
@@ -83,16 +83,16 @@ def checked_inputs(
     for name, value in (named | {f"operands[{i}]": x for i, x in enumerate(operands)}).items():
         if np.shape(value) != lead:
             raise ValueError(f"{name} must have hidden's leading shape {list(lead)}, not {list(np.shape(value))}")
-    temperature, other = checked_temperature("temperature", temperature), None
+    temperature, checked_teacher = checked_temperature("temperature", temperature), None
     if teacher is not None:
         check_model("teacher_", teacher.hidden, teacher.weight)
         if np.shape(teacher.hidden)[:-1] != lead:
             leads = f"{list(lead)}, not {list(np.shape(teacher.hidden)[:-1])}"
             raise ValueError(f"teacher_hidden must have hidden's leading shape {leads}")
         rows = min(rows, np.shape(teacher.weight)[0])
-        own = teacher.temperature
-        own = temperature if own is None else checked_temperature("teacher_temperature", own)
-        other = Teacher(teacher.hidden, teacher.weight, own)
+        tau = teacher.temperature
+        tau = temperature if tau is None else checked_temperature("teacher_temperature", tau)
+        checked_teacher = Teacher(teacher.hidden, teacher.weight, tau)
     columns = checked_vocabulary(vocabulary, rows)
     if weights is not None:
         live = live & (as_array(weights) != 0)
@@ -101,7 +101,7 @@ def checked_inputs(
         live = live & (labels != labels.dtype.type(ignore_index))
     check_labels(labels, live, vocabulary=rows if columns is None else columns)
     bound = None if columns is None else jnp.int32(columns)
-    return Inputs(hidden, copy, as_int32(labels), live, temperature, bound, other)
+    return Inputs(hidden, copy, as_int32(labels), live, temperature, bound, checked_teacher)
 
 
 def check_labels(labels: Any, live: Any, vocabulary: int) -> None:
@@ -157,7 +157,7 @@ def checked_options(
 ) -> Options:
     """The options. Products' operands have `dtype`, or the widest dtype of all that is multiplied.
 
-    `differentiated` are the arrays whose dtypes dh and dW get; without any, they get those of the inputs.
+    `differentiated` are the arrays whose dtypes dh and dW get; without any, they get the inputs' dtypes.
     """
     if teacher is not None:
         multiplied = *multiplied, teacher.hidden, teacher.weight
@@ -173,8 +173,8 @@ def checked_options(
     if teacher is None:
         return options
     cap = softcap if teacher.softcap == "same" else teacher.softcap
-    how = checked_divergence(teacher.kind, teacher.beta)
-    return dataclasses.replace(options, divergence=how, teacher_softcap=checked_softcap("teacher_softcap", cap))
+    measure = checked_divergence(teacher.kind, teacher.beta)
+    return dataclasses.replace(options, divergence=measure, teacher_softcap=checked_softcap("teacher_softcap", cap))
 
 
 def checked_divergence(kind: Any, beta: Any) -> Divergence:

@@ -53,9 +53,9 @@ def close_objective(
     dtypes = [*[jnp.float32] * statistics, *dtypes]
 
     def by_place(*scalars: Array) -> Array:
-        logprob, lse, entropy, *others = scalars
-        given = {"lse": lse, "divergence": others[0] if has_teacher else None, "mean_logit": scalars[statistics - 1]}
-        return objective(logprob, entropy, *scalars[statistics:], **{name: given[name] for name in names})
+        logprob, lse, entropy, *more = scalars
+        keywords = {"lse": lse, "divergence": more[0] if has_teacher else None, "mean_logit": scalars[statistics - 1]}
+        return objective(logprob, entropy, *scalars[statistics:], **{name: keywords[name] for name in names})
 
     if varying:
         closed = jax.make_jaxpr(by_place)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))

@@ -54,7 +54,7 @@ class Options:
     wants_hidden: bool = True
     wants_weight: bool = True
     entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
-    token_slopes: bool = True  # False: so are those by the log-probability, the lse and the mean logit
+    token_slopes: bool = True  # False: so are the derivatives by the log-probability, the lse and the mean logit
     mean_over: int | None = None  # number of tokens, where the mean of their logits is asked for
     collision: bool = False  # whether the sum of p^2 is asked for
     divergence: Divergence = REVERSE_KL
@@ -113,8 +113,8 @@ def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
 
 def local_labels(inputs: Inputs) -> Int[Array, "N"]:
     """The labels, with -1 for a label of another shard or out of range: none may hit a column of padding."""
-    here = (inputs.labels >= 0) & (inputs.labels < number_of_columns(inputs))
-    return jnp.where(here, inputs.labels, -1).astype(jnp.int32)
+    inside = (inputs.labels >= 0) & (inputs.labels < number_of_columns(inputs))
+    return jnp.where(inside, inputs.labels, -1).astype(jnp.int32)
 
 
 def gradient_dtypes(inputs: Inputs, options: Options) -> tuple[jnp.dtype, jnp.dtype]:
@@ -128,9 +128,9 @@ def zeros(inputs: Inputs, *shape: int, dtype: Any = jnp.float32) -> Array:
 
 
 def no_statistics(inputs: Inputs, options: Options, rows: int) -> Softmax:
-    """Statistics of rows of which none was visited."""
-    given = [True] * 4 + [inputs.teacher is not None] * 4 + [options.mean_over is not None, options.collision]
-    return Softmax(*(zeros(inputs, rows) if one else None for one in given))  # type: ignore[arg-type]
+    """Statistics of rows before any was visited."""
+    wanted = [True] * 4 + [inputs.teacher is not None] * 4 + [options.mean_over is not None, options.collision]
+    return Softmax(*(zeros(inputs, rows) if is_wanted else None for is_wanted in wanted))  # type: ignore[arg-type]
 
 
 def no_columns(zeros_R: Float[Array, "*R"], options: Options) -> Running:
@@ -167,14 +167,14 @@ def scale_of(temperature: Float[Array, ""], softcap: float | None) -> Float[Arra
 
 def scales_of(inputs: Inputs, options: Options) -> tuple[Array, ...]:
     """The student's scale, and the teacher's if there is one."""
-    own = scale_of(inputs.temperature, options.softcap)
+    student = scale_of(inputs.temperature, options.softcap)
     if inputs.teacher is None:
-        return (own,)
-    return own, scale_of(inputs.teacher.temperature, options.teacher_softcap)
+        return (student,)
+    return student, scale_of(inputs.teacher.temperature, options.teacher_softcap)
 
 
 def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:
-    """What the head returns of the statistics."""
+    """The statistics as the head returns them."""
     return softmax.outputs(inputs.live, scale_of(inputs.temperature, options.softcap))
 
 

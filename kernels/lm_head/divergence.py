@@ -23,7 +23,7 @@ def divergence_loss(
 
     With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
     some tokens, which mosaic_tpu never keeps, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
-    1e-6 they are rounding. Options (`kind`, `beta`, `weights`, ...) and errors are those of `token_loss`.
+    1e-6 they are rounding. Options (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)
     teacher: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
@@ -42,7 +42,7 @@ def token_divergence(
 ) -> Float[Array, "*N"]:
     """The divergence of each token's two distributions, float32, in nats: values alone, as for an evaluation.
 
-    Options are those of `divergence_loss`, which has the gradients.
+    Options are as for `divergence_loss`, which has the gradients.
     """
     hidden, weight = _values((hidden, weight))
     return divergence_loss(hidden, weight, teacher_hidden, teacher_weight, **options)[1]

@@ -21,23 +21,23 @@ obstacle = xla.obstacle  # nothing keeps it from running
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...]]:
     """The statistics, and y for backward."""
-    plan, own = plan_of(inputs), xla.zeroed(inputs)
+    plan, masked = plan_of(inputs), xla.zeroed(inputs)
     nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * (1 if inputs.teacher is None else 2)
-    softmax, y = xla.statistics(plan, own, options, nothing)
+    softmax, y = xla.statistics(plan, masked, options, nothing)
     assert y is not None
     # Gathered: XLA drops the sum over all columns that finds the label's elsewhere.
-    label, axis = contract.local_labels(own), options.vocabulary_axis
+    label, axis = contract.local_labels(masked), options.vocabulary_axis
     label_y = jnp.take_along_axis(y[0][0], jnp.maximum(label, 0)[:, None], axis=1)[:, 0]
     label_y = jnp.where(label < 0, 0, label_y) if axis is None else lax.psum(jnp.where(label < 0, 0, label_y), axis)
-    label_z = contract.scales_of(own, options)[0] * (label_y - softmax.top)
-    return softmax._replace(label=jnp.where(own.live, label_z, 0)), tuple(x[0] for x in y)
+    label_z = contract.scales_of(masked, options)[0] * (label_y - softmax.top)
+    return softmax._replace(label=jnp.where(masked.live, label_z, 0)), tuple(x[0] for x in y)
 
 
 def gradients(inputs: Inputs, softmax: Softmax, y: tuple[Array, ...], slopes: Slopes, options: Options) -> Gradients:
     """The products of the derivatives by h·W with W and hidden."""
-    plan, own = plan_of(inputs), xla.zeroed(inputs)
+    plan, masked = plan_of(inputs), xla.zeroed(inputs)
     slopes = jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), slopes)
-    dy_NV = xla.slopes_of_tile(plan, own, options, y, jnp.int32(0), softmax, slopes)
+    dy_NV = xla.slopes_of_tile(plan, masked, options, y, jnp.int32(0), softmax, slopes)
     if target.platform() != "tpu":
         # A TPU's matrix units round a float32 operand themselves: there dy overwrites y, and needs no array of its own.
         dy_NV = dy_NV.astype(options.dtype)
@@ -46,7 +46,7 @@ def gradients(inputs: Inputs, softmax: Softmax, y: tuple[Array, ...], slopes: Sl
     if options.wants_hidden:
         dh = xla.product(options, dy_NV, inputs.weight[: plan.vocabulary], (1, 0)).astype(dh_dtype)
     if options.wants_weight:
-        dw = xla.product(options, dy_NV, own.hidden, (0, 0)).astype(dw_dtype)
+        dw = xla.product(options, dy_NV, masked.hidden, (0, 0)).astype(dw_dtype)
         dw = jnp.pad(dw, ((0, len(inputs.weight) - len(dw)), (0, 0)))
     return dh, dw
 

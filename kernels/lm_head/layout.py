@@ -147,8 +147,8 @@ def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpe
 
     Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
     """
-    tokens, *others = (*map(_axes, hidden[:-1]), ())
-    if any(others):
+    tokens, *inner = (*map(_axes, hidden[:-1]), ())
+    if any(inner):
         raise ValueError(f"hidden must be spread over its first dim alone, and its type says {hidden}")
     vocabulary, columns = map(_axes, weight)
     if len(columns) > 1:

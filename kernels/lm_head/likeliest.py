@@ -54,15 +54,15 @@ def likeliest_tokens(
     return run_on_mesh(run, sharding, inputs)
 
 
-def _search(plan: xla.Plan, options: Options, own: Inputs) -> Best:
+def _search(plan: xla.Plan, options: Options, part: Inputs) -> Best:
     """The best column of this shard of the vocabulary, for a block's rows."""
 
     def include(c: Array, best: Best) -> Best:
-        (y_RT,), fresh_T = xla.logits_of_tile(plan, own, options, c), xla.columns_of(plan, own, c).fresh
+        (y_RT,), fresh_T = xla.logits_of_tile(plan, part, options, c), xla.columns_of(plan, part, c).fresh
         y_RT = jnp.where(fresh_T, y_RT, -jnp.inf)
-        place_R, highest_R = jnp.argmax(y_RT, axis=1).astype(jnp.int32), y_RT.max(axis=1)
+        column_R, highest_R = jnp.argmax(y_RT, axis=1).astype(jnp.int32), y_RT.max(axis=1)
         better = highest_R > best[0]
-        return jnp.where(better, highest_R, best[0]), jnp.where(better, xla.start_of(plan, c) + place_R, best[1])
+        return jnp.where(better, highest_R, best[0]), jnp.where(better, xla.start_of(plan, c) + column_R, best[1])
 
-    nothing = contract.zeros(own, plan.block) - jnp.inf, contract.zeros(own, plan.block, dtype=jnp.int32)
+    nothing = contract.zeros(part, plan.block) - jnp.inf, contract.zeros(part, plan.block, dtype=jnp.int32)
     return lax.fori_loop(0, plan.tiles, include, nothing)

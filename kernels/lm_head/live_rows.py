@@ -84,7 +84,7 @@ def over_waves(
     no dW.
     """
     live = live_rows(inputs.live, rows)
-    (dh_dtype, dw_dtype), one = contract.gradient_dtypes(inputs, options), len(live.row) == rows
+    (dh_dtype, dw_dtype), single = contract.gradient_dtypes(inputs, options), len(live.row) == rows
 
     def step(i: Array, carry: Any) -> Any:
         all_M, dh_MD, dw_VD, kept = carry
@@ -95,10 +95,10 @@ def over_waves(
 
     dh_shape = len(live.row), inputs.weight.shape[1]
     dh_MD = contract.zeros(inputs, *dh_shape, dtype=dh_dtype) if options.wants_hidden else None
-    if one and one_always_runs:
+    if single and one_always_runs:
         all_M, dh_MD, dw_VD, _ = step(jnp.int32(0), (all_M, dh_MD, None, kept))
     else:
-        shape, dtype = inputs.weight.shape, dw_dtype if one else jnp.float32
+        shape, dtype = inputs.weight.shape, dw_dtype if single else jnp.float32
         nothing = contract.zeros(inputs, *shape, dtype=dtype) if options.wants_weight else None
         all_M, dh_MD, dw_VD, _ = live.over_blocks(rows, step, (all_M, dh_MD, nothing, kept), options.in_step)
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0)

@@ -33,7 +33,7 @@ class TokenLogprobs(NamedTuple):
 
     @property
     def statistics(self) -> "Slopes":
-        """What an objective may depend on, in the order of their slopes."""
+        """The statistics that an objective may depend on, in the order of their slopes."""
         return Slopes(self.logprob, self.lse, self.entropy, self.divergence, self.mean_logit)
 
 
@@ -87,14 +87,14 @@ class Softmax(NamedTuple):
     collision: Any = None
 
     def outputs(self, live: Bool[Array, "*R"], scale: Any) -> TokenLogprobs:
-        """What the head returns; `live` are the rows that count."""
+        """The statistics as the head returns them; `live` are the rows that count."""
         lse, likeliest = scale * self.top + self.log_sum_e, (self.label >= 0) & live
-        found = self.divergence, self.mean_logit, self.collision
-        return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, *found)
+        optional = self.divergence, self.mean_logit, self.collision
+        return TokenLogprobs(self.label - self.log_sum_e, lse, self.entropy, likeliest, *optional)
 
 
 def empty_running(zeros_R: Float[Array, "*R"], mean_logit: bool = False, collision: bool = False) -> Running:
-    """The state before any column, with the sums that these two take where they are asked for."""
+    """The state before any column, with the sums that the mean logit and the collision take if they are asked for."""
     sum_y, sum_e_e = zeros_R if mean_logit else None, zeros_R if collision else None
     return Running(zeros_R + FLOOR, zeros_R, zeros_R, zeros_R, sum_y, sum_e_e)
 
@@ -186,7 +186,7 @@ def logit_slopes(
 ) -> Float[Array, "..."]:
     """`dz = g_logprob (onehot - p) + g_lse p - g_entropy p (log p + entropy) + g_mean`, where `slopes` has a row's g.
 
-    Without `entropy` that term is 0, and without its slope that of the mean.
+    Without `entropy` its term is 0, and without the mean's slope g_mean is.
     """
     log_p_RT = log_probabilities(y_RT, softmax.top, softmax.log_sum_e, scale, dim)
     g_logprob, by_p_RT = (jnp.expand_dims(x, dim) for x in (slopes.logprob, slopes.lse - slopes.logprob))
@@ -212,7 +212,7 @@ def label_slope(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: f
 
 
 def cap_slope(y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The derivative of tanh, given its value; finite where that is a mask's floor."""
+    """The derivative of tanh, given its value `y`; finite where `y` is a mask's floor."""
     y = jnp.maximum(y, -1)
     return (1 + y) * (1 - y)
 
@@ -220,7 +220,7 @@ def cap_slope(y: Float[Array, "..."]) -> Float[Array, "..."]:
 class RowFactors(NamedTuple):
     """Each row's numbers from which a kernel makes the derivatives by its products h·W, float32.
 
-    They are `at_label` in the label's column, elsewhere `p (at_p + at_p_log_p log p) + at_all` times the cap's
+    A derivative is `at_label` in the label's column, elsewhere `p (at_p + at_p_log_p log p) + at_all` times the cap's
     derivative. The last four include 1 / temperature, and `at_label` the cap's derivative at the label.
     """
 
@@ -232,7 +232,7 @@ class RowFactors(NamedTuple):
     at_all: Any = None  # None where the loss doesn't depend on the mean logit
 
     def where(self, live: Bool[Array, "R"]) -> "RowFactors":
-        """The same, but 0 at rows that don't count, with a maximum that makes every probability 0 there."""
+        """The factors, but 0 at rows that don't count, with a maximum that makes every probability 0 there."""
         zeroed = jax.tree.map(lambda x: jnp.where(live, x, 0), self)
         return zeroed._replace(top=jnp.where(live, self.top, _NEVER))
 

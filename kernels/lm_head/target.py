@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 
 def platform(mesh: Mesh | AbstractMesh | None = None) -> str:
-    """`cpu`, `gpu` or `tpu`: that of the mesh, else that of the mesh which is set while tracing, else JAX's default."""
+    """`cpu`, `gpu` or `tpu`: the mesh's, else the platform of the mesh set while tracing, else JAX's default."""
     if isinstance(mesh, AbstractMesh):
         return jax.default_backend() if mesh.abstract_device is None else mesh.abstract_device.platform
     if mesh is not None:
@@ -33,8 +33,8 @@ def why_not_hopper() -> str | None:
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"
     device = _device()
-    found, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract ones have none
-    if found == "9.0" or (found is None and any(name in kind for name in ("H100", "H200", "H800", "H20"))):
+    capability, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract ones have none
+    if capability == "9.0" or (capability is None and any(name in kind for name in ("H100", "H200", "H800", "H20"))):
         return None
     return f"it needs a Hopper GPU, and this is {kind}"
 

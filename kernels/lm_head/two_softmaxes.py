@@ -63,9 +63,9 @@ class RunningPair(NamedTuple):
     teacher: Running
     cross: Float[Array, "*R"]
 
-    def raised(self, tops: Both, scales: Both, how: Divergence) -> "RunningPair":
+    def raised(self, tops: Both, scales: Both, measure: Divergence) -> "RunningPair":
         """The state relative to other maxima."""
-        (first, other), models = how.order, self[:2]
+        (first, other), models = measure.order, self[:2]
         shifts = [(x.top - top) * scale for x, top, scale in zip(models, tops, scales, strict=True)]
         cross = jnp.exp(shifts[first]) * (self.cross + (shifts[first] - shifts[other]) * models[first].sum_e)
         student, teacher = map(raised, models, tops, scales)
@@ -73,29 +73,29 @@ class RunningPair(NamedTuple):
 
 
 def empty_pair(student: Running, zeros_R: Float[Array, "*R"]) -> RunningPair:
-    """The state before any column, of which the student's is given."""
+    """The state before any column, with the student's part given."""
     return RunningPair(student, Running(zeros_R + FLOOR, zeros_R), zeros_R)
 
 
 def include_tiles(
-    running: RunningPair, y_RT: Both, columns: Columns, scales: Both, how: Divergence, dim: int = 1
+    running: RunningPair, y_RT: Both, columns: Columns, scales: Both, measure: Divergence, dim: int = 1
 ) -> RunningPair:
     """The state after one more tile of columns of both models."""
     y_RT = tuple(jnp.where(columns.fresh, y, MASKED) for y in y_RT)
     models = [include_tile(x, y, columns, scale, dim) for x, y, scale in zip(running[:2], y_RT, scales, strict=True)]
-    tops, (first, other) = (models[0].top, models[1].top), how.order
+    tops, (first, other) = (models[0].top, models[1].top), measure.order
     cross = running.cross
-    if how.in_one_pass:
+    if measure.in_one_pass:
         below = [(y - jnp.expand_dims(top, dim)) * scale for y, top, scale in zip(y_RT, tops, scales, strict=True)]
         apart_RT = jnp.where(columns.fresh, below[first] - below[other], 0)
-        cross = running.raised(tops, scales, how).cross + (jnp.exp(below[first]) * apart_RT).sum(axis=dim)
+        cross = running.raised(tops, scales, measure).cross + (jnp.exp(below[first]) * apart_RT).sum(axis=dim)
     return RunningPair(models[0], models[1], cross)
 
 
-def combine_pairs(parts: RunningPair, scales: Both, how: Divergence) -> RunningPair:
+def combine_pairs(parts: RunningPair, scales: Both, measure: Divergence) -> RunningPair:
     """The state after the columns of all parts, stacked along a first dim."""
     tops = parts.student.top.max(axis=0), parts.teacher.top.max(axis=0)
-    student, teacher, cross = jax.tree.map(lambda x: x.sum(axis=0), parts.raised(tops, scales, how))
+    student, teacher, cross = jax.tree.map(lambda x: x.sum(axis=0), parts.raised(tops, scales, measure))
     return RunningPair(student._replace(top=tops[0]), teacher._replace(top=tops[1]), cross)
 
 
@@ -103,7 +103,7 @@ def finish_pair(
     running: RunningPair,
     live: Bool[Array, "R"],
     scales: Both,
-    how: Divergence,
+    measure: Divergence,
     axis: Any,
     vocabulary: int | None = None,
 ) -> Softmax:
@@ -113,14 +113,14 @@ def finish_pair(
     """
     if axis is not None:
         tops = tuple(jax.lax.pmax(x.top, axis) for x in running[:2])
-        cross = jax.lax.psum(running.raised(tops, scales, how).cross, axis)
+        cross = jax.lax.psum(running.raised(tops, scales, measure).cross, axis)
         models = (across_devices(x, scale, axis) for x, scale in zip(running[:2], scales, strict=True))
         running = RunningPair(*models, cross)  # type: ignore[call-arg, arg-type]
-    (student, teacher, cross), (first, other) = running, how.order
+    (student, teacher, cross), (first, other) = running, measure.order
     sums = student.sum_e, teacher.sum_e
     divergence = cross / sums[first] - jnp.log(sums[first]) + jnp.log(sums[other])
-    found = teacher.top, jnp.log(teacher.sum_e), divergence if how.in_one_pass else cross
-    top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in found)
+    values = teacher.top, jnp.log(teacher.sum_e), divergence if measure.in_one_pass else cross
+    top, log_sum_e, divergence = (jnp.where(live, x, 0) for x in values)
     softmax = finish_live(student, live, scales[0], None, vocabulary)
     return softmax._replace(
         teacher_top=top, teacher_log_sum_e=log_sum_e, divergence=divergence, to_mixture=jnp.zeros_like(top)
@@ -135,20 +135,20 @@ def both_log_p(y_RT: Both, softmax: Softmax, scales: Both, dim: int = 1) -> Both
     )
 
 
-def mixture_terms(log_p_RT: Both, fresh: Bool[Array, "..."], how: Divergence) -> Both:
+def mixture_terms(log_p_RT: Both, fresh: Bool[Array, "..."], measure: Divergence) -> Both:
     """What each column of a tile adds to jsd, and to KL(p || m)."""
     of_student_RT, of_teacher_RT = (
         jnp.where(fresh, jnp.exp(log_p), 0) * above
-        for log_p, above in zip(log_p_RT, above_mixture(log_p_RT, how), strict=True)
+        for log_p, above in zip(log_p_RT, above_mixture(log_p_RT, measure), strict=True)
     )
-    return how.beta * of_teacher_RT + (1 - how.beta) * of_student_RT, of_student_RT
+    return measure.beta * of_teacher_RT + (1 - measure.beta) * of_student_RT, of_student_RT
 
 
-def above_mixture(log_p_RT: Both, how: Divergence) -> Both:
+def above_mixture(log_p_RT: Both, measure: Divergence) -> Both:
     """log p - log m and log q - log m: 0 where p = q."""
     apart_RT = log_p_RT[0] - log_p_RT[1]
     # log m less the larger of the two; the smaller one's share of m is its part of the sum.
-    share_RT = jnp.where(apart_RT > 0, how.beta, 1 - how.beta)
+    share_RT = jnp.where(apart_RT > 0, measure.beta, 1 - measure.beta)
     # With t = tanh(x / 2), expm1(-x) is -2 t / (1 + t): kernels for TPUs have no expm1.
     tanh_RT = jnp.tanh(jnp.abs(apart_RT) / 2)
     mixture_RT = jnp.log1p(-2 * share_RT * tanh_RT / (1 + tanh_RT))
@@ -161,17 +161,17 @@ def divergence_slopes(
     slopes: Float[Array, "*R"],
     fresh: Bool[Array, "..."],
     scales: Both,
-    how: Divergence,
+    measure: Divergence,
     dim: int = 1,
 ) -> Float[Array, "..."]:
     """The derivatives by the student's z of a scalar with derivatives `slopes` by the rows' divergences."""
     log_p_RT = both_log_p(y_RT, softmax, scales, dim)
     divergence, to_mixture, slopes = (jnp.expand_dims(x, dim) for x in (softmax.divergence, softmax.to_mixture, slopes))
     p_RT, q_RT = map(jnp.exp, log_p_RT)
-    if how.kind == "forward_kl":
+    if measure.kind == "forward_kl":
         dz_RT = p_RT - q_RT
-    elif how.kind == "reverse_kl":
+    elif measure.kind == "reverse_kl":
         dz_RT = p_RT * (log_p_RT[0] - log_p_RT[1] - divergence)
     else:
-        dz_RT = (1 - how.beta) * p_RT * (above_mixture(log_p_RT, how)[0] - to_mixture)
+        dz_RT = (1 - measure.beta) * p_RT * (above_mixture(log_p_RT, measure)[0] - to_mixture)
     return jnp.where(fresh, slopes * dz_RT, 0)

@@ -62,11 +62,11 @@ def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple
         if rows:
             return _waves(plan._replace(block=rows), inputs, None, options)[0], None
         nothing = contract.no_statistics(inputs, options, 0)
-        return over_rows(plan, inputs, options, lambda own: statistics(plan, own, options)[0], nothing), None
+        return over_rows(plan, inputs, options, lambda part: statistics(plan, part, options)[0], nothing), None
     # Devices exchange their sums of all rows at once: the loop over blocks needs no step in common.
     alone = dataclasses.replace(options, vocabulary_axis=None)
     empty = contract.no_columns(contract.zeros(inputs, 0), options)
-    running = over_rows(plan, inputs, alone, lambda own: _running(plan, own, options)[0], empty)
+    running = over_rows(plan, inputs, alone, lambda part: _running(plan, part, options)[0], empty)
     return contract.finish(running, inputs, options), None
 
 
@@ -96,14 +96,14 @@ def gradients(
 
         def block(i: Array, carry: Any) -> Any:
             row_R, live_R = live.block(i, plan.block)
-            own, (dh_MD, dw_TD) = rows_of(inputs, row_R, live_R), carry
+            part, (dh_MD, dw_TD) = rows_of(inputs, row_R, live_R), carry
             softmax_R, slopes_R = jax.tree.map(lambda x: jnp.where(live_R, x[row_R], 0), (softmax, slopes))
-            dy_RT = slopes_of_tile(plan, own, options, logits_of_tile(plan, own, options, c), c, softmax_R, slopes_R)
+            dy_RT = slopes_of_tile(plan, part, options, logits_of_tile(plan, part, options, c), c, softmax_R, slopes_R)
             if options.wants_hidden:
                 dh_RD = product(options, dy_RT, weight_tile(plan, inputs.weight, c), (1, 0))
                 dh_MD = add_rows(dh_MD, dh_RD, i * plan.block)
             if options.wants_weight:
-                dw_TD += product(options, dy_RT, own.hidden, (0, 0))
+                dw_TD += product(options, dy_RT, part.hidden, (0, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, plan.tile, features) if options.wants_weight else None
@@ -120,20 +120,20 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
     """Statistics and wanted gradients, keeping a block's logits: 3 + r products, 2 + r for one gradient alone."""
 
     def step(row_R: Array, live_R: Array, dw_VD: Array | None, kept: Any) -> Any:
-        own = rows_of(inputs, row_R, live_R)
-        softmax_R, kept = statistics(plan, own, options, kept)
-        dh_RD = contract.zeros(inputs, *own.hidden.shape) if options.wants_hidden else None
+        part = rows_of(inputs, row_R, live_R)
+        softmax_R, kept = statistics(plan, part, options, kept)
+        dh_RD = contract.zeros(inputs, *part.hidden.shape) if options.wants_hidden else None
         if terms is None or not options.wants_any:
             return softmax_R, dh_RD, dw_VD, kept
-        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), part, options)
 
         def backward(c: Array, carry: Any) -> Any:
-            dy_RT = slopes_of_tile(plan, own, options, tuple(y[c] for y in kept), c, softmax_R, slopes_R)
+            dy_RT = slopes_of_tile(plan, part, options, tuple(y[c] for y in kept), c, softmax_R, slopes_R)
             dh_RD, dw_VD = carry
             if options.wants_hidden:
                 dh_RD += product(options, dy_RT, weight_tile(plan, inputs.weight, c), (1, 0))
             if options.wants_weight:
-                dw_VD = add_rows(dw_VD, product(options, dy_RT, own.hidden, (0, 0)), start_of(plan, c))
+                dw_VD = add_rows(dw_VD, product(options, dy_RT, part.hidden, (0, 0)), start_of(plan, c))
             return dh_RD, dw_VD
 
         return softmax_R, *lax.fori_loop(0, plan.tiles, backward, (dh_RD, dw_VD)), kept
@@ -143,43 +143,43 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
     return over_waves(inputs, options, plan.block, step, all_M, kept=kept)
 
 
-def statistics(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
+def statistics(plan: Plan, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
     """The statistics of a block's rows, and all of their y [C, R, T], written over `kept` if that is given."""
-    scales, how, axis = contract.scales_of(own, options), options.divergence, options.vocabulary_axis
-    running, kept = _running(plan, own, options, kept)
-    if own.teacher is None:
-        return contract.finish(running, own, options), kept
-    softmax = finish_pair(running, own.live, scales, how, axis, options.mean_over)
-    if how.in_one_pass:
+    scales, measure, axis = contract.scales_of(part, options), options.divergence, options.vocabulary_axis
+    running, kept = _running(plan, part, options, kept)
+    if part.teacher is None:
+        return contract.finish(running, part, options), kept
+    softmax = finish_pair(running, part.live, scales, measure, axis, options.mean_over)
+    if measure.in_one_pass:
         return softmax, kept
 
     def mixture(c: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        y = logits_of_tile(plan, own, options, c) if kept is None else tuple(x[c] for x in kept)
-        terms = mixture_terms(both_log_p(y, softmax, scales), columns_of(plan, own, c).fresh, how)
+        y = logits_of_tile(plan, part, options, c) if kept is None else tuple(x[c] for x in kept)
+        terms = mixture_terms(both_log_p(y, softmax, scales), columns_of(plan, part, c).fresh, measure)
         # In one reduction: XLA for GPUs would write arrays that two of them share.
         zero, add = (jnp.float32(0), jnp.float32(0)), lambda x, y: (x[0] + y[0], x[1] + y[1])
         return jax.tree.map(jnp.add, sums, tuple(lax.reduce(terms, zero, add, (1,))))
 
-    nothing = (contract.zeros(own, len(own.labels)),) * 2
+    nothing = (contract.zeros(part, len(part.labels)),) * 2
     sums = _over_tiles(plan, mixture, nothing)
-    divergence, to_mixture = (jnp.where(own.live, x, 0) for x in (sums if axis is None else lax.psum(sums, axis)))
+    divergence, to_mixture = (jnp.where(part.live, x, 0) for x in (sums if axis is None else lax.psum(sums, axis)))
     return softmax._replace(divergence=divergence, to_mixture=to_mixture), kept
 
 
-def _running(plan: Plan, own: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
+def _running(plan: Plan, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
     """A block's sums over this device's columns, and its y as in `statistics`."""
-    scales, zeros_R = contract.scales_of(own, options), contract.zeros(own, len(own.labels))
+    scales, zeros_R = contract.scales_of(part, options), contract.zeros(part, len(part.labels))
 
     def include(c: Array, carry: Any) -> Any:
-        (running, kept), y, columns = carry, logits_of_tile(plan, own, options, c), columns_of(plan, own, c)
+        (running, kept), y, columns = carry, logits_of_tile(plan, part, options, c), columns_of(plan, part, c)
         if kept is not None:
             kept = tuple(lax.dynamic_update_index_in_dim(x, new, c, 0) for x, new in zip(kept, y, strict=True))
-        if own.teacher is None:
+        if part.teacher is None:
             return include_tile(running, y[0], columns, scales[0]), kept
         return include_tiles(running, y, columns, scales, options.divergence), kept
 
     student = contract.no_columns(zeros_R, options)
-    running = student if own.teacher is None else empty_pair(student, zeros_R)
+    running = student if part.teacher is None else empty_pair(student, zeros_R)
     return _over_tiles(plan, include, (running, kept))
 
 
@@ -221,13 +221,13 @@ def zeroed(inputs: Inputs) -> Inputs:
     return inputs._replace(hidden=jnp.where(live_N1, inputs.hidden, 0), teacher=teacher)
 
 
-def columns_of(plan: Plan, own: Inputs, c: Array) -> Columns:
+def columns_of(plan: Plan, part: Inputs, c: Array) -> Columns:
     """The columns of tile c that count in it, and which of them is each row's label."""
     column_T = start_of(plan, c) + jnp.arange(plan.tile)
     fresh_T = column_T >= c * plan.tile
-    if own.columns is not None:
-        fresh_T &= column_T < own.columns
-    return Columns(fresh_T, fresh_T & (column_T == own.labels[:, None]))
+    if part.columns is not None:
+        fresh_T &= column_T < part.columns
+    return Columns(fresh_T, fresh_T & (column_T == part.labels[:, None]))
 
 
 def weight_tile(plan: Plan, weight: Float[Array, "V D"], c: Array) -> Float[Array, "T D"]:
@@ -257,23 +257,23 @@ def start_of(plan: Plan, c: Array) -> Array:
     return jnp.minimum(c * plan.tile, plan.vocabulary - plan.tile)
 
 
-def logits_of_tile(plan: Plan, own: Inputs, options: Options, c: Array) -> Logits:
+def logits_of_tile(plan: Plan, part: Inputs, options: Options, c: Array) -> Logits:
     """y of tile c."""
     caps = options.softcap, options.teacher_softcap
     return tuple(
         contract.capped(product(options, x.hidden, weight_tile(plan, x.weight, c), (1, 1)), cap)
-        for x, cap in zip(_models(own), caps, strict=False)
+        for x, cap in zip(_models(part), caps, strict=False)
     )
 
 
 def slopes_of_tile(
-    plan: Plan, own: Inputs, options: Options, y: Logits, c: Array, softmax: Softmax, slopes: Slopes
+    plan: Plan, part: Inputs, options: Options, y: Logits, c: Array, softmax: Softmax, slopes: Slopes
 ) -> Float[Array, "R T"]:
     """The derivatives, by the student's products of tile c, of a scalar with derivatives `slopes` by the statistics."""
-    columns, scales, dz_RT = columns_of(plan, own, c), contract.scales_of(own, options), jnp.zeros_like(y[0])
+    columns, scales, dz_RT = columns_of(plan, part, c), contract.scales_of(part, options), jnp.zeros_like(y[0])
     if options.token_slopes or options.entropy_slopes:
         dz_RT = logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=options.entropy_slopes)
     if slopes.divergence is not None:
-        how = options.divergence
-        dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, how)
-    return (dz_RT if options.softcap is None else dz_RT * cap_slope(y[0])) / own.temperature
+        measure = options.divergence
+        dz_RT += divergence_slopes(y, softmax, slopes.divergence, columns.fresh, scales, measure)
+    return (dz_RT if options.softcap is None else dz_RT * cap_slope(y[0])) / part.temperature

@@ -22,13 +22,13 @@ def schema() -> type[Config]:
 @cache
 def schema_of(algorithms: tuple[tuple[str, Rules], ...]) -> type[Config]:
     """The configuration with the sections of these algorithms, in alphabetical order."""
-    described = Config.model_fields["algorithm"].description
-    fields: dict[str, Any] = {"algorithm": (Literal[*(name for name, _ in algorithms)], Field(description=described))}
-    sections = {key: kind for _, rules in algorithms for key, kind in rules.sections.items()}
+    description = Config.model_fields["algorithm"].description
+    fields: dict[str, Any] = {"algorithm": (Literal[*(name for name, _ in algorithms)], Field(description=description))}
+    sections = {key: section for _, rules in algorithms for key, section in rules.sections.items()}
     for key in sorted(sections):
         users = " and ".join(name for name, rules in algorithms if key in rules.sections)
-        first = (sections[key].__doc__ or "").strip().partition("\n\n")[0]
-        fields[key] = (sections[key] | None, Field(default=None, description=f"{first} For {users}."))
-    full = create_model("Config", __base__=Config, __doc__="The settings of a run; its sections follow.", **fields)
-    full.rules_by_name = dict(algorithms)
-    return full
+        summary = (sections[key].__doc__ or "").strip().partition("\n\n")[0]
+        fields[key] = (sections[key] | None, Field(default=None, description=f"{summary} For {users}."))
+    config = create_model("Config", __base__=Config, __doc__="The settings of a run; its sections follow.", **fields)
+    config.rules_by_name = dict(algorithms)
+    return config

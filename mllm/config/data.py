@@ -8,7 +8,7 @@ from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
-"""What a record of preferences is: a prompt with two completions, or one completion with a label."""
+"""The form of a record of preferences: a prompt with two completions, or one completion with a label."""
 
 
 Column: TypeAlias = Literal[
@@ -93,14 +93,14 @@ class DataConfig(Section):
         """Take a list of sources for `mix`."""
         if not isinstance(given, dict) or not isinstance(given.get("source"), list) or not given["source"]:
             return given
-        mix = [one if isinstance(one, dict) else {"source": one} for one in given["source"]]
+        mix = [entry if isinstance(entry, dict) else {"source": entry} for entry in given["source"]]
         return {**given, "source": mix[0].get("source"), "mix": mix}
 
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.mix is not None:
             self.reject_unused("with several sources (mix)", "epochs", "subset", "split")
-            if len(self.mix) < 2 or "task" in {one.source for one in self.mix}:
+            if len(self.mix) < 2 or "task" in {entry.source for entry in self.mix}:
                 raise impossible("mix", "give two sources or more, files or hub ids")
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")

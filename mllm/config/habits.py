@@ -1,4 +1,4 @@
-"""What users of other trainers type out of habit, and the setting that does it here.
+"""The names that users of other trainers type out of habit, and the settings that stand for them here.
 
 A name that is right but stands in another section is not in the table: all of the schema is searched for it.
 """

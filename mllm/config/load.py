@@ -132,8 +132,8 @@ class PlainLoader(yaml.SafeLoader):
         if len(self.marks) > DEEPEST:
             raise ValueError(f"{place(event)}: more than {DEEPEST} levels")
         # A NUL would end a path, and half of a surrogate pair can't be written to any file.
-        if isinstance(event, yaml.ScalarEvent) and (found := re.search("[\0\ud800-\udfff]", event.value)):
-            raise ValueError(f"{place(event)}: no text may hold {found.group()!r}")
+        if isinstance(event, yaml.ScalarEvent) and (forbidden := re.search("[\0\ud800-\udfff]", event.value)):
+            raise ValueError(f"{place(event)}: no text may hold {forbidden.group()!r}")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -156,9 +156,9 @@ class PlainLoader(yaml.SafeLoader):
         return value
 
 
-def place(found: Any) -> str:
-    """Where a node or an event of YAML begins."""
-    return f"line {found.start_mark.line + 1}"
+def place(node: Any) -> str:
+    """The line in which a node or an event of YAML begins."""
+    return f"line {node.start_mark.line + 1}"
 
 
 class PlainDumper(yaml.SafeDumper):
@@ -170,7 +170,7 @@ PLAIN = {
     "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
     "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
     "null": r"~|null|Null|NULL|",
-    "merge": "<<",  # not of 1.2, and refused
+    "merge": "<<",  # not in YAML 1.2, and refused
 }
 """YAML 1.2's plain values that are no texts, the first that matches."""
 PlainLoader.yaml_implicit_resolvers = {}
@@ -184,23 +184,23 @@ PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_num
 def explain(error: ValidationError) -> str:
     """One line for the first problem: its key with dots, and the way out."""
     problems = error.errors(include_url=False)
-    # A misspelt name is often also a missing one, and says more.
+    # Where a key is misspelt, the right one is often missing, too; the misspelt one says more.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     location = [str(part) for part in problem["loc"]]
-    key, given = ".".join(location), problem["input"]
+    key, value = ".".join(location), problem["input"]
     if problem["type"] == "impossible":
         relative, message = problem["msg"].split("\n", 1)
         return f"{'.'.join([*location, relative])}: {message}"
     if problem["type"] == "extra_forbidden":
         return f"{key}: unknown setting{nearest([part for part in problem['loc'] if isinstance(part, str)])}"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        return f"{key}: expected a section of settings, got {given!r}"
-    shown = f" (got {given!r})" if isinstance(given, str | int | float | None) else ""
+        return f"{key}: expected a section of settings, got {value!r}"
+    shown = f" (got {value!r})" if isinstance(value, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"
 
 
 def nearest(location: Sequence[str]) -> str:
-    """What the setting is called here, or where it stands, as the end of a line; empty where nothing is like it."""
+    """The end of an error's line: the setting's name here, or its section; empty where nothing is like it."""
     section, name = ".".join(location[:-1]), location[-1]
     if name in HABITS:
         return f"; here: {HABITS[name]}"

@@ -9,7 +9,7 @@ from mllm.config.section import Section, impossible
 LoraTarget = Literal["q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out", "head"]
 PEFT_NAMES = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down", "out")} | {"lm_head": "head"}
 PEFT_NAMES |= {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "beta", "in_proj_a": "decay"}
-"""What PEFT calls them."""
+"""The products by PEFT's names."""
 
 
 class LoraConfig(Section):
@@ -139,7 +139,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Applies to matrices, never to norms and biases."""
     moment_dtype: Literal["bfloat16"] | None = None
-    """The dtype of the moments, which are rounded at random; None: that of the parameters. Not with `model.param_dtype`
+    """The dtype of the moments, which are rounded at random; None: the parameters' dtype. Not with `model.param_dtype`
     bfloat16, with which they have it."""
     max_grad_norm: PositiveFloat | None = 1.0
     """A gradient with a larger norm is scaled down to this; None: none is."""

@@ -1,4 +1,4 @@
-"""Where the files and modules that a configuration names are: in its own folder, or in the current one."""
+"""Finds the files and modules that a configuration names: in its own folder, or in the current one."""
 
 import difflib
 import glob
@@ -21,9 +21,9 @@ MODULES: list[str] = []
 
 def add_modules(folder: Path) -> None:
     """Add the folder of a configuration and the current one to `MODULES`."""
-    for place in (str(folder.absolute()), os.getcwd()):
-        if place not in MODULES:
-            MODULES.append(place)
+    for path in (str(folder.absolute()), os.getcwd()):
+        if path not in MODULES:
+            MODULES.append(path)
 
 
 @contextmanager
@@ -44,10 +44,10 @@ def importable() -> Iterator[None]:
 def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str] = (*FILES, *FOLDERS)) -> None:
     """Replace each name of a file or folder in `settings` by its absolute path in the first of `folders` that has it.
 
-    What none has stays: a hub id, or a file that is missing. So does what is not among `keys`.
+    A name that none has stays: a hub id, or a file that is missing. So do settings that are not among `keys`.
     """
     task = settings.get("task")
-    hub = isinstance(task, dict) and task.get("name") == "hub"  # there they are the names of splits
+    hub = isinstance(task, dict) and task.get("name") == "hub"  # its train and test are names of splits
     for key in keys:
         *sections, name = key.split(".")
         values: Any = settings
@@ -58,12 +58,12 @@ def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str
             continue
         there = os.path.isdir if key in FOLDERS else is_file
         values[name] = (
-            [place(one, folders, there) for one in value] if isinstance(value, list) else place(value, folders, there)
+            [place(item, folders, there) for item in value] if isinstance(value, list) else place(value, folders, there)
         )
 
 
 def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> Any:
-    """The absolute path of a name, or a mapping with that of its `source`; what is not `there`, or no name, stays."""
+    """The absolute path of a name that is `there` in a folder, also for a mapping's `source`; any other value stays."""
     if isinstance(value, dict):
         return {**value, "source": place(value["source"], folders, there)} if "source" in value else value
     if not isinstance(value, str) or value in ("", *WORDS):
@@ -73,10 +73,10 @@ def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> 
 
 
 def missing(name: str, kind: str = "file") -> str:
-    """That there is no such file, where it was looked for, and which name there is most like it."""
+    """The message that there is no such file, with the folders that were searched and the most similar name there."""
     folders = dict.fromkeys(os.path.dirname(os.path.join(folder, name)) for folder in MODULES or [os.getcwd()])
-    there = [os.path.basename(path) for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
-    close = difflib.get_close_matches(os.path.basename(name), there, n=1)
+    names = [os.path.basename(path) for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
+    close = difflib.get_close_matches(os.path.basename(name), names, n=1)
     return f"{name}: no such {kind} in {' or '.join(folders)}" + (f" (did you mean {close[0]}?)" if close else "")
 
 

@@ -40,8 +40,8 @@ class RolloutConfig(Section):
         if self.turns == 1:
             self.reject_unused("with one turn (max_turns)", "max_total_length")
         if self.total_length < (least := self.max_prompt_length + self.max_completion_length):
-            what = f"{self.total_length} is less than max_prompt_length + max_completion_length ({least})"
-            raise impossible("max_total_length", what)
+            fault = f"{self.total_length} is less than max_prompt_length + max_completion_length ({least})"
+            raise impossible("max_total_length", fault)
         return self
 
     @property
@@ -57,7 +57,7 @@ class RolloutConfig(Section):
 
     @property
     def sampled_length(self) -> int:
-        """The most sampled tokens of a completion, those of all its turns."""
+        """The most sampled tokens of a completion, over all its turns."""
         return min(self.turns * self.max_completion_length, self.total_length)
 
     @property

@@ -71,7 +71,7 @@ class Rows(NamedTuple):
 
 
 class Rules(ABC):
-    """What an algorithm says of a configuration before JAX is imported; mllm/algorithms/table.py lists them all."""
+    """An algorithm's rules of configurations, without JAX; mllm/algorithms/table.py lists all algorithms."""
 
     implementation: ClassVar[str]
     """Its `mllm.training.algorithm.Algorithm`, `package.module:Class`."""
@@ -84,7 +84,7 @@ class Rules(ABC):
 
     @abstractmethod
     def faults(self, config: "Config") -> Iterator[Fault]:
-        """What can't work, or has no effect, in a configuration that has all sections of `needs`."""
+        """Settings that can't work, or have no effect, in a configuration that has all sections of `needs`."""
 
     @abstractmethod
     def rows(self, config: "Config") -> Rows:
@@ -151,7 +151,7 @@ class Config(Section):
 
     @property
     def rules(self) -> Rules:
-        """What the algorithm says of the configuration."""
+        """The algorithm's rules."""
         return self.rules_by_name[self.algorithm]
 
     @property
@@ -166,10 +166,10 @@ class Config(Section):
 
     def section(self, kind: type[SectionT]) -> SectionT:
         """The section of this class, which the algorithm has; LookupError where it is not there."""
-        found = next((value for _, value in self if isinstance(value, kind)), None)
-        if found is None:  # StopIteration would end a generator of faults without a word
+        section = next((value for _, value in self if isinstance(value, kind)), None)
+        if section is None:  # StopIteration would end a generator of faults without a word
             raise LookupError(f"algorithm {self.algorithm} has no section of {kind.__name__}")
-        return found
+        return section
 
     def missing(self, because: str, *names: str) -> Iterator[Fault]:
         """A fault for each of the sections `names` that is missing."""
@@ -178,7 +178,7 @@ class Config(Section):
                 yield name, f"{because} needs this section"
 
     def faults(self) -> Iterator[Fault]:
-        """All that can't work, or has no effect, because of another section; those that explain others come first."""
+        """All that can't work, or has no effect, because of another section; faults that explain others come first."""
         algorithm, rules = f"algorithm: {self.algorithm}", self.rules
         yield from self.missing(algorithm, *rules.needs)
         known = {name for other in self.rules_by_name.values() for name in other.sections}
@@ -198,7 +198,7 @@ class Config(Section):
 
 
 def turn_faults(config: Config) -> Iterator[Fault]:
-    """What can't work, or has no effect, in conversations."""
+    """Settings that can't work, or have no effect, in conversations."""
     task, rollout = config.task, config.rollout
     if rollout is None:
         if task:
@@ -213,7 +213,7 @@ def turn_faults(config: Config) -> Iterator[Fault]:
 
 
 def evaluation_faults(config: Config) -> Iterator[Fault]:
-    """What can't work in evaluation, or in the choice of the best checkpoint by it."""
+    """Settings that can't work in evaluation, or in the choice of the best checkpoint by it."""
     task, evaluation, checkpoint = config.task, config.eval, config.checkpoint
     if evaluation is not None:
         yield from config.missing("eval", "task", "rollout")

@@ -1,4 +1,4 @@
-"""What every section of a configuration has in common: it is immutable, and closed to keys that it does not define."""
+"""The base of every section of a configuration: it is immutable, and closed to keys that it does not define."""
 
 from collections.abc import Iterator
 from typing import Self, get_args
@@ -50,6 +50,6 @@ def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """The dotted key of each setting and section of a schema; a list of sections has the keys of one of them."""
     for name, field in schema.model_fields.items():
         yield prefix + name
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from keys_of(kind, f"{prefix}{name}.")
+        for annotation in (field.annotation, *get_args(field.annotation)):
+            if isinstance(annotation, type) and issubclass(annotation, Section):
+                yield from keys_of(annotation, f"{prefix}{name}.")

@@ -10,7 +10,7 @@ from mllm.config.section import Section, impossible
 
 ChatTemplate = Literal["auto", "always", "never"]
 Form = Literal["texts", "chats"]
-"""What a model has learned from: texts alone, as they are, or chats that its template has rendered."""
+"""The form of the data that a model has learned from: texts alone, as they are, or chats that its template rendered."""
 
 
 CODE_NAME = re.compile(r"\w+(\.\w+)*:\w+")
@@ -119,13 +119,13 @@ class TaskConfig(Section):
     @classmethod
     def pay_by_environment(cls, given: Any) -> Any:
         """Leave the default reward out where an environment gives one."""
-        own = isinstance(given, dict) and given.get("environment") is not None and "rewards" not in given
-        return {**given, "rewards": ()} if own else given
+        by_environment = isinstance(given, dict) and given.get("environment") is not None and "rewards" not in given
+        return {**given, "rewards": ()} if by_environment else given
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        every = {name for names in SOURCES.values() for name in names}
-        self.reject_unused(f"by task {self.name}", *sorted(every.difference(SOURCES[self.kind])))
+        restricted = {name for names in SOURCES.values() for name in names}
+        self.reject_unused(f"by task {self.name}", *sorted(restricted.difference(SOURCES[self.kind])))
         if self.name == "jsonl" and self.train is None:
             raise impossible("train", "task jsonl needs a file of problems")
         if self.name == "hub" and self.id is None:

@@ -1,4 +1,4 @@
-"""What is learned from: trajectories, as they were sampled, and the batch that the train step takes.
+"""The data that is learned from: trajectories, as they were sampled, and the batch that the train step takes.
 
 Position t of a batch's row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
 """
@@ -24,7 +24,7 @@ class Trajectory(NamedTuple):
     sampled: Bool[np.ndarray, " T"]
     """Which tokens were sampled: these are learned. The others were given, as a prompt's are; the first always is."""
     logprobs: Float32[np.ndarray, " sampled"]
-    """The sampler's, of the sampled tokens, in nats: under the distribution before top-k, top-p and min-p."""
+    """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
     finished: bool = True
@@ -34,7 +34,7 @@ class Trajectory(NamedTuple):
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
     rewards: Sequence[tuple[Any, ...]] = ()
-    """What each reward function gave, as in `mllm.rewards.calls.Answer`."""
+    """The answer of each reward function, as in `mllm.rewards.calls.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
     """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
     and `tool_errors`; none with a single turn."""
@@ -54,7 +54,7 @@ class Batch(NamedTuple):
     """The label's weight in the loss, already divided by the whole batch's denominator; 0 for prompts and padding. So
     the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
     inputs: Any = None
-    """What the algorithm's loss takes besides: a NamedTuple of its own, of arrays [B, ...]; None: nothing."""
+    """Further inputs of the algorithm's loss: a NamedTuple of its own, of arrays [B, ...]; None: there are none."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

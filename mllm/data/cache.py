@@ -2,9 +2,8 @@
 
 A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: documents in an ArrayRecord file, their sizes, mapped into memory, and a summary with checksums, which is
-written last, and compared whenever the cache is opened. A lock lets one process of a host make it while others wait.
-Of a run's processes one on each machine makes it. Whenever a cache is made, those that nothing has used for long are
-removed, by the limits of `mllm.store.fetch`.
+written last, and compared whenever the cache is opened. A lock lets one process of each machine make it while others
+wait. Whenever a cache is made, caches that nothing has used for long are removed, by the limits of `mllm.store.fetch`.
 """
 
 import hashlib
@@ -37,7 +36,7 @@ from mllm.store.fetch import LOCK, locked, prune
 log = logging.getLogger(__name__)
 
 VERSION = 4
-"""The format of the cache and of what formats make of records; another one doesn't find older caches."""
+"""The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000
 LABELS = (None, True, False)
@@ -46,16 +45,16 @@ LABELS = (None, True, False)
 def cached_documents(
     origin: Origin, config: DataConfig, renderer: Renderer, form: PreferenceForm | None = None
 ) -> Documents:
-    """All examples of files or a hub id, with a `form` preferences; a warning counts those that were skipped or cut.
+    """All examples, or with a `form` preferences, of files or a hub id; a warning counts skipped and cut examples.
 
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad.
     """
     caches, content = folder_of(config), origin.content()
     contents = gather_objects(content)
-    if odd := [process for process, other in enumerate(contents) if other != contents[0]]:
-        which = f"process {odd[0]} and process 0 have different examples"
-        raise UserError(f"{origin.key}: {which}: give all the same data")
+    if differing := [process for process, other in enumerate(contents) if other != contents[0]]:
+        difference = f"process {differing[0]} and process 0 have different examples"
+        raise UserError(f"{origin.key}: {difference}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
         settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form, config.columns])]
@@ -63,10 +62,10 @@ def cached_documents(
         if (summary := read_summary(folder)) is None:
             with locked(folder):
                 if (summary := read_summary(folder)) is None:  # no other process has made it meanwhile
-                    prune(place for place in caches.glob("[0-9a-f]" * 32) if (place / LOCK).exists())
+                    prune(path for path in caches.glob("[0-9a-f]" * 32) if (path / LOCK).exists())
                     encoded = encode_records(renderer, config.max_length, origin.records(), form, config.columns)
                     summary = make(folder, origin, encoded, content)
-    except (OSError, RuntimeError) as error:  # array_record's are RuntimeErrors
+    except (OSError, RuntimeError) as error:  # array_record raises RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
@@ -74,9 +73,9 @@ def cached_documents(
         (folder / LOCK).touch()  # it says when the cache was last used
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
-    for what, count in counts.items():
+    for outcome, count in counts.items():
         if count:
-            log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, what)
+            log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, outcome)
     return open_documents(folder, summary, form)
 
 
@@ -95,8 +94,8 @@ def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm |
         try:
             with lock:
                 # A process may have no row of a last batch, and the reader takes no empty list.
-                found = records.__getitems__(indices) if indices else ()
-                return [unsigned(np.frombuffer(record, np.int32), form) for record in found]
+                stored = records.__getitems__(indices) if indices else ()
+                return [unsigned(np.frombuffer(record, np.int32), form) for record in stored]
         except (RuntimeError, ValueError) as error:
             raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
 
@@ -106,8 +105,8 @@ def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm |
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """The summary of a cache; None where there is none, or its files are damaged."""
     try:
-        found, _, text = (folder / SUMMARY).read_text().partition("\n")
-        return json.loads(text) if found == checksum(folder, text) else None
+        recorded, _, text = (folder / SUMMARY).read_text().partition("\n")
+        return json.loads(text) if recorded == checksum(folder, text) else None
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -119,7 +118,7 @@ def checksum(folder: Path, summary: str) -> str:
 
 
 def make(folder: Path, origin: Origin, encoded: Iterator[Encoded], content: str) -> dict[str, Any]:
-    """Write the cache of a source with this content, in place of a damaged one or what a killed process left.
+    """Write the cache of a source with this content, in place of a damaged or an unfinished one.
 
     Returns its summary.
     """
@@ -153,9 +152,9 @@ def write_documents(folder: Path, origin: Origin, encoded: Iterator[Encoded]) ->
         closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")) as writer,
         (folder / SIZES).open("wb") as sizes,
     ):
-        for place, result in bar:
+        for location, result in bar:
             if isinstance(result, UserError):
-                bad.append((place, result))
+                bad.append((location, result))
                 if len(bad) == MOST_BAD:
                     break
             elif isinstance(result, Skipped):
@@ -180,17 +179,17 @@ def write_documents(folder: Path, origin: Origin, encoded: Iterator[Encoded]) ->
 def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:
     """A document's tokens, with all bits inverted where one is learned.
 
-    Those of a preference stand behind its label's index in `LABELS` and the length of its first sequence.
+    A preference's tokens stand behind its label's index in `LABELS` and the length of its first sequence.
     """
     if isinstance(document, Preference):
         first, second, label = document
-        head = np.array([LABELS.index(label), len(first.tokens)], np.int32)
-        return np.concatenate([head, signed(first), signed(second)])
+        header = np.array([LABELS.index(label), len(first.tokens)], np.int32)
+        return np.concatenate([header, signed(first), signed(second)])
     return np.where(document.learned, ~document.tokens, document.tokens)
 
 
 def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None) -> Document | Preference:
-    """The document of signed tokens, or with a `form` the preference."""
+    """The document of signed tokens, or the preference where a `form` is given."""
 
     def document(stored: Int32[np.ndarray, " T"]) -> Document:
         return Document(np.where(stored < 0, ~stored, stored), stored < 0)
@@ -202,7 +201,7 @@ def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A hash of the files that the tokenizer and its template are saved as; UserError where they can't be."""
+    """A hash of the files that the tokenizer and its template are saved as; UserError where these can't be written."""
     digest = hashlib.sha256()
     try:
         with tempfile.TemporaryDirectory() as folder:

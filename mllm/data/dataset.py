@@ -49,7 +49,7 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
 
 def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None) -> grain.MapDataset[int]:
-    """The numbers of the examples of several sources, which have so many each, one after the other; it never ends.
+    """The numbers of the examples of several sources, numbered one source after the other; the order never ends.
 
     The sources take turns by their weights, evenly spread, and each comes in a `training_order` of its own.
     """
@@ -62,9 +62,9 @@ def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None
 
 
 def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:
-    """The number at a position in the shuffled order, in place of the one in the ascending order."""
-    epoch, place = divmod(position, examples)
-    return int(permutation(examples, seed, epoch)[place])
+    """The number at a position in the shuffled order, in place of the ascending order's."""
+    epoch, index = divmod(position, examples)
+    return int(permutation(examples, seed, epoch)[index])
 
 
 @lru_cache(16)
@@ -90,8 +90,8 @@ class DataIterator(Generic[T]):
         the step that needs them.
         """
         self.examples, self.epochs, self.content = examples, epochs, content
-        self.first = [order[place] for place in range(min(examples, 8))]
-        """What the order is known by: another version of Grain or numpy may have another one."""
+        self.first = [order[index] for index in range(min(examples, 8))]
+        """The order's first numbers, which identify it: another version of Grain or numpy may give another order."""
         self.given = 0
         """How many items were given since training began."""
         self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))

@@ -1,4 +1,4 @@
-"""What a record may hold: texts, and chats in TRL's form, ShareGPT's or as a question with its answer; preferences."""
+"""The forms of a record: a text, a chat in TRL's form, in ShareGPT's or as a question and its answer, a preference."""
 
 import json
 import re
@@ -19,12 +19,12 @@ def renamed(columns: Mapping[str, str], record: Record) -> Record:
     An `input` that is not blank follows the question behind an empty line.
     """
     named = dict(record)
-    for ours, theirs in columns.items():
-        if theirs not in record and ours != "input":
-            raise UserError(f"{theirs} is missing, which data.columns.{ours} names")
-        named[ours] = record.get(theirs)
-    if "input" in columns and isinstance(given := named["input"], str) and given.strip():
-        named["question"] = f"{text(named, 'question')}\n\n{given}"
+    for name, column in columns.items():
+        if column not in record and name != "input":
+            raise UserError(f"{column} is missing, which data.columns.{name} names")
+        named[name] = record.get(column)
+    if "input" in columns and isinstance(context := named["input"], str) and context.strip():
+        named["question"] = f"{text(named, 'question')}\n\n{context}"
     return named
 
 
@@ -63,8 +63,8 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any
 def turns(record: Record, key: str) -> list[dict[str, Any]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
 
-    Other fields, as the assistant's `tool_calls`, are the template's; content beside those, or a tool's, may be null.
-    Nulls are left out, with which Arrow fills what other records have.
+    Other fields, as the assistant's `tool_calls`, go to the template. Content beside tool calls, or of a tool, may be
+    null. Nulls, with which Arrow fills fields that only other records have, are left out.
     """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -74,11 +74,11 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
         if (known := ROLES.get(role := text(message, names[0]))) is None:
             raise UserError(f"role {role!r} is none of system, user, assistant and tool")
-        others = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
-        if calls := [tool_call(call) for call in objects(others.pop("tool_calls", None), "tool_calls")]:
-            others["tool_calls"] = calls
-        silent = not message.get(names[1]) and ("tool_calls" in others or known == "tool")
-        chat.append(others | {"role": known, "content": "" if silent else text(message, names[1])})
+        fields = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
+        if calls := [tool_call(call) for call in objects(fields.pop("tool_calls", None), "tool_calls")]:
+            fields["tool_calls"] = calls
+        silent = not message.get(names[1]) and ("tool_calls" in fields or known == "tool")
+        chat.append(fields | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat
 
 
@@ -90,7 +90,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(value: Any, what: str) -> Any:
-    """The value, or what a text holds as JSON; UserError where it holds none."""
+    """The value, parsed where it is a text of JSON; UserError where a text is none."""
     try:
         return json.loads(value, parse_constant=refuse) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -98,7 +98,7 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """The objects in a list, each of which, or all together, may be a text of JSON; none of null; else UserError."""
+    """The objects in a list; an object or the whole list may be a text of JSON; null has none; else UserError."""
     items = parsed(value, what) or []
     items = [parsed(item, what) for item in items] if isinstance(items, list) else items
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -107,7 +107,7 @@ def objects(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool, whose arguments are an object: OpenAI's are a text of JSON."""
+    """A call of a tool, with its arguments as an object; OpenAI's calls have a text of JSON."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError("tool_calls must have a function with name and arguments")
@@ -141,20 +141,20 @@ def pair_of(record: Record) -> tuple[Record, Record]:
     shared: Record = {name: record[name] for name in ("prompt", "question", "tools") if name in record}
     if isinstance(chosen, list) and not isinstance(record.get("prompt"), list):
         answers = turns(record, "chosen"), turns(record, "rejected")
-        common = next((n for n, (one, other) in enumerate(zip(*answers, strict=False)) if one != other), -1)
+        common = next((i for i, (first, second) in enumerate(zip(*answers, strict=False)) if first != second), -1)
         if common < 0:
             raise UserError("one of chosen and rejected is the beginning of the other")
         prompt = answers[0][:common] or [{"role": "user", "content": text(record, "prompt")}]
         shared, chosen, rejected = {**shared, "prompt": prompt}, *(answer[common:] for answer in answers)
     elif "question" in shared and "prompt" not in shared:
         shared["prompt"] = [{"role": "user", "content": text(shared, "question")}]
-        chosen, rejected = ([{"role": "assistant", "content": text(record, n)}] for n in ("chosen", "rejected"))
+        chosen, rejected = ([{"role": "assistant", "content": text(record, name)}] for name in ("chosen", "rejected"))
     shared.pop("question", None)
     return {**shared, "completion": chosen}, {**shared, "completion": rejected}
 
 
 def labelled(record: Record) -> tuple[Record, bool]:
-    """The example in a record with `prompt`, `completion` and `label`, and whether that is true; else UserError."""
+    """The example in a record with `prompt`, `completion` and `label`, and the label as a bool; else UserError."""
     labels = {"true": True, "1": True, "false": False, "0": False}
     for name in ("prompt", "completion", "label"):
         if name not in record:

@@ -27,15 +27,15 @@ def add_sequence(
     weight: float | np.floating,
     length: int,
 ) -> tuple[int, Int[np.ndarray, " learned"]]:
-    """Put the first `length` tokens behind what the row holds. Returns where those that are learned are predicted.
+    """Append the first `length` tokens to the row. Returns the positions that predict the learned tokens.
 
-    These have the weight. The first token is never learned.
+    These positions have the weight. The first token is never learned.
     """
     start = np.count_nonzero(batch.segments[row])
-    places = row, slice(start, start + length)
-    batch.tokens[places] = tokens[:length]
-    batch.positions[places] = np.arange(length)
-    batch.segments[places] = batch.segments[row].max() + 1
+    span = row, slice(start, start + length)
+    batch.tokens[span] = tokens[:length]
+    batch.positions[span] = np.arange(length)
+    batch.segments[span] = batch.segments[row].max() + 1
     predicts = row, start + np.flatnonzero(learned) - 1
     batch.labels[predicts] = tokens[learned]
     batch.weights[predicts] = weight
@@ -43,7 +43,7 @@ def add_sequence(
 
 
 def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:
-    """The row of each sequence: the first one with room. The result ends before a sequence that fits in none."""
+    """The row of each sequence: the first one with room. The result ends before a sequence that fits in no row."""
     room, chosen = np.full(rows, row_length), []
     for length in lengths:
         fits = room >= length
@@ -64,7 +64,7 @@ def first_fit_decreasing(lengths: Int[np.ndarray, "B"], row_length: int) -> Int[
 
 
 def spread_rows(work: Num[np.ndarray, "R"], rows: Rows) -> Int[np.ndarray, "R"]:
-    """The place of each packed row in a batch that the train step splits into micro-batches over the devices.
+    """The index of each packed row in a batch that the train step splits into micro-batches over the devices.
 
     The rows fill the first micro-batches, as few as can hold them. Within these, the numbers of rows of two devices
     differ by at most one, and their work differs by at most the work of one row: the rows go to the devices in the
@@ -75,5 +75,5 @@ def spread_rows(work: Num[np.ndarray, "R"], rows: Rows) -> Int[np.ndarray, "R"]:
     share = np.where(turn % 2, shares - 1 - share, share)
     micro, shard = np.divmod(share, rows.shards)
     # `loop` in mllm/training/step.py takes a micro-batch's rows at equal distances, some from each device's block.
-    places = (shard * (rows.micro // rows.shards) + turn) * (rows.total // rows.micro) + micro
-    return places[np.argsort(np.argsort(-work, kind="stable"))]
+    indices = (shard * (rows.micro // rows.shards) + turn) * (rows.total // rows.micro) + micro
+    return indices[np.argsort(np.argsort(-work, kind="stable"))]

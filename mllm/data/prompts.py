@@ -1,7 +1,7 @@
-"""A task's prompts for GRPO, without those that are too long.
+"""A task's prompts for GRPO, without prompts that are too long.
 
-Problems that are made on demand can't all be checked before training. One that later can't be made, or is no chat that
-the model's template takes, is left out like a long one.
+Problems that are made on demand can't all be checked before training. A problem that later can't be made, or is no chat
+that the model's template takes, is left out like one with a long prompt.
 """
 
 import logging
@@ -49,30 +49,30 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
 class PromptIterator(DataIterator[Prompt]):
     """A task's prompts, for ever: each once in an epoch, in another order in each.
 
-    One that can't be used is left out, which a warning says the first time; the position counts it, too.
+    A prompt that can't be used is left out, which a warning says the first time; the position counts it, too.
     """
 
     def __init__(self, task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2) -> None:
         """Check all prompts of a list, or the first hundred of problems that are made on demand: UserError as by
-        `usable_prompts`. So many prompts are read `ahead`."""
+        `usable_prompts`. `ahead` prompts are read before they are needed."""
         examples, self.task, self.max_length = task.train, task.name, max_prompt_length
         checked = examples if isinstance(examples, list) else examples[:CHECKED]
         usable = usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {task.name}")
         self.warned = len(usable) < len(checked)
         order = training_order(len(examples), seed)
         prompts = order.map(partial(read_prompt, examples, renderer))
-        in_turn = prompts.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        super().__init__(in_turn, order, len(examples), content=task.content, ahead=ahead)
+        ordered = prompts.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+        super().__init__(ordered, order, len(examples), content=task.content, ahead=ahead)
 
     def take(self) -> Prompt:
         for _ in range(MOST_SKIPPED):
-            where, prompt = next(self.items)
+            location, prompt = next(self.items)
             if isinstance(prompt, Prompt):
                 if len(prompt.tokens) <= self.max_length:
                     return prompt
-                long = f"{len(prompt.tokens)} tokens, and the limit is {self.max_length}"
-                prompt = UserError(f"rollout.max_prompt_length: it has {long}")
-            problem = f"{where}: {prompt}"
+                excess = f"{len(prompt.tokens)} tokens, and the limit is {self.max_length}"
+                prompt = UserError(f"rollout.max_prompt_length: it has {excess}")
+            problem = f"{location}: {prompt}"
             if not self.warned:
                 log.warning("a prompt of task %s is left out: %s (prompts_skipped counts them)", self.task, problem)
                 self.warned = True
@@ -80,20 +80,20 @@ class PromptIterator(DataIterator[Prompt]):
 
 
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
-    """The examples with their prompts' tokens, without those of more than `max_length`, which a warning counts.
+    """The examples with their prompts' tokens, without longer ones than `max_length`, which a warning counts.
 
     `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
-    long, and lists those that can't be written as a chat.
+    long, and lists the examples that can't be written as a chat.
     """
-    found = (read_prompt(examples, renderer, index) for index in range(len(examples)))
-    read = [prompt for _, prompt in sound_records(found, what)]
-    usable = [prompt for prompt in read if len(prompt.tokens) <= max_length]
+    results = (read_prompt(examples, renderer, index) for index in range(len(examples)))
+    prompts = [prompt for _, prompt in sound_records(results, what)]
+    usable = [prompt for prompt in prompts if len(prompt.tokens) <= max_length]
     limit = "rollout.max_prompt_length"
-    if read and not usable:
-        shortest = min(len(prompt.tokens) for prompt in read)
-        raise UserError(f"{limit}: all of the {len(read)} {what} are longer: the shortest has {shortest} tokens")
-    if left_out := len(read) - len(usable):
-        log.warning("%d of %d %s are longer than %s and are left out", left_out, len(read), what, limit)
+    if prompts and not usable:
+        shortest = min(len(prompt.tokens) for prompt in prompts)
+        raise UserError(f"{limit}: all of the {len(prompts)} {what} are longer: the shortest has {shortest} tokens")
+    if left_out := len(prompts) - len(usable):
+        log.warning("%d of %d %s are longer than %s and are left out", left_out, len(prompts), what, limit)
     return usable
 
 

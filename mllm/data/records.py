@@ -31,11 +31,11 @@ LISTED_PLACES = 3
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
 LONGEST_LINE = 2**23
-"""The limit to a line's bytes: about a million tokens, each of which takes a hundred bytes for a moment."""
+"""The limit to a line's bytes: about a million tokens, and each takes a hundred bytes for a moment."""
 
 
 class BadRecord(UserError):
-    """What is wrong with a record, and its fields; where it is stands beside it."""
+    """A record's fault, and its fields; the record's place stands beside it."""
 
     def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ Records = Iterator[tuple[str, Record | BadRecord]]
 
 
 class Origin(NamedTuple):
-    """Where records come from, and the setting that says so."""
+    """The origin of records, and the setting that names it."""
 
     key: str
     source: str
@@ -56,7 +56,7 @@ class Origin(NamedTuple):
     split: str | None = None
 
     def content(self) -> str:
-        """A hash of the files, and what is chosen of them; UserError where they can't be had or read."""
+        """A hash of the files, the subset and the split; UserError where files can't be had or read."""
         if self.split is None:
             paths = file_paths(self.source, self.key)
         else:
@@ -69,7 +69,7 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records; they lack what is null in a row, where every column of a table has a value or null.
+        """All records, without the nulls of a table's row, in which every column has a value or null.
 
         Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
         UserError, which names the setting, is raised where there is no such file or data set, or one can't be read.
@@ -90,14 +90,14 @@ class Origin(NamedTuple):
 
 
 def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -> Iterator[tuple[str, T | BadRecord]]:
-    """What `read` gives for each record, or the UserError that it raises, as a BadRecord."""
-    for place, record in records:
+    """The result of `read` for each record, or the UserError that it raises, as a BadRecord."""
+    for location, record in records:
         try:
             result = record if isinstance(record, BadRecord) else read(record)
         except UserError as error:
-            named = record if isinstance(record, dict) else ()
-            result = BadRecord(str(error), [name for name in named if isinstance(name, str)])
-        yield place, result
+            fields = record if isinstance(record, dict) else ()
+            result = BadRecord(str(error), [name for name in fields if isinstance(name, str)])
+        yield location, result
 
 
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
@@ -106,24 +106,24 @@ def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Ite
     After the last one all bad lines are raised as one UserError, which names the setting `key`.
     """
     bad: list[tuple[str, UserError]] = []
-    for place, record in records:
+    for location, record in records:
         if isinstance(record, UserError):
-            bad.append((place, record))
+            bad.append((location, record))
         else:
-            yield place, record
+            yield location, record
     if bad:
         raise bad_lines(bad, key)
 
 
 def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
-    """The error of bad lines: what is wrong with the first, all places with the same fault, the first one's fields."""
+    """The error of bad lines: the first line's fault and fields, and the places of all lines with the same fault."""
     first = bad[0][1]
-    alike = [place for place, error in bad if str(error) == str(first)]
-    left, others = len(alike) - LISTED_PLACES, len(bad) - len(alike)
-    where = ", ".join(alike[:LISTED_PLACES]) + (f" and {left} more" if left > 0 else "")
-    also = f"; {others} other lines are bad, too" if others else ""
+    alike = [location for location, error in bad if str(error) == str(first)]
+    unlisted, different = len(alike) - LISTED_PLACES, len(bad) - len(alike)
+    locations = ", ".join(alike[:LISTED_PLACES]) + (f" and {unlisted} more" if unlisted > 0 else "")
+    suffix = f"; {different} other lines are bad, too" if different else ""
     fields = ", ".join(first.fields) if isinstance(first, BadRecord) else ""
-    return UserError(f"{key}: {first} ({where}){also}" + f"; the fields there are {fields}" * bool(fields))
+    return UserError(f"{key}: {first} ({locations}){suffix}" + f"; the fields there are {fields}" * bool(fields))
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -143,7 +143,7 @@ def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compre
     """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
 
     UserError, which names the setting `key`, is raised where it can't be read, also in the body, which raises `damaged`
-    where the content is.
+    at damaged content.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
@@ -167,7 +167,7 @@ def read_parquet(path: Path, key: str) -> Iterator[Record]:
 
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The rows of a CSV file, named by its first; all values are texts. UserError where it can't be read."""
+    """The rows of a CSV file, whose first row has the names; all values are texts. UserError where it can't be read."""
     csv.field_size_limit(LONGEST_LINE)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
@@ -181,8 +181,8 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
     """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
     with open_file(path, key) as file:
         while line := file.readline(LONGEST_LINE + 1):
-            rest = line
-            while not rest.endswith(b"\n") and (rest := file.readline(LONGEST_LINE)):
+            chunk = line
+            while not chunk.endswith(b"\n") and (chunk := file.readline(LONGEST_LINE)):
                 pass
             yield line
 
@@ -201,11 +201,11 @@ READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
     ".csv": read_csv,
     ".json": read_json,
 }
-"""What reads a file with this ending; `read_lines` any other."""
+"""The reader of files with this ending; `read_lines` reads all others."""
 
 
 def parse(row: bytes | Record) -> Record:
-    """The JSON object in a line, or a row without what is null in it; UserError where a line holds no object."""
+    """The JSON object in a line, or a row without its nulls; UserError where a line holds no object."""
     if isinstance(row, dict):
         if None in row:
             raise UserError("it has more values than the first line has names")
@@ -223,11 +223,11 @@ def parse(row: bytes | Record) -> Record:
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
     """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
-    what = f"{key}: {places.missing(source) if key in places.FILES else source}"  # the id of a task is no path
-    need("datasets", "hub", f"{what}; a hub id")
+    subject = f"{key}: {places.missing(source) if key in places.FILES else source}"  # the id of a task is no path
+    need("datasets", "hub", f"{subject}; a hub id")
     import datasets
 
     try:
         return datasets.load_dataset(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
-        raise UserError(f"{what}; it can't be had from the hub ({brief(error)}): give a local path") from None
+        raise UserError(f"{subject}; it can't be had from the hub ({brief(error)}): give a local path") from None

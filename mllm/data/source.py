@@ -1,4 +1,4 @@
-"""What the training loop knows of its data, a `Source` that gives a `Step` for each update.
+"""The training loop's view of its data: a `Source` that gives a `Step` for each update.
 
 A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
 """
@@ -44,7 +44,7 @@ class Source(Protocol):
 
     @property
     def learned(self) -> Form:
-        """What its examples are: texts or chats."""
+        """The form of its examples: texts or chats."""
 
     @property
     def counts(self) -> str:

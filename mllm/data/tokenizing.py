@@ -32,7 +32,7 @@ class Document(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """Two sequences that belong together: completions of a prompt, or one with a label and what it is compared with."""
+    """Two sequences that belong together: completions of a prompt, or a labelled one and its comparison."""
 
     first: Document
     second: Document
@@ -42,10 +42,10 @@ class Preference(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """The tokens in a row, and how many of them are learned: both sequences' of a pair; those with a label have
-        rows of their own."""
-        (one, learned), (other, also) = self.first.size, self.second.size
-        return (one + other, learned + also) if self.desirable is None else (max(one, other), learned)
+        """The tokens in a row, and how many of them are learned. A pair's sequences share a row; beside a label each
+        sequence has a row of its own."""
+        (first, learned), (second, second_learned) = self.first.size, self.second.size
+        return (first + second, learned + second_learned) if self.desirable is None else (max(first, second), learned)
 
 
 NO_DOCUMENT = Document(np.zeros(0, np.int32), np.zeros(0, bool))
@@ -63,9 +63,9 @@ class Documents:
     """A hash of all of them; None where they are made on demand."""
     learned: Form = "chats"
     form: PreferenceForm | None = None
-    """What preferences they are; None: each is a `Document`."""
+    """The form of preferences; None: each is a `Document`."""
     parts: tuple[int, ...] = ()
-    """How many documents are of each of several sources, one after the other; empty: they are of one."""
+    """How many documents each of several sources has, one after the other; empty: there is one source."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -80,18 +80,18 @@ def joined(sources: Sequence[Documents]) -> Documents:
     starts = np.cumsum([0, *parts])
 
     def read(indices: Sequence[int]) -> list[Any]:
-        places = np.array(indices, int)
-        owners = np.searchsorted(starts, places, "right") - 1
-        found: list[Any] = [None] * len(places)
+        index = np.array(indices, int)
+        owners = np.searchsorted(starts, index, "right") - 1
+        documents: list[Any] = [None] * len(index)
         for number in {*owners.tolist()}:
-            own = np.flatnonzero(owners == number)
-            for at, document in zip(own, sources[number].read((places[own] - starts[number]).tolist()), strict=True):
-                found[at] = document
-        return found
+            slots = np.flatnonzero(owners == number)
+            for at, document in zip(slots, sources[number].read((index[slots] - starts[number]).tolist()), strict=True):
+                documents[at] = document
+        return documents
 
-    content = hashlib.sha256(" ".join(str(one.content) for one in sources).encode()).hexdigest()
-    sizes = np.concatenate([one.sizes for one in sources])
-    learned: Form = "texts" if all(one.learned == "texts" for one in sources) else "chats"
+    content = hashlib.sha256(" ".join(str(source.content) for source in sources).encode()).hexdigest()
+    sizes = np.concatenate([source.sizes for source in sources])
+    learned: Form = "texts" if all(source.learned == "texts" for source in sources) else "chats"
     return Documents(sizes, read, content, learned, sources[0].form, parts)
 
 
@@ -103,7 +103,7 @@ class Skipped(NamedTuple):
 
 EQUAL = Skipped("chosen and rejected have equal tokens")
 Encoded = tuple[str, tuple[Document | Preference, bool, bool] | Skipped | BadRecord]
-"""The place of a record, and its document with whether that is all of it and is a text, or why there is none."""
+"""The place of a record, and its document, whether it is complete and whether it is a text; or why there is none."""
 
 
 def encode_records(
@@ -122,7 +122,7 @@ def encode_records(
 
 
 def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool] | Skipped:
-    """The record as a document of at most `max_length` tokens, whether that is all of it, and whether it is a text."""
+    """The record as a document of at most `max_length` tokens, whether it is complete, and whether it is a text."""
     ids, learned, is_text = encode_record(renderer, record)
     document = cut(ids, learned, max_length)
     return (document, len(ids) <= max_length, is_text) if document.learned.any() else nothing_within(max_length)
@@ -142,11 +142,11 @@ def nothing_within(max_length: int) -> Skipped:
 def encode_preference(
     form: PreferenceForm, renderer: Renderer, max_length: int, record: Record
 ) -> tuple[Preference, bool, bool] | Skipped:
-    """The record as a preference, whether that is all of it, and whether it is a text.
+    """The record as a preference, whether it is complete, and whether it is a text.
 
-    Sequences end with their last learned token, since nothing depends on those behind it. Both of a pair have at most
-    `max_length` tokens together: where they have more, neither is cut to less than a half. `mismatched` adds the second
-    sequence to one with a label.
+    Sequences end with their last learned token, since nothing depends on the tokens behind it. A pair's sequences have
+    at most `max_length` tokens together: where they have more, neither is cut to less than a half. `mismatched` adds
+    the second sequence to a labelled completion.
     """
     if form == "pairs" and "chosen" in record and record["chosen"] == record.get("rejected"):
         return EQUAL
@@ -155,49 +155,49 @@ def encode_preference(
     else:
         example, label = labelled(record)
         records = [example]
-    encoded = [encode_record(renderer, each) for each in records]
+    encoded = [encode_record(renderer, item) for item in records]
     ends = [len(learned) - learned[::-1].index(True) if True in learned else 0 for _, learned, _ in encoded]
-    most = [min(ends[0], max(max_length // 2, max_length - sum(ends[1:])) if ends[1:] else max_length)]
-    most += [min(end, max_length - most[0]) for end in ends[1:]]
-    documents = [cut(ids, learned, count) for (ids, learned, _), count in zip(encoded, most, strict=True)]
+    sizes = [min(ends[0], max(max_length // 2, max_length - sum(ends[1:])) if ends[1:] else max_length)]
+    sizes += [min(end, max_length - sizes[0]) for end in ends[1:]]
+    documents = [cut(ids, learned, count) for (ids, learned, _), count in zip(encoded, sizes, strict=True)]
     if not all(document.learned.any() for document in documents):
         return nothing_within(max_length)
     first, second = documents if form == "pairs" else (*documents, NO_DOCUMENT)
     if np.array_equal(first.tokens, second.tokens) and np.array_equal(first.learned, second.learned):
         return EQUAL
-    return Preference(first, second, label), most == ends, all(is_text for *_, is_text in encoded)
+    return Preference(first, second, label), sizes == ends, all(is_text for *_, is_text in encoded)
 
 
 def mismatched(encoded: Iterable[Encoded], max_length: int) -> Iterator[Encoded]:
-    """The labelled completions, each beside its prompt with the next example's completion; the last has the first's."""
+    """The labelled completions, each beside its prompt with the next completion; after the last comes the first."""
 
     def join(example: Any, following: Any) -> Encoded:
-        place, ((own, _, label), *about) = example
-        _, ((other, *_), *_) = following
-        prompt, completion = own.learned.argmax(), other.learned.argmax()
-        parts = zip(own, other, strict=True)
+        location, ((sequence, _, label), *flags) = example
+        _, ((later, *_), *_) = following
+        prompt, completion = sequence.learned.argmax(), later.learned.argmax()
+        parts = zip(sequence, later, strict=True)
         second = Document(*(np.concatenate([a[:prompt], b[completion:]])[:max_length] for a, b in parts))
-        return place, (Preference(own, second, label), *about)
+        return location, (Preference(sequence, second, label), *flags)
 
     first: Any = None
-    last: Any = None
+    previous: Any = None
     for example in encoded:
         if isinstance(example[1], BadRecord | Skipped):
             yield example
             continue
-        if last:
-            yield join(last, example)
-        first, last = first or example, example
-    if last:
-        yield join(last, first)
+        if previous:
+            yield join(previous, example)
+        first, previous = first or example, example
+    if previous:
+        yield join(previous, first)
 
 
 def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[bool], bool]:
     """The ids of a record, which of them are learned, and whether it is a text; UserError where it is in no format.
 
     `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
-    the completion is, be they texts or lists of messages. `text`: every token is. The first of these that a record has
-    counts. The renderer's rule may make a chat of a prompt and its completion, and the reverse.
+    the completion is learned, be they texts or lists of messages. `text`: every token is learned. The first of these
+    forms that a record has counts. The renderer's rule may make a chat of a prompt and its completion, and the reverse.
     """
     tokenizer, rule, tools = renderer.tokenizer, renderer.rule, tools_of(record)
     prompt: list[Message] = []
@@ -212,10 +212,10 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     elif isinstance(record.get("prompt"), list):
         prompt, answer = turns(record, "prompt"), messages_of({"messages": record.get("completion", [])})
     elif "completion" in record:
-        asked, given = text(record, "prompt"), text(record, "completion")
+        prompt_text, completion_text = text(record, "prompt"), text(record, "completion")
         if rule != "always":
-            return as_texts(asked, given)
-        answer = [{"role": "user", "content": asked}, {"role": "assistant", "content": given}]
+            return as_texts(prompt_text, completion_text)
+        answer = [{"role": "user", "content": prompt_text}, {"role": "assistant", "content": completion_text}]
     elif "text" in record:
         if rule == "always":
             raise UserError("text has no turns, which chat_template: always renders: give prompt and completion")
@@ -226,8 +226,8 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     if rule == "never":
         return as_texts(*texts_of(prompt + answer, "user", "assistant"))
     if tools:
-        told = replace(renderer, args={**renderer.args, "tools": tools})
-        if render(told, prompt + answer) == render(renderer, prompt + answer):
+        with_tools = replace(renderer, args={**renderer.args, "tools": tools})
+        if render(with_tools, prompt + answer) == render(renderer, prompt + answer):
             raise UserError("tools: the tokenizer's chat template leaves them out: use one that renders tools")
-        renderer = told
+        renderer = with_tools
     return *encode_example(renderer, prompt + answer, len(prompt)), False

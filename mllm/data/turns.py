@@ -43,7 +43,7 @@ CALLED = {"type", "name", "parameters", "arguments"}
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
 VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
 CALL_ENDS = re.compile(r"</parameter>\s*(?=</function>\s*(?:</tool_call>|<function=|\Z))")
-"""What ends a value: `</parameter>` with structure behind it, best the end of the whole call."""
+"""The end of a value: `</parameter>` with structure behind it, best the end of the whole call."""
 LONGEST_ERROR = 1000
 DEEPEST = 40
 """The most levels of a tool call, which crosses to the trainer in a message of a few more."""
@@ -72,23 +72,23 @@ def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: b
 
 
 def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, int, int]:
-    """The text behind an answer with these messages after it, and where in it the token is that ends the answer.
+    """The text behind an answer with these messages after it, and the span in it of the token that ends the answer.
 
-    Both places are 0 where no token ends it.
+    Start and end are 0 where no token ends it.
     """
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
-    new = [readable(renderer.tokenizer, message) for message in messages]
-    text = render(renderer, [*chat, *new], add_generation_prompt=True).partition(ANSWER)[2]
-    last = render(renderer, chat).partition(ANSWER)[2]
-    found = control_tokens(renderer.tokenizer).search(last)
-    return (text, *found.span()) if found and text.startswith(last[: found.end()]) else (text, 0, 0)
+    added = [readable(renderer.tokenizer, message) for message in messages]
+    text = render(renderer, [*chat, *added], add_generation_prompt=True).partition(ANSWER)[2]
+    ending = render(renderer, chat).partition(ANSWER)[2]
+    end_token = control_tokens(renderer.tokenizer).search(ending)
+    return (text, *end_token.span()) if end_token and text.startswith(ending[: end_token.end()]) else (text, 0, 0)
 
 
 def readable(tokenizer: Tokenizer, message: Message) -> Message:
     """The message with a space in the text of each control token, and without half characters."""
 
-    def broken(found: re.Match[str]) -> str:
-        return f"{found.group()[0]} {found.group()[1:]}"
+    def broken(match: re.Match[str]) -> str:
+        return f"{match.group()[0]} {match.group()[1:]}"
 
     def clean(value: Any) -> Any:
         return control_tokens(tokenizer).sub(broken, whole_characters(value))
@@ -106,24 +106,24 @@ def check_turns(renderer: Renderer, tools: Tools | None, keep_thoughts: bool) ->
         raise UserError("chat_template: never renders no turns, which an environment needs: remove it")
     template = f"the chat template of {renderer.tokenizer.name_or_path or 'the tokenizer'}"
     chat = [{"role": "user", "content": "What is 6 times 7?"}]
-    told = render(renderer, chat)
+    rendered = render(renderer, chat)
     renderer = with_tools(renderer, tools)
-    if tools and render(renderer, chat) == told:
+    if tools and render(renderer, chat) == rendered:
         log.warning("%s leaves tools out: a model that does not know them must read of them in its prompt", template)
-    kept = render(renderer, chat, add_generation_prompt=True)
-    begins = kept.removeprefix(render(renderer, chat))
-    thought = "" if "</think>" in begins else THOUGHT
-    sampled = thought.removeprefix("".join(begins.partition("<think>")[1:])) + ANSWER
+    expected = render(renderer, chat, add_generation_prompt=True)
+    opening = expected.removeprefix(render(renderer, chat))
+    thought = "" if "</think>" in opening else THOUGHT
+    sampled = thought.removeprefix("".join(opening.partition("<think>")[1:])) + ANSWER
     for number in range(2):
-        new = {"role": "tool" if tools else "user", "content": f"Message {number}."}
-        chat += [{"role": "assistant", "content": thought + ANSWER}, new]
-        kept += sampled + after_answer(renderer, [new])[0]
-    found = render(renderer, chat, add_generation_prompt=True)
-    if found == kept and keep_thoughts:
+        message = {"role": "tool" if tools else "user", "content": f"Message {number}."}
+        chat += [{"role": "assistant", "content": thought + ANSWER}, message]
+        expected += sampled + after_answer(renderer, [message])[0]
+    actual = render(renderer, chat, add_generation_prompt=True)
+    if actual == expected and keep_thoughts:
         raise UserError(f"task.keep_thoughts: {template} keeps them itself: remove it")
-    if THOUGHTS.sub("", found) != THOUGHTS.sub("", kept):
+    if THOUGHTS.sub("", actual) != THOUGHTS.sub("", expected):
         raise UserError(f"model.tokenizer: {template} rewrites earlier turns: use one that appends to them")
-    if found != kept and not keep_thoughts:
+    if actual != expected and not keep_thoughts:
         ways = "set task.keep_thoughts: true, or the template's own switch in task.template_args"
         raise UserError(f"model.tokenizer: {template} drops the thoughts of earlier turns: {ways}")
 
@@ -136,7 +136,7 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
     for function in functions:
         try:
             schemas.append(get_json_schema(function))
-        except Exception as error:  # it has kinds of its own, and evaluates what the hints name
+        except Exception as error:  # it has exceptions of its own, and evaluates the names in hints
             name = getattr(function, "__name__", str(function))
             way_out = "give type hints and a Google docstring with all arguments"
             raise UserError(f"the tool {name} can't be described: {brief(error)}: {way_out}") from None
@@ -144,87 +144,87 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
 
 
 def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]:
-    """The calls in an answer, in their order, and an error, with a message for the model, for each that can't be read.
+    """The calls in an answer, in their order, and for each that can't be read an error with a message for the model.
 
-    Thoughts call nothing, also those that never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
+    Thoughts call nothing, even if they never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
     of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
     `{"name": ..., "parameters": {...}}` as the whole answer, several with semicolons between. A value is read where it
     begins, and a closing tag counts where structure follows it, so that arguments may have the texts of tags.
     """
     tools = tools or []
-    for rest in (text.strip(), text.partition("</think>")[2].strip()):
-        if (calls := whole_answer(rest, tools)) is not None:
+    for answer in (text.strip(), text.partition("</think>")[2].strip()):
+        if (calls := whole_answer(answer, tools)) is not None:
             return calls
-    found: list[Call | ValueError] = []
-    place, has_thought = 0, False
-    while tag := TAG.search(text, place):
-        place = tag.end()
+    results: list[Call | ValueError] = []
+    position, has_thought = 0, False
+    while tag := TAG.search(text, position):
+        position = tag.end()
         if tag.group() == "<think>":
-            place = text.find("</think>", place) + len("</think>")
-            if place < len("</think>"):
+            position = text.find("</think>", position) + len("</think>")
+            if position < len("</think>"):
                 break
             has_thought = True
         elif tag.group() == "</think>":
-            found = found if has_thought else []  # the prompt has opened the thought
+            results = results if has_thought else []  # the prompt has opened the thought
             has_thought = True
         elif tag.group() == OPEN:
-            calls, place = tagged_calls(text, place, tools)
-            found += calls
+            calls, position = tagged_calls(text, position, tools)
+            results += calls
         else:
             try:
-                call, place = function_call(text, tag.start(), tools)
-                found.append(call)
+                call, position = function_call(text, tag.start(), tools)
+                results.append(call)
             except ValueError as error:
-                found.append(error)
-    return found
+                results.append(error)
+    return results
 
 
 def whole_answer(text: str, tools: Tools) -> list[Call | ValueError] | None:
-    """The calls that an answer without tags consists of; None where it is none of calls, be it JSON."""
+    """The calls that an answer without tags consists of; None where it has other content, be it JSON."""
     must_call = text.startswith("<|python_tag|>")
     named = NAMED.match(text)
     is_known = named is not None and any(tool["function"]["name"] == named[1] for tool in tools)
     calls: list[Call | ValueError] = []
-    place = len("<|python_tag|>") if must_call else 0
+    position = len("<|python_tag|>") if must_call else 0
     try:
-        while place < len(text) and (must_call or text[0] == "{"):
-            value, call, place = json_call(text, place)
+        while position < len(text) and (must_call or text[0] == "{"):
+            value, call, position = json_call(text, position)
             if not (must_call or (value.keys() <= CALLED and not value.keys().isdisjoint(("parameters", "arguments")))):
                 return None
             calls.append(call)
-            place = behind_space(text, place)
+            position = behind_space(text, position)
     except ValueError as error:
         return [error] if must_call or is_known else None
     return calls or None
 
 
-def tagged_calls(text: str, place: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
-    """The calls in a `<tool_call>` that opens before `place`, and the place behind it."""
+def tagged_calls(text: str, position: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
+    """The calls in a `<tool_call>` that opens before `position`, and the position behind it."""
     calls: list[Call | ValueError] = []
     try:
-        while not text.startswith(CLOSE, place := behind_space(text, place)):
-            if place == len(text) or text.startswith(OPEN, place):
-                return [ValueError(f"a tool call has no {CLOSE} at its end")], place
-            if text.startswith("<function=", place):
-                call, place = function_call(text, place, tools)
+        while not text.startswith(CLOSE, position := behind_space(text, position)):
+            if position == len(text) or text.startswith(OPEN, position):
+                return [ValueError(f"a tool call has no {CLOSE} at its end")], position
+            if text.startswith("<function=", position):
+                call, position = function_call(text, position, tools)
             else:
-                _, call, place = json_call(text, place)
+                _, call, position = json_call(text, position)
             calls.append(call)
     except ValueError as error:
-        closed = [match.start() if match.group() == OPEN else match.end() for match in ENDS.finditer(text, place)]
+        closed = [match.start() if match.group() == OPEN else match.end() for match in ENDS.finditer(text, position)]
         return [*calls, error], min(closed, default=len(text))
-    return calls or [ValueError("a tool call is not JSON: it is empty")], place + len(CLOSE)
+    return calls or [ValueError("a tool call is not JSON: it is empty")], position + len(CLOSE)
 
 
-def behind_space(text: str, place: int) -> int:
-    """The place behind white space and semicolons."""
-    return len(text) - len(text[place:].lstrip("; \t\r\n"))
+def behind_space(text: str, position: int) -> int:
+    """The position behind white space and semicolons."""
+    return len(text) - len(text[position:].lstrip("; \t\r\n"))
 
 
-def json_call(text: str, place: int) -> tuple[dict[str, Any], Call, int]:
-    """The object that begins in a text, the call that it is, and the place behind it; ValueError where it is none."""
+def json_call(text: str, position: int) -> tuple[dict[str, Any], Call, int]:
+    """The object at a position of a text, its call, and the position behind it; ValueError where it is no call."""
     try:
-        value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(text, place)
+        value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(text, position)
         arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
         if isinstance(arguments, str):  # as OpenAI's
             arguments = json.loads(arguments, parse_constant=refuse)
@@ -236,33 +236,33 @@ def json_call(text: str, place: int) -> tuple[dict[str, Any], Call, int]:
     return value, (value["name"], arguments), end
 
 
-def function_call(text: str, place: int, tools: Tools) -> tuple[Call, int]:
-    """The call `<function=NAME><parameter=NAME>VALUE</parameter>...</function>` at a place, and the place behind it."""
-    if not (head := FUNCTION.match(text, place)):
+def function_call(text: str, position: int, tools: Tools) -> tuple[Call, int]:
+    """The call `<function=NAME><parameter=NAME>VALUE</parameter>...</function>` at a position, and its end."""
+    if not (head := FUNCTION.match(text, position)):
         raise ValueError("a tool call must be <function=NAME>")
-    name, place = head[1], head.end()
+    name, position = head[1], head.end()
     schemas = [tool["function"].get("parameters", {}) for tool in tools if tool["function"]["name"] == name]
     properties = schemas[0].get("properties", {}) if schemas else {}
     arguments: dict[str, Any] = {}
-    while parameter := PARAMETER.match(text, place):
+    while parameter := PARAMETER.match(text, position):
         end = VALUE_ENDS.search(text, parameter.end())
-        last = CALL_ENDS.search(text, parameter.end())
-        if end and last and end.start() < last.start() and OPEN not in text[end.end() : last.start()]:
-            end = last if not PARAMETER.match(text, end.end()) else end
+        call_end = CALL_ENDS.search(text, parameter.end())
+        if end and call_end and end.start() < call_end.start() and OPEN not in text[end.end() : call_end.start()]:
+            end = call_end if not PARAMETER.match(text, end.end()) else end
         if not end:
             raise ValueError(f"the parameter {parameter[1]:.40} has no </parameter> at its end")
         value = text[parameter.end() : end.start()].removeprefix("\n").removesuffix("\n")
         arguments[parameter[1]] = typed(value, properties.get(parameter[1], {}))
-        place = end.end()
-    if not text.startswith(("</function>", CLOSE), place):
+        position = end.end()
+    if not text.startswith(("</function>", CLOSE), position):
         raise ValueError("a tool call has no </function> at its end")
-    return (name, arguments), place + len("</function>") * text.startswith("</function>", place)
+    return (name, arguments), position + len("</function>") * text.startswith("</function>", position)
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes: a text where the schema allows one, else JSON's."""
-    kinds = schema.get("type", [])
-    if "string" in ([kinds] if isinstance(kinds, str) else kinds):
+    types = schema.get("type", [])
+    if "string" in ([types] if isinstance(types, str) else types):
         return None if text == "null" and schema.get("nullable") else text
     try:
         value = json.loads(text, parse_constant=refuse)

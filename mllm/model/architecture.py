@@ -16,24 +16,24 @@ Family = Literal["qwen2", "qwen3", "qwen3_5_text", "llama", "smollm3", "olmo2", 
 """A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Qwen3.5's without images; Llama 3, 3.1 and
 3.2; SmolLM3; OLMo 2; and Gemma 3 without images."""
 TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
-"""Models of texts and images, of which the texts' part is made: in their config.json it is `text_config`."""
+"""Models of texts and images, by the family of their texts' part (`text_config`), which alone is made."""
 
 
 class Traits(NamedTuple):
-    """What distinguishes a family, beside its sizes."""
+    """The traits that distinguish a family, beside its sizes."""
 
     architecture: str
     """The class of transformers that loads it."""
     fixed: dict[str, Any]
     """Further keys of its config.json, with the only value that is supported."""
     defaults: dict[str, Any]
-    """The values of transformers for what config.json leaves out, where they are the family's own."""
+    """transformers' values for keys that config.json leaves out, where the family has its own."""
     qkv_bias: bool = False
     """Whether the products that make queries, keys and values have a bias."""
     head_norms: Literal["each", "all"] | None = None
     """Whether each head of queries and of keys is normalized before its rotation, or all heads together."""
     norms: Literal["before", "after", "both"] = "before"
-    """Where attention and the feed-forward network have a norm: before, after (of what is added), or both."""
+    """Where attention and the feed-forward network have a norm: before, after (of their output), or both."""
     norms_add_one: bool = False
     """Whether norms multiply by 1 + weight."""
     gemma: bool = False
@@ -72,7 +72,7 @@ FAMILIES: dict[Family, Traits] = {
 
 
 class RopeScaling(NamedTuple):
-    """Llama 3.1's change of the rotary frequencies for long contexts; the names are those in config.json."""
+    """Llama 3.1's change of the rotary frequencies for long contexts; the names are config.json's."""
 
     factor: float
     low_freq_factor: float
@@ -105,11 +105,11 @@ DELTA_SIZES = (
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""What config.json calls them."""
+"""The names of these sizes in config.json."""
 
 
 class LayerKind(NamedTuple):
-    """What distinguishes the attention of some layers."""
+    """The traits that distinguish the attention of some layers."""
 
     window: int | None
     """How many tokens a query attends to at most, its own the last of them; None: no limit."""
@@ -162,7 +162,7 @@ class Architecture:
 
     @property
     def stack_of_layer(self) -> tuple[tuple[str, int], ...]:
-        """The stack that each layer's parameters are in, and their place there, by the names in layout.py.
+        """The stack that each layer's parameters are in, and their index there, by the names in layout.py.
 
         It is `layers`, or `delta` where the layer is a delta net.
         """
@@ -196,7 +196,7 @@ class Architecture:
 
     @property
     def traits(self) -> Traits:
-        """What distinguishes the model's family."""
+        """The traits of the model's family."""
         return FAMILIES[self.model_type]
 
     @classmethod
@@ -212,31 +212,31 @@ class Architecture:
             raise UserError(f"{where}: {key} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
 
         def mapping(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-            if not isinstance(found := settings.get(name) or {}, Mapping):
-                raise UserError(f"{where}: {name} must be a mapping, not {found!r}")
-            return found
+            if not isinstance(value := settings.get(name) or {}, Mapping):
+                raise UserError(f"{where}: {name} must be a mapping, not {value!r}")
+            return value
 
-        if (whole := settings.get("model_type")) in TEXT_PARTS:
-            settings = {**settings, "model_type": TEXT_PARTS[whole], **mapping(settings, "text_config")}
+        if (model_type := settings.get("model_type")) in TEXT_PARTS:
+            settings = {**settings, "model_type": TEXT_PARTS[model_type], **mapping(settings, "text_config")}
         family = settings.get("model_type", "qwen2")
         if not isinstance(family, str) or family not in FAMILIES:
             raise UserError(f"{where}: model_type is {family!r}; supported are {', '.join(FAMILIES)}")
         traits = FAMILIES[family]
-        settings = {**settings, **{key: x for key, x in traits.defaults.items() if settings.get(key) is None}}
+        settings = {**settings, **{key: value for key, value in traits.defaults.items() if settings.get(key) is None}}
         # transformers 5 nests all of it in rope_parameters, for Gemma 3 a level deeper; older files have rope_theta on
         # top, and rope_scaling.
         rope: dict[str, Any] = {}
-        kind = "default"
+        rope_type = "default"
         nested = mapping(settings, "rope_parameters")
         local = mapping(nested, "sliding_attention")
-        for found in (mapping(settings, "rope_scaling"), mapping(nested, "full_attention") if traits.gemma else nested):
-            rope |= found
-            kind = found.get("rope_type", found.get("type", kind)) if kind == "default" else kind
-        check_supported(settings, traits, kind, local, where)
+        for part in (mapping(settings, "rope_scaling"), mapping(nested, "full_attention") if traits.gemma else nested):
+            rope |= part
+            rope_type = part.get("rope_type", part.get("type", rope_type)) if rope_type == "default" else rope_type
+        check_supported(settings, traits, rope_type, local, where)
         # 10,000 is transformers' default.
         values = {
             **settings,
-            **{k: x for k, x in rope.items() if x is not None},
+            **{key: value for key, value in rope.items() if value is not None},
             "rope_theta": rope.get("rope_theta", settings.get("rope_theta", 10_000.0)),
         }
         values |= {"rope_local_base_freq": local.get("rope_theta", settings.get("rope_local_base_freq"))}
@@ -254,10 +254,10 @@ class Architecture:
             return number_type(value)
 
         def of_layers(key: str, known: Sequence[Any], default: Any = None) -> tuple:
-            found = settings.get(key) or default
-            if not isinstance(found, list | tuple) or len(found) != layers or any(one not in known for one in found):
+            value = settings.get(key) or default
+            if not isinstance(value, list | tuple) or len(value) != layers or any(x not in known for x in value):
                 raise UserError(f"{where}: {key} must be a list of {layers}, each {known[0]!r} or {known[1]!r}")
-            return tuple(found)
+            return tuple(value)
 
         tied = settings.get("tie_word_embeddings", False)
         if not isinstance(tied, bool):
@@ -266,8 +266,8 @@ class Architecture:
         head_dim = positive("head_dim", int, max(hidden // heads, 1))
         if settings.get("head_dim") is None and hidden % heads:
             raise UserError(f"{where}: hidden_size {hidden} is not divisible by num_attention_heads ({heads})")
-        scaling: RopeScaling | float | None = positive("factor", float) if kind == "linear" else None
-        if kind == "llama3":
+        scaling: RopeScaling | float | None = positive("factor", float) if rope_type == "linear" else None
+        if rope_type == "llama3":
             scaling = RopeScaling(*(positive(*number) for number in RopeScaling.__annotations__.items()))
         defaults = {"num_key_value_heads": heads, "head_dim": head_dim, "rope_theta": None}
         numbers = {
@@ -283,8 +283,8 @@ class Architecture:
             numbers["layer_types"] = of_layers("layer_types", (FULL, SLIDING), kinds)
         elif traits.delta:
             numbers |= {key: positive(key, int) for key in DELTA_SIZES}
-            every = positive("full_attention_interval", int, 4)
-            kinds = [LINEAR if (layer + 1) % every else FULL for layer in range(layers)]
+            interval = positive("full_attention_interval", int, 4)
+            kinds = [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
             numbers["layer_types"] = of_layers("layer_types", (FULL, LINEAR), kinds)
         elif family == "smollm3":
             numbers["no_rope_layers"] = of_layers("no_rope_layers", (0, 1))

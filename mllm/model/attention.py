@@ -1,6 +1,6 @@
 """Causal attention over whole sequences, within the documents packed in a row, by kernels that never hold all scores.
 
-JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of them at a time (FlashAttention,
+JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of scores at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
 JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
 query heads share a key head. No GPU has run the cuDNN path.
@@ -35,7 +35,7 @@ Rows are padded to a multiple of the last: splash attention needs that; cuDNN wi
 given gradients that are not finite where a length is 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
 BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
-"""What splash attention calls the size of a block, in its forward and its two backward kernels."""
+"""Splash attention's names for the size of a block, in its forward and its two backward kernels."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Attention:
     packed: bool
     """Whether a row may hold several documents. If False, a row must begin with its only document."""
     window: int | None = None
-    """What `window` may limit the keys of a query to, beside all."""
+    """The number of keys to which `window` may limit a query; None: there is no limit."""
 
     def __call__(
         self,
@@ -59,10 +59,10 @@ class Attention:
     ) -> Float[jax.Array, "B T N H"]:
         """softmax(q k^T / sqrt(H)) v over the keys of the query's segment up to the query, in the dtype of the queries.
 
-        Of these only the last `window` count if it is `self.window`, else all. Scores, softmax and sums are float32.
-        Each device computes its own rows and heads. Padding, segment 0, attends to padding or to what precedes it; its
-        outputs are finite and reach no other token. On other devices, as in tests, splash attention is interpreted and
-        XLA replaces cuDNN.
+        Only the last `window` of these keys count if it is `self.window`, else all. Scores, softmax and sums are
+        float32. Each device computes its own rows and heads. Padding, segment 0, attends to padding or to what precedes
+        it; its outputs are finite and reach no other token. On other devices, as in tests, splash attention is
+        interpreted and XLA replaces cuDNN.
         """
         time = queries.shape[1]
         missing = -time % BLOCKS[-1]
@@ -76,7 +76,7 @@ class Attention:
         else:
             implementation: Literal["xla", "cudnn"] = "cudnn" if platform(self.mesh) == "gpu" else "xla"
             local = partial(cudnn_attention, packed=self.packed, implementation=implementation)
-        within = partial(
+        sharded = partial(
             jax.shard_map,
             mesh=self.mesh,
             in_specs=(heads, kv_heads, kv_heads, sharding(self.mesh, ("batch", "time")).spec),
@@ -84,9 +84,9 @@ class Attention:
             check_vma=False,  # a Pallas kernel does not say over which axes its results vary
         )
         if window is None or self.window is None:
-            return within(local)(*padded)[:, :time]
+            return sharded(local)(*padded)[:, :time]
         limited = partial(local, window=self.window)
-        return jax.lax.cond(window == self.window, within(limited), within(local), *padded)[:, :time]
+        return jax.lax.cond(window == self.window, sharded(limited), sharded(local), *padded)[:, :time]
 
 
 def splash_attention(
@@ -102,8 +102,8 @@ def splash_attention(
 
     _, time, heads, head_dim = queries.shape
     sizes: dict[str, Any] = dict.fromkeys(BLOCK_SIZES, next(size for size in BLOCKS if time % size == 0))
-    whole = (time, time)
-    mask = splash.CausalMask(whole) if window is None else splash.LocalMask(whole, (window - 1, 0), 0)
+    shape = (time, time)
+    mask = splash.CausalMask(shape) if window is None else splash.LocalMask(shape, (window - 1, 0), 0)
     kernel = splash.make_splash_mha_single_device(
         splash.MultiHeadMask([mask] * heads), block_sizes=splash.BlockSizes(**sizes), interpret=interpret
     )
@@ -126,11 +126,11 @@ def cudnn_attention(
     window: int | None = None,
 ) -> Float[jax.Array, "B T N H"]:
     """cuDNN's attention over one device's rows and heads, with a mask only where rows are packed."""
-    same = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
+    same_segment = segments[:, None, :, None] == segments[:, None, None, :] if packed else None
     limit = None if window is None else (window - 1, 0)
-    how: Any = {"is_causal": True, "local_window_size": limit, "implementation": implementation}
+    options: Any = {"is_causal": True, "local_window_size": limit, "implementation": implementation}
     with set_precision(queries.dtype):
-        return jax.nn.dot_product_attention(queries, keys, values, mask=same, **how)
+        return jax.nn.dot_product_attention(queries, keys, values, mask=same_segment, **options)
 
 
 def set_precision(dtype: DTypeLike) -> Any:
@@ -160,7 +160,7 @@ class AttentionChoice(NamedTuple):
     attention: Attention | None
     """The kernel; None: `jax.nn.dot_product_attention` by XLA."""
     reason: str
-    """Why it is not a faster one, in a clause; empty where it is the fastest."""
+    """The reason why it is not a faster one, in a clause; empty where it is the fastest."""
 
 
 def choose(

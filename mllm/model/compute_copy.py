@@ -4,7 +4,7 @@ A float32 master that has moved by less than half the distance of two bfloat16 n
 where it was, so that neither the forward pass nor the sampler sees an update of reinforcement learning for tens of
 steps. A dithered copy is rounded up where the weight's fraction between its two neighbours exceeds a threshold in
 [0, 1) that belongs to this weight for ever: the share of the weights that step over is then equal to how far they have
-moved. What bfloat16 can hold stays as it is, so a run begins with the very model that it was given.
+moved. A number that bfloat16 can hold stays, so a run begins with the very model that it was given.
 
 A threshold is a hash of the parameter's name and of the weight's layer, row and column: every process, mesh, resumed
 run and tool makes the same copy. Vectors (norms, biases) are read in float32.

@@ -4,8 +4,8 @@ The parameters of all layers of a kind are stacked along a first dim L and appli
 model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5
 (arXiv:2412.15115, section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), Gemma 3
 (arXiv:2503.19786, section 2), OLMo 2 (arXiv:2501.00656, section 2), rotary positions (arXiv:2104.09864), RMSNorm
-(arXiv:1910.07467), grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202). What Qwen3.5 has instead of
-most attention is in delta_net.py.
+(arXiv:1910.07467), grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202). The delta nets that Qwen3.5
+has in place of most attention are in delta_net.py.
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs; I and O the input and output size of a product.
@@ -49,7 +49,7 @@ class Decoder(nnx.Module):
     ) -> None:
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms' factors 1.
 
-        Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way there (see
+        Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream, which the
         layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing or
         everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
@@ -64,10 +64,10 @@ class Decoder(nnx.Module):
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(normal(rngs.params(), vocabulary))
-        made: Any = (self.dtype, param_dtype, rngs, lora)
-        self.layers = AttentionLayer(config, len(config.layers_of("layers")), *made)
+        arguments: Any = (self.dtype, param_dtype, rngs, lora)
+        self.layers = AttentionLayer(config, len(config.layers_of("layers")), *arguments)
         deltas = len(config.layers_of("delta"))
-        self.delta = DeltaLayer(config, deltas, *made) if deltas else None
+        self.delta = DeltaLayer(config, deltas, *arguments) if deltas else None
         norm = jnp.full(
             config.hidden_size, 1 - config.traits.norms_add_one, param_dtype if lora is None else jnp.float32
         )
@@ -86,7 +86,7 @@ class Decoder(nnx.Module):
 
     @property
     def head_weight(self) -> Float[jax.Array, "V D"]:
-        """The vocabulary matrix, with logits = hidden @ head_weight.T: as stored, the embedding if that is tied.
+        """The vocabulary matrix, with logits = hidden @ head_weight.T: as stored, or the embedding if it is tied.
 
         Only an adapter of the head makes another matrix of it, in float32.
         """
@@ -106,7 +106,7 @@ class Decoder(nnx.Module):
         """Hidden states after the last norm, in the compute dtype.
 
         A query attends to a key iff both have the same segment, not 0, the key is not later and, in a layer with a
-        window, among the last so many. Positions count within each document; segments count a row's documents from 1,
+        window, within it. Positions count within each document; segments count a row's documents from 1,
         and 0 is padding, whose hidden states are finite and meaningless. A token id beyond the vocabulary gives NaN.
         """
         hidden, _ = self.apply_layers(tokens, positions, segments)
@@ -128,7 +128,7 @@ class Decoder(nnx.Module):
         config, layout, time = self.config, self.layout, positions.shape[1]
         kinds, stacks = config.kinds, {"layers": self.layers, "delta": self.delta}
         order = config.stack_of_layer[: config.period]
-        counts = {name: sum(one == name for one, _ in order) for name, _ in order}
+        counts = {name: sum(stack == name for stack, _ in order) for name, _ in order}
         rotations = jnp.stack([rotary(positions, kind, config.rotary_dim) for kind in kinds])
         windows = [min(kind.window or time, time) for kind in kinds]
         split: dict[str, Any] = {name: nnx.split(stacks[name]) for name in counts}
@@ -165,16 +165,16 @@ class Decoder(nnx.Module):
         # these, which are far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
-        steps: dict[Any, Callable] = {which: partial(step, name=which[0], place=which[1]) for which in order}
+        steps: dict[Any, Callable] = {key: partial(step, name=key[0], place=key[1]) for key in order}
         if self.remat != "none":
-            steps = {which: rematerialize(one, self.dtype) for which, one in steps.items()}
+            steps = {key: rematerialize(function, self.dtype) for key, function in steps.items()}
 
         def run_period(hidden: jax.Array, params_and_number: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             params, number = params_and_number
             kept: dict[str, list] = {name: [] for name in counts}
             for name, place in order:
-                hidden, one = steps[name, place](hidden, params[name], number, rotations, segments)
-                kept[name].append(one)
+                hidden, entry = steps[name, place](hidden, params[name], number, rotations, segments)
+                kept[name].append(entry)
             return hidden, {name: jax.tree.map(join, *parts) for name, parts in kept.items()}
 
         def join(*parts: jax.Array) -> jax.Array:
@@ -194,7 +194,7 @@ class Decoder(nnx.Module):
     def look_up(self, tokens: Int[jax.Array, "B T"]) -> Float[jax.Array, "B T D"]:
         """The tokens' rows of the embedding, rounded to the compute dtype, as the float32 residual stream begins.
 
-        Gemma's factor is rounded as well, as it was in training; its product with them is exact.
+        Gemma's factor is rounded as well, as it was in training; its product with the rows is exact.
         """
         embed = self.embed.get_value()
         if isinstance(embed, Int8Matrix):
@@ -213,10 +213,10 @@ class Decoder(nnx.Module):
 def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, dims: int) -> Float[jax.Array, "2 B T 1 R"]:
     """The cosines and sines of position * theta^(-2i/2R), float32 (arXiv:2104.09864, section 3.2.2).
 
-    So many `dims` of a head, 2R, are rotated. Where nothing is rotated they are 1 and 0. Llama 3.1 divides low
-    frequencies by a factor: those of wavelengths that fit less than `low_freq_factor` times into the context that it
-    was first trained with; in between the division sets in linearly (arXiv:2407.21783, section 3.4.2, and its published
-    reference code).
+    `dims` is 2R, the number of a head's dims that are rotated. Where nothing is rotated, cosines are 1 and sines 0.
+    Llama 3.1 divides frequencies by a factor if their wavelengths fit less than `low_freq_factor` times into the
+    context that it was first trained with; from there to `high_freq_factor` times the division fades out linearly
+    (arXiv:2407.21783, section 3.4.2, and its published reference code).
     """
     exponents = -jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
     frequencies = jnp.zeros_like(exponents) if kind.rope_theta is None else kind.rope_theta**exponents
@@ -242,8 +242,8 @@ def masked_attention(
     same = (segments[:, :, None] == segments[:, None, :]) & (segments != 0)[:, None, :]
     mask = jnp.tril(same)[:, None]
     if window is not None:
-        place = jnp.arange(segments.shape[1])
-        mask &= place[:, None] - place < window
+        index = jnp.arange(segments.shape[1])
+        mask &= index[:, None] - index < window
     with set_precision(queries.dtype):
         return jax.nn.dot_product_attention(queries, keys, values, mask=mask)
 
@@ -251,13 +251,13 @@ def masked_attention(
 def rematerialize(step: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
     """The step of a scan, computed again in the backward pass, which keeps its residual stream in `dtype`."""
 
-    def forward(hidden: jax.Array, *others: Any) -> tuple[Any, tuple]:
-        return step(hidden, *others), (hidden.astype(dtype), *others)
+    def forward(hidden: jax.Array, *operands: Any) -> tuple[Any, tuple]:
+        return step(hidden, *operands), (hidden.astype(dtype), *operands)
 
     def backward(kept: tuple, cotangents: Any) -> tuple:
-        hidden, params, *others = kept
-        _, pullback = jax.vjp(lambda *x: step(*x, *others), hidden.astype(cotangents[0].dtype), params)
-        return *pullback(cotangents), *(None for _ in others)
+        hidden, params, *operands = kept
+        _, pullback = jax.vjp(lambda *x: step(*x, *operands), hidden.astype(cotangents[0].dtype), params)
+        return *pullback(cotangents), *(None for _ in operands)
 
     recomputed = jax.custom_vjp(step)
     recomputed.defvjp(forward, backward)

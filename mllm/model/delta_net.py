@@ -1,7 +1,7 @@
 """The gated delta rule and its short convolution, the token mixing of three in four of Qwen3.5's layers.
 
 A head's memory S [D, E] decays and learns what a key should give (Yang et al. 2024, arXiv:2412.06464, equation 10):
-S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T, and the output is S^T q. `recurrent` is that, token by token.
+S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T, and the output is S^T q. `recurrent` does so token by token.
 `chunked` takes 64 tokens at a time: what a chunk writes solves a triangular system, and only the memory passes from one
 chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3).
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
@@ -34,7 +35,7 @@ einsum = partial(jnp.einsum, precision=precision_of(jnp.float32))
 
 
 class DeltaState(NamedTuple):
-    """What a delta net keeps of the tokens of each row."""
+    """The state that a delta net keeps of each row's tokens."""
 
     inputs: Any
     """The last inputs of the convolution, [B, S, C], in the compute dtype; zeros before a document's first."""
@@ -92,17 +93,17 @@ def convolve(
     count, time = before.shape[1], x.shape[1]
     documents = documents_of(segments)
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
-    of_inputs = jnp.pad(documents, ((0, 0), (count, 0)))
+    input_documents = jnp.pad(documents, ((0, 0), (count, 0)))
     y = jnp.zeros(x.shape, jnp.float32)
     for tap in range(count + 1):
-        same = of_inputs[:, tap : tap + time] == documents
-        read = inputs[:, tap : tap + time].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
-        y += jnp.where(same[..., None], read, 0)
+        same = input_documents[:, tap : tap + time] == documents
+        tap_inputs = inputs[:, tap : tap + time].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
+        y += jnp.where(same[..., None], tap_inputs, 0)
     length = jnp.max(jnp.where(segments != 0, jnp.arange(1, time + 1), 0), axis=1, keepdims=True)
-    places = length + jnp.arange(count)
-    last = jnp.take_along_axis(of_inputs, length + count - 1, axis=1)
-    mine = jnp.take_along_axis(of_inputs, places, axis=1) == last
-    return y, jnp.where(mine[..., None], jnp.take_along_axis(inputs, places[..., None], axis=1), 0)
+    positions = length + jnp.arange(count)
+    last_document = jnp.take_along_axis(input_documents, length + count - 1, axis=1)
+    same_document = jnp.take_along_axis(input_documents, positions, axis=1) == last_document
+    return y, jnp.where(same_document[..., None], jnp.take_along_axis(inputs, positions[..., None], axis=1), 0)
 
 
 def recurrent(
@@ -112,12 +113,13 @@ def recurrent(
 
     def step(carry: tuple[jax.Array, jax.Array], token: Rule) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         memory, document = carry
-        kept = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
+        factor = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
         # Sums instead of products of matrices, for which XLA for CPUs transposes the memory.
         query, key = (x[:, :, None, :, None] for x in (token.queries, token.keys))
-        memory = memory * kept[..., None, None]
-        wrong = token.values - jnp.sum(memory * key, axis=-2)
-        memory += key * (token.beta[..., None] * wrong)[..., None, :]
+        memory = memory * factor[..., None, None]
+        error = token.values - jnp.sum(memory * key, axis=-2)
+        memory += key * (token.beta[..., None] * error)[..., None, :]
+        memory = jax.lax.platform_dependent(memory, cuda=row_major, default=lambda x: x)
         return (memory, token.documents), jnp.sum(memory * query, axis=-2)
 
     tokens = jax.tree.map(lambda x: x.swapaxes(0, 1), rule.normalized)
@@ -126,24 +128,29 @@ def recurrent(
     return outputs.swapaxes(0, 1), memory
 
 
+def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B K G D E"]:
+    """The memory as it enters a program: XLA for GPUs else turns it before and after each chunk of decode steps."""
+    return with_layout_constraint(memory, Layout(major_to_minor=(0, 1, 2, 3, 4)))
+
+
 def chunked(
     rule: Rule, memory: Float32[jax.Array, "B K G D E"]
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """As `recurrent`, a chunk after the other."""
+    """The same as `recurrent` gives, computed one chunk after the other."""
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
     groups = -(-chunks // GROUP)
-    each = -(-chunks // groups)
-    missing = groups * each * CHUNK - time
+    chunks_each = -(-chunks // groups)
+    missing = groups * chunks_each * CHUNK - time
 
     def grouped(x: jax.Array) -> jax.Array:
         edge = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
         padded = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=edge)
-        return jnp.moveaxis(padded.reshape(batch, groups, each, CHUNK, *x.shape[2:]), 0, 2)  # groups N B I ...
+        return jnp.moveaxis(padded.reshape(batch, groups, chunks_each, CHUNK, *x.shape[2:]), 0, 2)  # groups N B I ...
 
     parts = jax.tree.map(grouped, rule)
     ends = parts.documents[..., -1].reshape(-1, batch)
-    entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, each, batch)
+    entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, chunks_each, batch)
     memory, outputs = jax.lax.scan(jax.checkpoint(run_group), memory, (parts, entering))
     outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
     return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory
@@ -160,28 +167,28 @@ def run_group(
     later = index[:, None] > index
     same = (documents[..., :, None] == documents[..., None, :])[:, :, None, None]
     # Sums of the decays between two tokens, each by itself: a difference of two sums from the chunk's begin would lose
-    # what is small beside them.
+    # small terms.
     between = jnp.cumsum(jnp.where(later, decay[..., :, None], 0), axis=-2)
     factor = jnp.where(same & (later | jnp.eye(CHUNK, dtype=bool)), jnp.exp(between), 0)  # from J to I
     goes_on = (documents == entering[..., None])[:, :, None, None]
-    of_memory = jnp.where(goes_on, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
-    to_end = factor[..., -1, :]
-    alike = einsum("nbikd,nbjkd->nbkij", keys, keys)[:, :, :, None]
-    solve = invert(jnp.where(later, beta[..., None] * alike * factor, 0))
-    of_keys = jnp.moveaxis(keys, 2, 3)[:, :, :, None]  # N B K 1 I D
+    memory_factor = jnp.where(goes_on, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
+    end_factor = factor[..., -1, :]
+    similarity = einsum("nbikd,nbjkd->nbkij", keys, keys)[:, :, :, None]
+    solve = invert(jnp.where(later, beta[..., None] * similarity * factor, 0))
+    head_keys = jnp.moveaxis(keys, 2, 3)[:, :, :, None]  # N B K 1 I D
     writes = einsum("nbkgij,nbjkge->nbkgie", solve * beta[..., None, :], values)
-    reads = einsum("nbkgij,nbkgjd->nbkgid", solve, (beta * of_memory)[..., None] * of_keys)
+    reads = einsum("nbkgij,nbkgjd->nbkgid", solve, (beta * memory_factor)[..., None] * head_keys)
     scores = einsum("nbikd,nbjkd->nbkij", queries, keys)[:, :, :, None] * factor
-    asked = of_memory[..., None] * jnp.moveaxis(queries, 2, 3)[:, :, :, None]
-    left = to_end[..., None] * of_keys
+    memory_queries = memory_factor[..., None] * jnp.moveaxis(queries, 2, 3)[:, :, :, None]
+    end_keys = end_factor[..., None] * head_keys
 
     def run_chunk(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        writes, reads, asked, scores, left, kept = chunk
-        new = writes - einsum("bkgid,bkgde->bkgie", reads, memory)
-        output = einsum("bkgid,bkgde->bkgie", asked, memory) + einsum("bkgij,bkgje->bkgie", scores, new)
-        return kept[..., None, None] * memory + einsum("bkgid,bkgie->bkgde", left, new), output
+        writes, reads, queries, scores, keys, kept = chunk
+        written = writes - einsum("bkgid,bkgde->bkgie", reads, memory)
+        output = einsum("bkgid,bkgde->bkgie", queries, memory) + einsum("bkgij,bkgje->bkgie", scores, written)
+        return kept[..., None, None] * memory + einsum("bkgid,bkgie->bkgde", keys, written), output
 
-    return jax.lax.scan(run_chunk, memory, (writes, reads, asked, scores, left, of_memory[..., -1]))
+    return jax.lax.scan(run_chunk, memory, (writes, reads, memory_queries, scores, end_keys, memory_factor[..., -1]))
 
 
 @jax.custom_vjp
@@ -198,17 +205,17 @@ def invert(below: Float32[jax.Array, "*N I I"]) -> Float32[jax.Array, "*N I I"]:
     while width < size:
         block = index // width
         pair = (block[:, None] == block + 1) & (block % 2 == 0)
-        left = jnp.where(pair, below, 0)
+        corner = jnp.where(pair, below, 0)
         product = partial(jnp.matmul, precision=precision_of(jnp.float32))
-        inverse -= left if width == 1 else product(product(inverse, left), inverse)
+        inverse -= corner if width == 1 else product(product(inverse, corner), inverse)
         width *= 2
     return inverse
 
 
 def differentiate_inverse(inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
     product = partial(jnp.matmul, precision=precision_of(jnp.float32))
-    turned = inverse.swapaxes(-1, -2)
-    return (-jnp.tril(product(product(turned, slope), turned), -1),)
+    transposed = inverse.swapaxes(-1, -2)
+    return (-jnp.tril(product(product(transposed, slope), transposed), -1),)
 
 
 invert.defvjp(lambda below: (invert(below),) * 2, differentiate_inverse)

@@ -2,8 +2,8 @@
 
 In a chat the assistant's content is learned, with the token that ends its turn. Templates rewrite messages (they trim
 them, drop thoughts, write calls of tools), so no message is looked for by its content: the template renders the chat
-once more with other words in one of the assistant's messages, and what differs is what it made of that message. Each
-learned piece is tokenized by itself, as it is sampled.
+once more with other words in one of the assistant's messages, and the part that differs is that message. Each learned
+piece is tokenized by itself, as it is sampled.
 """
 
 import re
@@ -110,7 +110,7 @@ def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequenc
         limits.append((turn, content, turn_end(renderer, messages, turn, text, content)))
     for start, end in marked:
         overlapped = [limit for limit in limits if start < limit[2] and limit[1].start < end]
-        # Transformers counts wrongly inside of a macro: what is marked then begins and ends too early.
+        # Transformers counts wrongly inside of a macro: marks then begin and end too early.
         if not overlapped or any(start < content.start and end < content.end for _, content, _ in overlapped):
             raise UserError(
                 "model.tokenizer: its chat template has {% generation %} in a macro, or around other messages: move it"
@@ -125,20 +125,20 @@ def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequenc
 
 
 def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, prompts: bool = False) -> Span:
-    """What the template made of a message in `text`: what changes with the message's words.
+    """The part of `text` that the template made of a message: the part that changes with the message's words.
 
-    The text is the rendered chat, or the prompt that it is. UserError is raised where the template leaves out the
+    `text` is the rendered chat, as a prompt if `prompts`. UserError is raised where the template leaves out the
     message, or its calls of tools.
     """
     message = messages[turn]
-    said, calls = message["content"].strip(), message.get("tool_calls")
-    words = next(words for words in REWORDED if words[0] != said[:1] and words[-1] != said[-1:])
+    stripped, calls = message["content"].strip(), message.get("tool_calls")
+    words = next(words for words in REWORDED if words[0] != stripped[:1] and words[-1] != stripped[-1:])
 
     def reworded(**changes: Any) -> str:
         chat = [*messages[:turn], {**message, **changes}, *messages[turn + 1 :]]
         return render(renderer, chat, add_generation_prompt=prompts)
 
-    changes: dict[str, Any] = {"content": words} if said or not calls else {}
+    changes: dict[str, Any] = {"content": words} if stripped or not calls else {}
     changes |= {name: words for name in THOUGHTS if message.get(name)}
     if calls:
         changes["tool_calls"] = [reworded_call(call, words) for call in calls]
@@ -157,14 +157,14 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
 def reworded_call(call: Message, words: str) -> Message:
     """A call of another tool with another argument, in the same form."""
     name = re.sub(r"\W", "", words)
-    other = {"name": name, "arguments": {name: words}}
+    function = {"name": name, "arguments": {name: words}}
     if "function" in call:
-        return {**call, "function": {**call["function"], **other}}
-    return {**call, **other}
+        return {**call, "function": {**call["function"], **function}}
+    return {**call, **function}
 
 
 def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """Where the assistant begins in `text`: behind what the template adds to a prompt."""
+    """The position in `text` at which the assistant begins: behind the text that the template adds to a prompt."""
     before = render(renderer, messages[:turn], add_generation_prompt=True)
     unopened = before.removesuffix("<think>\n")
     for opening in (before, unopened):
@@ -172,7 +172,7 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
             return len(opening)
     if turn == 0:
         raise UserError(MIXED_TURNS)
-    # Earlier messages are rendered otherwise than in a prompt, but what follows the last of them is the same, except
+    # Earlier messages are rendered otherwise than in a prompt, but the text after the last of them is the same, except
     # for the thought that a prompt may open, unless the content itself begins with one.
     last = content_span(renderer, messages, turn - 1, text).end
     behind = before[content_span(renderer, messages[:turn], turn - 1, before, prompts=True).end :]
@@ -183,7 +183,7 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """Where the control token behind the assistant's content ends; the content's end where the template writes none."""
+    """The end of the control token behind the assistant's content; the content's end where the template writes none."""
     if not (turn == len(messages) - 1 or ends_turns(renderer.tokenizer, renderer.template)):
         return content.end
     tokens = control_tokens(renderer.tokenizer).finditer(text, content.start)
@@ -198,12 +198,12 @@ def ends_turns(tokenizer: Tokenizer, template: str) -> bool:
     return control_tokens(tokenizer).search(behind[0], 0, common(*behind)) is not None
 
 
-def common(one: str, other: str) -> int:
+def common(first: str, second: str) -> int:
     """How many characters the beginnings of two texts have in common."""
-    same, most = 0, min(len(one), len(other))
+    same, most = 0, min(len(first), len(second))
     while same < most:
         middle = (same + most + 1) // 2
-        if one[same:middle] == other[same:middle]:
+        if first[same:middle] == second[same:middle]:
             same = middle
         else:
             most = middle - 1

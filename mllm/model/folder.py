@@ -26,7 +26,7 @@ from mllm.store.folder import failing
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
 SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
-"""The names of a model's files that are needed to know what it is, and of those with its parameters."""
+"""The names of a model's files that say what it is, and of the files with its parameters."""
 LARGEST_JSON = 2**26
 EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -36,7 +36,7 @@ EXPORTED = re.compile(
 )
 """The files of an export, the tokenizer's included: all that may be replaced."""
 README, REPLACED = "README.md", "<!-- tools/export.py wrote this file, and replaces it. -->\n"
-"""The name of the file that describes an export, and its first line; with another one it is the user's."""
+"""The name of the file that describes an export, and its first line; a file with another first line is the user's."""
 LAST = ("config.json", "adapter_config.json")
 """The file without which a folder holds no model, and no adapters."""
 
@@ -48,7 +48,7 @@ def local_folder(
     last_resort: str = "set model.init=random",
     revision: str | None = None,
 ) -> Path:
-    """The folder that `source` names: local, or that of a hub id or a bucket in the local cache, fetched if need be.
+    """The folder that `source` names, or the local cache's copy of a hub id or a bucket, fetched if need be.
 
     From the hub, at a `revision`, or a bucket, files whose names match `patterns` are fetched. UserError, which names
     the setting `key` and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local
@@ -108,7 +108,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replacing(place: str | Path) -> Iterator[Path]:
-    """A new folder, which is renamed to `place` when the block has ended; one that is there is replaced as a whole.
+    """A new folder, which is renamed to `place` when the block has ended; an existing one is replaced as a whole.
 
     If the block is cut off, an earlier export stays as it was; in a bucket it does so until the new one is sent.
     UserError is raised if the folder holds files that no export wrote, or can't be written.
@@ -142,8 +142,7 @@ def replacing(place: str | Path) -> Iterator[Path]:
 def replacing_in_bucket(url: str) -> Iterator[Path]:
     """A new folder of this machine, whose files become objects when the block has ended.
 
-    An earlier export is removed first, and the file without which an export is none is written last. UserError is
-    raised as by `replacing`.
+    An earlier export is removed first, and the file of `LAST` is written last. UserError is raised as by `replacing`.
     """
     refuse_foreign_files(url)
     try:
@@ -168,8 +167,8 @@ def refuse_foreign_files(place: str | Path) -> None:
         raise UserError(f"{place}: is a file; choose another folder for the export")
     with naming(str(place)) if is_bucket(place) else failing(place, "read"):
         names = [path.name + "/" * path.is_dir() for path in below(folder)]
-    described = README in names and (folder / README).read_bytes().startswith(REPLACED.encode())
-    if foreign := [name for name in names if name and not (described if name == README else EXPORTED.fullmatch(name))]:
+    exported = README in names and (folder / README).read_bytes().startswith(REPLACED.encode())
+    if foreign := [name for name in names if name and not (exported if name == README else EXPORTED.fullmatch(name))]:
         raise UserError(f"{place}/{min(foreign)}: no export wrote this, and it would be lost; choose another folder")
 
 

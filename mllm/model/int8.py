@@ -3,9 +3,9 @@
 Each row, the weights of one output, has a scale of its own, symmetric around 0 (Jacob et al. 2018, arXiv:1712.05877,
 section 2.1). Compilers convert the numbers on their way into a product, so no dequantised copy exists.
 
-They are rounded to nearest. A published model lies on bfloat16's grid, which hides small updates (compute_copy.py), but
-between the numbers of this one, so as many weights step over as they have moved; dithered, they would move as well and
-be farther from their masters (docs/log.md).
+Numbers are rounded to nearest. A published model lies on bfloat16's grid, which hides small updates (compute_copy.py),
+but anywhere between int8's numbers, so the share of the weights that step over is how far they have moved. Dithered
+weights would move as well, and be farther from their masters (docs/log.md).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ MOST = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Matrix:
-    """The matrix `values * scales[..., None]`, with a leading dim for layers or none; or its shapes, or shardings."""
+    """The matrix `values * scales[..., None]`, stacked over layers or not; both may be shapes, or shardings."""
 
     values: Any
     """int8, [*L, O, I]."""

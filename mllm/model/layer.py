@@ -48,7 +48,7 @@ class Initial:
 
 
 class Layer(nnx.Module):
-    """A layer of one kind: when created, with the parameters of all of them, [L, ...]; in the scan, with its own."""
+    """A layer of one kind: as created it has the parameters of all such layers, [L, ...]; in the scan only its own."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class Layer(nnx.Module):
 
     @abstractmethod
     def make_mixer(self, initial: Initial) -> None:
-        """Make the parameters of what mixes tokens."""
+        """Make the parameters of the token mixer."""
 
     def product(
         self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
     ) -> Float[jax.Array, "B T O"]:
-        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as `linear` is."""
+        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as by `linear`."""
         a = getattr(self, f"{name}_a", None)
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
         y = linear(x, weight, bias, dtype if a is None else jnp.float32)
         if a is None:
             return y
-        # Rounded once: what the adapter adds is less than half the distance of two bfloat16 numbers at first.
+        # Rounded once: the adapter's part is less than half the distance of two bfloat16 numbers at first.
         low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
         return (y + self.lora_scale * low).astype(dtype or x.dtype)
 
@@ -123,9 +123,9 @@ class AttentionLayer(Layer):
         self.q_weight, self.q_bias = initial.matrix(heads * (1 + traits.delta), hidden), bias(heads)
         self.k_weight, self.k_bias = initial.matrix(kv_heads, hidden), bias(kv_heads)
         self.v_weight, self.v_bias = initial.matrix(kv_heads, hidden), bias(kv_heads)
-        every = traits.head_norms == "all"
-        self.q_norm = initial.norm(heads if every else head_dim) if traits.head_norms else None
-        self.k_norm = initial.norm(kv_heads if every else head_dim) if traits.head_norms else None
+        all_heads = traits.head_norms == "all"
+        self.q_norm = initial.norm(heads if all_heads else head_dim) if traits.head_norms else None
+        self.k_norm = initial.norm(kv_heads if all_heads else head_dim) if traits.head_norms else None
         self.o_weight = initial.matrix(hidden, heads)
 
     def project(
@@ -210,23 +210,23 @@ class DeltaLayer(Layer):
             heads = y.reshape(*shape, net.key_heads, *size)
             return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
 
-        each = net.value_heads // net.key_heads
+        group_size = net.value_heads // net.key_heads
         rule = Rule(
             queries=by_heads(queries, net.key_dim),
             keys=by_heads(keys, net.key_dim),
-            values=by_heads(values, each, net.value_dim),
-            decay=by_heads(decay, each),
-            beta=by_heads(beta, each),
+            values=by_heads(values, group_size, net.value_dim),
+            decay=by_heads(decay, group_size),
+            beta=by_heads(beta, group_size),
             documents=documents_of(segments),
         )
         run = recurrent if shape[1] <= FEW else chunked
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
-        read, memory = run(rule, memory)
+        outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)
         state = DeltaState(constrain(layout, inputs, DELTA_INPUTS), memory)
-        scale = jax.lax.rsqrt(jnp.mean(jnp.square(read), axis=-1, keepdims=True) + self.config.rms_norm_eps)
-        gate = jax.nn.silu(self.product("z", x).astype(jnp.float32)).reshape(read.shape)
-        gated = (read * scale * self.out_norm[...].astype(jnp.float32) * gate).astype(self.dtype)
+        scale = jax.lax.rsqrt(jnp.mean(jnp.square(outputs), axis=-1, keepdims=True) + self.config.rms_norm_eps)
+        gate = jax.nn.silu(self.product("z", x).astype(jnp.float32)).reshape(outputs.shape)
+        gated = (outputs * scale * self.out_norm[...].astype(jnp.float32) * gate).astype(self.dtype)
         added = self.product("out", gated.reshape(*shape, -1), dtype=hidden.dtype)
         return hidden + added, state
 
@@ -234,7 +234,7 @@ class DeltaLayer(Layer):
 def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, else in that of x."""
+    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype` or, without one, in x's."""
     matrix = weight.get_value()
     if isinstance(matrix, Int8Matrix):
         y = matrix.product(x)
@@ -248,7 +248,7 @@ def linear(
 def product(
     dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T in `dtype`, without one in that of x, which all operands have; the weight's gradient is float32."""
+    """x @ weight.T in `dtype`, or without one in the operands' dtype; the weight's gradient is float32."""
     return run_product(dtype, x, weight)[0]
 
 
@@ -293,7 +293,7 @@ def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R
     """
     cosine, sine = rotation
     pairs = cosine.shape[-1]
-    wide, rest = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
+    wide, tail = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     first, second = jnp.split(wide, 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
-    return jnp.concatenate([rotated.astype(x.dtype), rest], axis=-1) if rest.shape[-1] else rotated.astype(x.dtype)
+    return jnp.concatenate([rotated.astype(x.dtype), tail], axis=-1) if tail.shape[-1] else rotated.astype(x.dtype)

@@ -54,7 +54,7 @@ PARAMETERS: dict[str, tuple[tuple[str, ...], str]] = {
 
 A parameter's name is its path in `nnx.split(model)[1]`, joined with dots. `heads` and `kv_heads` are N*H and K*H long,
 the H rows of a head together. Norms and biases, which weight decay leaves alone, have at most one axis beside `layers`.
-What Hugging Face calls the norm after attention is in Qwen and Llama the one before the feed-forward network.
+The norm that Hugging Face names after attention is in Qwen and Llama the norm before the feed-forward network.
 Adapters follow from their matrices: a is [rank, in], b is [out, rank], and the names of their tensors are PEFT's.
 """
 for name in ("attention_norm", "mlp_norm", "gate_weight", "up_weight", "down_weight"):
@@ -71,9 +71,9 @@ PARAMETERS |= {
     "delta.out_weight": (("layers", "embed", "heads"), "model.layers.{}.linear_attn.out_proj.weight"),
 }
 STACKS = ("layers", "delta")
-"""What begins the names of layers' parameters: delta nets are in a stack of their own."""
+"""The first part of the names of layers' parameters: delta nets are in a stack of their own."""
 MATRICES = {name.removesuffix("_weight"): name for name in PARAMETERS if name == "head" or name.endswith("_weight")}
-"""The parameters that can have adapters, by what the names of those begin with."""
+"""The parameters that can have adapters, by the first part of their adapters' names."""
 for matrix, name in MATRICES.items():
     (*layers, rows, columns), tensor = PARAMETERS[name]
     module = f"base_model.model.{tensor.removesuffix('weight')}"
@@ -91,7 +91,7 @@ KEYS = ("batch", "time", "kv_heads", "head_dim")
 CACHED_KEYS = ("batch", "kv_heads", "places", "head_dim")
 DELTA_INPUTS = ("batch", "taps", "heads")
 DELTA_MEMORY = ("batch", "heads", "head_dim", "head_dim")
-"""The axes of activations. Values have the same axes as keys; the last two are those of a `DeltaState`."""
+"""The axes of activations. Values have the same axes as keys; the last two are a `DeltaState`'s."""
 
 
 def parameter_name(path: KeyPath) -> str:
@@ -112,12 +112,12 @@ def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: 
 
 
 def count(params: Params) -> int:
-    """How many parameters these are; an `Int8Matrix` is as many as it stands for."""
+    """How many parameters these are; an `Int8Matrix` counts as the matrix that it stands for."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params, is_leaf=is_int8))
 
 
 def split_layers(params: Params) -> tuple[Params, dict[str, Params]]:
-    """The parameters outside of the layers, and those of each stack of layers."""
+    """The parameters outside of the layers, and the parameters of each stack of layers."""
     outer = {name: value for name, value in params.items() if name not in STACKS}
     return nnx.State(outer), {name: params[name] for name in STACKS if name in params}
 
@@ -147,11 +147,11 @@ class Layout:
         """
         sizes = asdict(config)
         delta = ("linear_num_key_heads",) if config.traits.delta else ()
-        of_axis: dict[Any, tuple[str, ...]] = {
+        names_by_axis: dict[Any, tuple[str, ...]] = {
             RULES["heads"]: ("num_attention_heads", "intermediate_size", "vocab_size", *delta),
             RULES["embed"]: ("hidden_size",),
         }
-        for axis, names in of_axis.items():
+        for axis, names in names_by_axis.items():
             shards, common = mesh.shape[axis], math.gcd(*(sizes[name] for name in names))
             for name in (name for name in names if sizes[name] % shards):
                 nearest = max(divisor for divisor in range(1, shards) if common % divisor == 0)
@@ -234,13 +234,13 @@ def gather_layer_float32(
 ) -> Params:
     """The parameters of the stack's layer as `gather` gives them, with the same values, but float32.
 
-    So are their gradients, which devices add up over fsdp: in the compute dtype that would round them once more. An
+    Their gradients are float32, too: devices add them up over fsdp, which would round them in the compute dtype. An
     `Int8Matrix` stays one, and has no gradient.
     """
 
     def read(x: Any, name: str) -> Any:
-        how = rounding, layout, name
-        return gather(*how, x, layer) if is_int8(x) else gather_float32(*how, x.astype(jnp.float32), layer)
+        context = rounding, layout, name
+        return gather(*context, x, layer) if is_int8(x) else gather_float32(*context, x.astype(jnp.float32), layer)
 
     return map_parameters(read, params, f"{stack}.")
 

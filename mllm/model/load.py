@@ -39,13 +39,13 @@ class Policy:
     stop_ids: tuple[int, ...]
     """The tokens that end a completion."""
     stop_texts: tuple[str, ...]
-    """The texts that end one, as settings have them."""
+    """The texts that end a completion, as settings have them."""
     attention: AttentionChoice
     graphdef: nnx.GraphDef
     params: Params
-    """The parameters' shapes, dtypes and shardings; with LoRA adapters and frozen ones."""
+    """The parameters' shapes, dtypes and shardings; with LoRA both adapters and frozen parameters."""
     source: str | None
-    """Where the pretrained parameters are, which are fetched when they are read; None: they are random."""
+    """The source of the pretrained parameters, which are fetched when they are read; None: they are random."""
     seed: int
     revision: str | None = None
     """The commit of a source on the hub."""
@@ -55,10 +55,11 @@ class Policy:
     adapters: Path | None = None
     """The folder with the adapters that training begins with; None: they begin as no change."""
     learned: Form | None = None
-    """What it has learned from: as its run or export says, else chats if there is a template; None: from nothing."""
+    """The form of the data that it has learned: as its run or export says, else chats if there is a template; None: it
+    has learned nothing."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
-        """The parameters that are trained, and those that are frozen; `join` undoes it."""
+        """The trained and the frozen parameters; `join` undoes it."""
         return (params, nnx.State({})) if self.lora is None else split_adapters(params)
 
     def join(self, trained: Params, frozen: Params) -> Params:
@@ -66,7 +67,7 @@ class Policy:
         return trained if self.lora is None else nnx.merge_state(frozen, trained)
 
     def complete(self, trained: Params) -> Params:
-        """All parameters, where a checkpoint has only those that are trained; UserError as for `stored_params`."""
+        """All parameters, where a checkpoint has only the trained ones; UserError as for `stored_params`."""
         return trained if self.lora is None else self.join(trained, self.stored_params())
 
     @property
@@ -84,12 +85,12 @@ class Policy:
         """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
         if self.lora is None:
             return self.stored_params()
-        own = (
+        adapters = (
             peft.load(self.adapters, self.trained, self.architecture)
             if self.adapters
             else initial_adapters(self.trained, self.seed)
         )
-        return self.join(own, self.stored_params())
+        return self.join(adapters, self.stored_params())
 
     @property
     def stored(self) -> Params:
@@ -119,21 +120,20 @@ class Policy:
 def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, checked to fit together; nothing of the parameters is read.
 
-    UserError is raised as by `load_model`, and if a
-    row may be longer than the model's positions.
+    UserError is raised as by `load_model`, and if a row may be longer than the model's positions.
     """
     packed = config.data is None or config.data.packing
-    configured = () if config.rollout is None else config.rollout.stop
-    policy = load_model(config.model, mesh, packed=packed, stop=configured, seed=config.seed)
+    stop = () if config.rollout is None else config.rollout.stop
+    policy = load_model(config.model, mesh, packed=packed, stop=stop, seed=config.seed)
     rows = {} if config.data is None else {"data.max_length": config.data.max_length}
     if config.rollout is not None:
-        several = config.rollout.turns > 1
-        name = "rollout.max_total_length" if several else "rollout.max_prompt_length + max_completion_length"
+        has_turns = config.rollout.turns > 1
+        name = "rollout.max_total_length" if has_turns else "rollout.max_prompt_length + max_completion_length"
         rows[name] = config.rollout.total_length
-    most = policy.architecture.max_position_embeddings
+    longest = policy.architecture.max_position_embeddings
     for key, length in rows.items():
-        if length > most:
-            raise UserError(f"{key}: {length} tokens, but the model has max_position_embeddings {most}: lower it")
+        if length > longest:
+            raise UserError(f"{key}: {length} tokens, but the model has max_position_embeddings {longest}: lower it")
     return policy
 
 
@@ -159,8 +159,8 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     check_fits(tokenizer, architecture.vocab_size)
     learned: Form | None = None
     if model.init == "pretrained" and folder:
-        told = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)
-        learned = "texts" if told == "texts" or not tokenizer.chat_template else "chats"
+        recorded = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)
+        learned = "texts" if recorded == "texts" or not tokenizer.chat_template else "chats"
     return Policy(
         architecture=architecture,
         tokenizer=tokenizer,

@@ -31,7 +31,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What b a is multiplied by."""
+        """The factor of b a."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -54,7 +54,7 @@ def is_adapter(name: str) -> bool:
 
 
 def split_adapters(params: Params) -> tuple[Params, Params]:
-    """The adapters of a model's parameters, and the others, which are frozen."""
+    """The adapters among a model's parameters, and the other parameters, which are frozen."""
     adapters, frozen = nnx.split_state(params, lambda path, _: is_adapter(str(path[-1])), ...)
     return adapters, frozen
 

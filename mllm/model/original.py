@@ -1,7 +1,7 @@
-"""The folder of texts and images whose texts' part was trained: an export has its names, and what was not trained.
+"""The model of texts and images whose texts' part was trained: its export has its names, and what was not trained.
 
-So a server loads it as it loaded the original: settings and tensors of the network that sees images, and those of the
-one that predicts further tokens, are copied as they are.
+So a server loads the export as it loaded the original: settings and tensors of the network that sees images, and of the
+network that predicts further tokens, are copied as they are.
 """
 
 import re
@@ -27,7 +27,7 @@ class Original:
     settings: Mapping[str, Any]
     """Its config.json."""
     prefix: str
-    """What begins the names of the texts' part."""
+    """The first part of the names of the texts' part."""
     others: Mapping[str, Tensor]
     """The tensors that were not trained."""
     wide: frozenset[str]
@@ -36,23 +36,23 @@ class Original:
 
     @classmethod
     def open(cls, folder: Path) -> "Original | None":
-        """What is in a model's folder; None where it is a model of texts alone, without other tensors."""
+        """The model in a folder; None where it is a model of texts alone, without other tensors."""
         settings, tensors = read_json(folder / "config.json"), open_tensors(folder)
         trained = texts_part(tensors)
         names = {tensor.name for tensor in trained.values()}
-        others = {name: tensor for name, tensor in tensors.items() if name not in names}
-        if settings.get("model_type") not in TEXT_PARTS and not others:
+        untrained = {name: tensor for name, tensor in tensors.items() if name not in names}
+        if settings.get("model_type") not in TEXT_PARTS and not untrained:
             return None
         wide = frozenset(name for name, tensor in trained.items() if tensor.stored.get_dtype() == "F32")
         prefix = trained[TENSORS["norm"]].name.removesuffix("norm.weight")
-        return cls(settings, prefix, others, wide, folder)
+        return cls(settings, prefix, untrained, wide, folder)
 
     def name(self, tensor: str) -> str:
         """The name, in the original, of a tensor of the model of texts, or of an adapter to it."""
         return OWN.sub(self.prefix, tensor)
 
     def copy_settings(self, folder: Path, ours: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy what says how images are read; returns the content of config.json, given that of a model of texts."""
+        """Copy the settings of images; returns the content of config.json, with `ours`, the content for texts."""
         for name in (name for name in COPIED if (self.folder / name).is_file()):
             shutil.copyfile(self.folder / name, folder / name)
         if "text_config" not in self.settings:

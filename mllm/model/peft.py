@@ -35,18 +35,18 @@ NOT_COMPUTED = {
 
 
 def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path | None]:
-    """The adapters that a configuration asks for, and the folder that they begin with, if they do with one.
+    """The adapters that a configuration asks for, and the folder that they are read from, if there is one.
 
-    UserError is raised where there is no such folder, its adapters aren't supported, are others than those that are
-    asked for, or belong to products that the model doesn't have.
+    UserError is raised where there is no such folder, its adapters aren't supported, differ from the configuration, or
+    belong to products that the model doesn't have.
     """
     stacks = {stack for stack, _ in architecture.stack_of_layer}
     has = {name.split(".")[-1] for name in MATRICES if name == "head" or name.split(".")[0] in stacks}
     lora, folder = chosen(config, tuple(name for name in get_args(LoraTarget)[:-1] if name in has))
     for name in lora.targets:
         if name not in has:
-            there = ", ".join(known for known in get_args(LoraTarget) if known in has)
-            raise UserError(f"model.lora.targets: the model has no product {name}, but {there}")
+            products = ", ".join(known for known in get_args(LoraTarget) if known in has)
+            raise UserError(f"model.lora.targets: the model has no product {name}, but {products}")
     return lora, folder
 
 
@@ -58,10 +58,10 @@ def chosen(config: LoraConfig, default: tuple[str, ...]) -> tuple[Lora, Path | N
     folder = local_folder(config.source, key="model.lora.source", last_resort="leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
-        wanted, found = getattr(config, name), getattr(stored, name)
-        if wanted is not None and (sorted(wanted) != sorted(found) if name == "targets" else wanted != found):
-            wanted, found = (", ".join(x) if name == "targets" else x for x in (wanted, found))
-            fault = f"the adapters of {config.source} have {found}, not {wanted}"
+        wanted, actual = getattr(config, name), getattr(stored, name)
+        if wanted is not None and (sorted(wanted) != sorted(actual) if name == "targets" else wanted != actual):
+            wanted, actual = (", ".join(x) if name == "targets" else x for x in (wanted, actual))
+            fault = f"the adapters of {config.source} have {actual}, not {wanted}"
             raise UserError(f"model.lora.{name}: {fault}: leave it out")
     return stored, folder
 
@@ -71,25 +71,25 @@ def read_config(folder: Path) -> Lora:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: missing; a folder in PEFT's format has it (tools/export.py RUN --adapter makes one)")
-    found: Any = read_json(path)
-    rank, alpha, modules = (found.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    fields: Any = read_json(path)
+    rank, alpha, modules = (fields.get(key) for key in ("r", "lora_alpha", "target_modules"))
     known, untouched = list(MODULES.values()), "what leaves the frozen matrices as they are"
-    all_known = isinstance(modules, list) and bool(modules) and all(one in known for one in modules)
+    all_known = isinstance(modules, list) and bool(modules) and all(module in known for module in modules)
     checked = {
-        "peft_type": ("LORA", found.get("peft_type") == "LORA"),
+        "peft_type": ("LORA", fields.get("peft_type") == "LORA"),
         "r": ("a positive whole number", type(rank) is int and rank > 0),
         "lora_alpha": ("a positive number", isinstance(alpha, int | float) and alpha > 0),
         "target_modules": (f"a list of {', '.join(known)}", all_known),
-        "bias": ("none", found.get("bias", "none") == "none"),
-        "init_lora_weights": (untouched, found.get("init_lora_weights", True) in UNTOUCHED_BASE),
+        "bias": ("none", fields.get("bias", "none") == "none"),
+        "init_lora_weights": (untouched, fields.get("init_lora_weights", True) in UNTOUCHED_BASE),
     }
-    others = found.keys() - checked - {"use_rslora"} - NOT_COMPUTED
-    checked |= {key: ("none", found[key] in (None, False, [], {})) for key in others}
+    unknown = fields.keys() - checked - {"use_rslora"} - NOT_COMPUTED
+    checked |= {key: ("none", fields[key] in (None, False, [], {})) for key in unknown}
     for key, (supported, fits) in checked.items():
         if not fits:
-            raise UserError(f"{path}: {key} is {found.get(key)!r}; supported is only {supported}")
+            raise UserError(f"{path}: {key} is {fields.get(key)!r}; supported is only {supported}")
     targets = tuple(target for target, module in MODULES.items() if module in modules)
-    return Lora(rank, float(alpha), targets, found.get("use_rslora") is True)
+    return Lora(rank, float(alpha), targets, fields.get("use_rslora") is True)
 
 
 def load(folder: Path, abstract: Params, config: Architecture) -> Params:
@@ -115,7 +115,7 @@ def save(
 
     An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
     """
-    described: dict[str, Any] = {
+    content: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -138,4 +138,4 @@ def save(
             FILE,
             original and replace(original, others={}),
         )
-        write_json(unfinished / CONFIG, described)
+        write_json(unfinished / CONFIG, content)

@@ -9,7 +9,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention
 
 
 def published(shared: Mapping[str, Any], *sizes: int) -> Architecture:
-    """The sizes of a checkpoint, in the order of `SIZES`; `shared` are those that others of its family have, too."""
+    """The sizes of a checkpoint, in the order of `SIZES`; `shared` are the settings that its family shares."""
     tied = {"tie_word_embeddings": sizes[0] < 3_584}
     return Architecture.from_hf({"rope_theta": 1e6, **tied, **dict(zip(SIZES, sizes, strict=True)), **shared}, "")
 
@@ -26,26 +26,26 @@ QWEN35 |= {"rope_theta": 10_000_000, "partial_rotary_factor": 0.25}
 V = "linear_num_value_heads"
 BOTH = ("", "-Instruct")
 PRESETS: dict[str, Architecture] = {
-    **{f"Qwen/Qwen2.5-0.5B{kind}": published(QWEN25, 896, 4_864, 24, 14, 2) for kind in BOTH},
+    **{f"Qwen/Qwen2.5-0.5B{suffix}": published(QWEN25, 896, 4_864, 24, 14, 2) for suffix in BOTH},
     "Qwen/Qwen2.5-1.5B": published(QWEN25 | LONG, 1_536, 8_960, 28, 12, 2),
     "Qwen/Qwen2.5-1.5B-Instruct": published(QWEN25, 1_536, 8_960, 28, 12, 2),
-    **{f"Qwen/Qwen2.5-3B{kind}": published(QWEN25, 2_048, 11_008, 36, 16, 2) for kind in BOTH},
+    **{f"Qwen/Qwen2.5-3B{suffix}": published(QWEN25, 2_048, 11_008, 36, 16, 2) for suffix in BOTH},
     "Qwen/Qwen2.5-7B": published(QWEN25_FROM_7B | LONG, 3_584, 18_944, 28, 28, 4),
     "Qwen/Qwen2.5-7B-Instruct": published(QWEN25_FROM_7B, 3_584, 18_944, 28, 28, 4),
     "Qwen/Qwen3-0.6B": published(QWEN3, 1_024, 3_072, 28, 16, 8),
     "Qwen/Qwen3-1.7B": published(QWEN3, 2_048, 6_144, 28, 16, 8),
     "Qwen/Qwen3-4B": published(QWEN3, 2_560, 9_728, 36, 32, 8),
     "Qwen/Qwen3-8B": published(QWEN3, 4_096, 12_288, 36, 32, 8),
-    **{f"Qwen/Qwen3.5-0.8B{kind}": published(QWEN35 | {V: 16}, 1_024, 3_584, 24, 8, 2) for kind in ("", "-Base")},
-    **{f"Qwen/Qwen3.5-2B{kind}": published(QWEN35 | {V: 16}, 2_048, 6_144, 24, 8, 2) for kind in ("", "-Base")},
-    **{f"Qwen/Qwen3.5-4B{kind}": published(QWEN35 | {V: 32}, 2_560, 9_216, 32, 16, 4) for kind in ("", "-Base")},
-    **{f"Qwen/Qwen3.5-9B{kind}": published(QWEN35 | {V: 32}, 4_096, 12_288, 32, 16, 4) for kind in ("", "-Base")},
+    **{f"Qwen/Qwen3.5-0.8B{suffix}": published(QWEN35 | {V: 16}, 1_024, 3_584, 24, 8, 2) for suffix in ("", "-Base")},
+    **{f"Qwen/Qwen3.5-2B{suffix}": published(QWEN35 | {V: 16}, 2_048, 6_144, 24, 8, 2) for suffix in ("", "-Base")},
+    **{f"Qwen/Qwen3.5-4B{suffix}": published(QWEN35 | {V: 32}, 2_560, 9_216, 32, 16, 4) for suffix in ("", "-Base")},
+    **{f"Qwen/Qwen3.5-9B{suffix}": published(QWEN35 | {V: 32}, 4_096, 12_288, 32, 16, 4) for suffix in ("", "-Base")},
     "Qwen/Qwen3.5-27B": published(QWEN35 | {V: 48}, 5_120, 17_408, 64, 24, 4),
-    **{f"meta-llama/Llama-3.2-1B{kind}": published(LLAMA32, 2_048, 8_192, 16, 32, 8) for kind in BOTH},
-    **{f"meta-llama/Llama-3.2-3B{kind}": published(LLAMA32, 3_072, 8_192, 28, 24, 8) for kind in BOTH},
-    **{f"meta-llama/Llama-3.1-8B{kind}": published(LLAMA31, 4_096, 14_336, 32, 32, 8) for kind in BOTH},
-    **{f"google/gemma-3-270m{kind}": published(GEMMA1B, 640, 2_048, 18, 4, 1) for kind in ("", "-it")},
-    **{f"google/gemma-3-1b{kind}": published(GEMMA1B, 1_152, 6_912, 26, 4, 1) for kind in ("-pt", "-it")},
-    **{f"google/gemma-3-4b{kind}": published(GEMMA4B, 2_560, 10_240, 34, 8, 4) for kind in ("-pt", "-it")},
+    **{f"meta-llama/Llama-3.2-1B{suffix}": published(LLAMA32, 2_048, 8_192, 16, 32, 8) for suffix in BOTH},
+    **{f"meta-llama/Llama-3.2-3B{suffix}": published(LLAMA32, 3_072, 8_192, 28, 24, 8) for suffix in BOTH},
+    **{f"meta-llama/Llama-3.1-8B{suffix}": published(LLAMA31, 4_096, 14_336, 32, 32, 8) for suffix in BOTH},
+    **{f"google/gemma-3-270m{suffix}": published(GEMMA1B, 640, 2_048, 18, 4, 1) for suffix in ("", "-it")},
+    **{f"google/gemma-3-1b{suffix}": published(GEMMA1B, 1_152, 6_912, 26, 4, 1) for suffix in ("-pt", "-it")},
+    **{f"google/gemma-3-4b{suffix}": published(GEMMA4B, 2_560, 10_240, 34, 8, 4) for suffix in ("-pt", "-it")},
 }
-"""The sizes of published checkpoints, by their hub ids: of others the hub has them."""
+"""The sizes of published checkpoints, by their hub ids; the hub has the sizes of all others."""

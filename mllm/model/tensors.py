@@ -21,9 +21,9 @@ from mllm.store.names import is_plain
 LEARNED = "mllm_learned"
 """The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
 TEXTS = "language_model."
-"""Where a model of texts and images has the tensors of the texts' part."""
+"""The part of tensors' names that marks the texts' part of a model of texts and images."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
-"""What Qwen3.5's checkpoints have besides: a network that predicts further tokens, and the one that sees images."""
+"""The tensors of Qwen3.5's further networks: one predicts further tokens, the other sees images."""
 HEAD = TENSORS["head"].removesuffix("weight")
 CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -49,8 +49,8 @@ class Taps:
     stored: Any
 
     def get_shape(self) -> list[int]:
-        channels, one, taps = self.stored.get_shape()
-        return [channels, taps] if one == 1 else [channels, one, taps]
+        channels, inputs, taps = self.stored.get_shape()
+        return [channels, taps] if inputs == 1 else [channels, inputs, taps]
 
     def get_dtype(self) -> str:
         return self.stored.get_dtype()
@@ -72,11 +72,11 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
         raise UserError(f"{folder}: has neither {SINGLE} nor {INDEX}")
 
     where = folder / INDEX
-    places = read_json(where).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+    files = read_json(where).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
         raise UserError(f"{where}: weight_map is missing or not a mapping of tensors to files")
     tensors: dict[str, Tensor] = {}
-    for name in sorted(set(places.values())):
+    for name in sorted(set(files.values())):
         # Only plain names: an index must not reach into other folders. Links are followed: the hub's cache has them.
         if "/" in name or not is_plain(name):
             raise UserError(f"{where}: {name!r} is not the name of a file in this folder")
@@ -85,7 +85,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
         if not os.path.isfile(folder / name):
             raise UserError(f"{folder / name}: this shard is missing; {INDEX} lists it")
         tensors |= open_file(folder / name)
-    for tensor, name in places.items():
+    for tensor, name in files.items():
         if tensor not in tensors or tensors[tensor].file.name != name:
             raise UserError(f"{folder / name}: tensor {tensor} is missing; {INDEX} says that it is there")
     return tensors
@@ -99,13 +99,13 @@ def open_file(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
     return {
-        name: Tensor(name, path, Taps(one) if name.endswith(CONVOLUTION) and len(one.get_shape()) == 3 else one)
-        for name, one in slices.items()
+        name: Tensor(name, path, Taps(part) if name.endswith(CONVOLUTION) and len(part.get_shape()) == 3 else part)
+        for name, part in slices.items()
     }
 
 
 def texts_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model of texts, by its own names: a model of texts and images has them, and others.
+    """The tensors of a model of texts, by its own names, also out of a model of texts and images.
 
     The texts' part of such a model is below `TEXTS`, except for the head.
     """

@@ -31,7 +31,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer, and how prompts and examples become what it encodes: in data, tasks, evaluation and tools alike."""
+    """A tokenizer, and how prompts and examples become texts for it: in data, tasks, evaluation and tools alike."""
 
     tokenizer: Tokenizer
     rule: ChatTemplate = "auto"
@@ -41,16 +41,16 @@ class Renderer:
 
     @property
     def template(self) -> str:
-        """The chat template; with tools the one that is named `tool_use`, if the tokenizer has it."""
+        """The chat template; with tools the template named `tool_use`, if the tokenizer has it."""
         return self.tokenizer.get_chat_template(tools=self.args.get("tools"))
 
     @property
     def form(self) -> Form:
-        """What it makes of prompts."""
+        """The form that it gives to prompts."""
         return "texts" if self.rule == "never" else "chats"
 
     def for_prompts(self, learned: Form | None, are_texts: bool) -> "Renderer":
-        """The one for prompts: where they are texts, and nothing is for the template, `auto` follows the model."""
+        """The renderer of prompts: where they are texts, and the template has no `args`, `auto` follows the model."""
         if self.rule != "auto":
             return self
         return replace(self, rule="never" if are_texts and not self.args and learned == "texts" else "always")
@@ -67,7 +67,7 @@ BYTES_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""It leaves out the roles: a tiny model pays for each token."""
+"""The template of bytes; it leaves out the roles, since a tiny model pays for each token."""
 
 DATE = date(2024, 7, 26)
 """The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""
@@ -79,7 +79,7 @@ CLOCK = (
 )
 """Takes the place of the clock that transformers gives to templates."""
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
-"""What `mllm.data.turns` reads; in some tokenizers these are control tokens."""
+"""The tags that `mllm.data.turns` reads; in some tokenizers these are control tokens."""
 BETWEEN = ("\n", ".", "a")
 """Texts behind which another text is encoded as in the middle of one; the first that no token spans is taken."""
 ANSWER = "The-answer-is-42."
@@ -120,7 +120,7 @@ def load_tokenizer(source: str) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files from which transformers 4 and 5 load the tokenizer: names that are 5's alone get 4's, too."""
+    """Write the files from which transformers 4 and 5 load the tokenizer: names that only 5 knows become 4's."""
     tokenizer.save_pretrained(folder)
     settings = read_json(path := folder / "tokenizer_config.json")
     if settings["tokenizer_class"] == "TokenizersBackend":
@@ -158,7 +158,7 @@ def bytes_tokenizer() -> Tokenizer:
 def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """The ids that end a completion, without duplicates.
 
-    They are the tokenizer's end of sequence, those in the folder's generation_config.json, the control token with
+    They are the tokenizer's end of sequence, the ids in the folder's generation_config.json, the control token with
     which the chat template closes the assistant's turn, and the texts `stop` that are a single token. UserError is
     raised if generation_config.json is unreadable, or there are no ids.
     """
@@ -186,8 +186,8 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
 def stop_strings(folder: Path | None) -> list[str]:
     """The texts in a folder's generation_config.json that end a completion; UserError where it is unreadable."""
     path = folder / "generation_config.json" if folder else None
-    found = read_json(path).get("stop_strings") if path and path.is_file() else None
-    texts = [found] if isinstance(found, str) else found or []
+    value = read_json(path).get("stop_strings") if path and path.is_file() else None
+    texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise UserError(f"{path}: stop_strings: expected texts: repair or remove it")
     return texts
@@ -195,9 +195,9 @@ def stop_strings(folder: Path | None) -> list[str]:
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
-    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
-    if last >= vocab_size:
-        fault = f"its token {token!r} has id {last}, but the embedding has {vocab_size} rows"
+    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    if highest >= vocab_size:
+        fault = f"its token {token!r} has id {highest}, but the embedding has {vocab_size} rows"
         raise UserError(f"model.tokenizer: {fault}: use the tokenizer that the model was made with")
     for text in ("user", "7"):  # a damaged vocabulary silently drops what it lacks
         if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
@@ -221,8 +221,8 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. UserError is raised if the text
     contains a control token.
     """
-    if found := control_tokens(tokenizer).search(text):
-        raise MessagesError(f"text: {found.group()} is a control token: give messages, which the template renders")
+    if match := control_tokens(tokenizer).search(text):
+        raise MessagesError(f"text: {match.group()} is a control token: give messages, which the template renders")
     begins = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
     return [*begins, *encode(tokenizer, text)]
 
@@ -252,8 +252,8 @@ def render_marked(
     if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use one that has, or set chat_template: never")
     for text in strings_in([*messages, {**renderer.args}]):
-        if found := control_tokens(tokenizer).search(text):
-            raise MessagesError(f"messages: {found.group()} is a control token, which only the chat template may write")
+        if match := control_tokens(tokenizer).search(text):
+            raise MessagesError(f"messages: {match.group()} is a control token, which only the chat template may write")
     options |= {**tokenizer.special_tokens_map, "date_string": DATE.strftime("%d %b %Y"), **renderer.args}
     try:
         clock = CLOCK if "strftime_now" in renderer.template else ""
@@ -275,8 +275,8 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
     Some tokenizers, such as Llama 2's, begin a text with a space of their own, which stands nowhere else.
     """
     if before and marks_beginnings(tokenizer):
-        controls = [found for found in control_tokens(tokenizer).finditer(before) if found.end() == len(before)]
-        for anchor in [found.group() for found in controls] or BETWEEN:
+        controls = [match for match in control_tokens(tokenizer).finditer(before) if match.end() == len(before)]
+        for anchor in [match.group() for match in controls] or BETWEEN:
             first = encode(tokenizer, anchor)
             ids = encode(tokenizer, anchor + text)
             if ids[: len(first)] == first:
@@ -299,7 +299,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
-    """The text of sampled tokens without control tokens, but with those that stand around a thought or a tool call."""
+    """The text of sampled tokens without control tokens, except for those around a thought or a tool call."""
     left_out = left_out_of_texts(tokenizer)
     return cast(str, tokenizer.decode([token for token in tokens if token not in left_out]))
 

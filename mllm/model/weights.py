@@ -36,7 +36,7 @@ from mllm.progress import transfer_bar
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 """The dtypes that can be read, with their bytes per number."""
 SHARD_BYTES = 2_000_000_000
-"""The limit to the tensors in a saved file; one that is larger gets a file of its own."""
+"""The limit to the tensors in a saved file; a larger tensor gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
 
 
@@ -57,15 +57,15 @@ def load(
 ) -> nnx.State:
     """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
 
-    They get the dtypes and mesh shardings of `abstract`, that tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix` of
-    them, and are read from all of the folder's tensors or from these, as is `described` there. UserError is raised for
-    a file that is missing, damaged or outside the folder, and for a tensor that is missing, surplus, of the wrong
-    shape, or quantized. A tied model's head is surplus unless it equals the embedding.
+    They get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix`
+    of them, and are read from `tensors`, or else from all of the folder's; errors say that `described` asks for them.
+    UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that is missing,
+    surplus, of the wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
     texts = texts_part(tensors)
-    if (left := len(tensors) - len(texts)) and jax.process_index() == 0:
-        print(f"{folder}: {left} tensors are not of the language model and are left out", file=sys.stderr)
+    if (left_out := len(tensors) - len(texts)) and jax.process_index() == 0:
+        print(f"{folder}: {left_out} tensors are not of the language model and are left out", file=sys.stderr)
     tensors = texts
     check(tensors, {name: shape for name, shape, *_ in tensors_of(abstract, config)}, folder, described)
     with transfer_bar(f"loading {folder.name}", stored_bytes(tensors.values())) as bar:
@@ -77,27 +77,27 @@ def load(
 
 
 def read_parameter(tensors: Mapping[str, Tensor], pattern: str, leaf: Any, layers: Sequence[int], bar: tqdm) -> Any:
-    """One parameter on its devices. A stacked one passes through the host, and becomes int8, layer by layer."""
+    """One parameter on its devices. Stacked layers pass through the host, and become int8, one by one."""
     shardings = jax.tree.map(lambda x: x.sharding, leaf)
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
     assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
         tensor = read_tensor(tensors[pattern], spread(sharding, leaf.shape), bar)
         return jax.device_put(tensor, sharding).astype(leaf.dtype)
-    of_layer = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
+    layer_sharding = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
     stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
-    for place, layer in enumerate(layers):
-        tensor = read_tensor(tensors[pattern.format(layer)], of_layer, bar)
-        stacked = put_layer(stacked, tensor, place, sharding=shardings)
+    for index, layer in enumerate(layers):
+        tensor = read_tensor(tensors[pattern.format(layer)], layer_sharding, bar)
+        stacked = put_layer(stacked, tensor, index, sharding=shardings)
     return stacked
 
 
 @partial(jax.jit, static_argnames="sharding", donate_argnums=0)
 def put_layer(stacked: Any, tensor: jax.Array, layer: jax.Array | int, *, sharding: Sharding | Int8Matrix) -> Any:
     """The stacked parameter with one layer's tensor in its place; it reuses the memory of `stacked`."""
-    new = quantize(tensor) if is_int8(stacked) else tensor.astype(stacked.dtype)
+    values = quantize(tensor) if is_int8(stacked) else tensor.astype(stacked.dtype)
     put = partial(jax.lax.dynamic_update_index_in_dim, index=layer, axis=0)
-    return jax.lax.with_sharding_constraint(jax.tree.map(put, stacked, new), sharding)
+    return jax.lax.with_sharding_constraint(jax.tree.map(put, stacked, values), sharding)
 
 
 def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
@@ -136,8 +136,8 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
     if surplus == [TENSORS["head"]]:
         # A tied model doesn't need a head; some programs save the embedding again.
         head, embed = (tensors[TENSORS[name]] for name in ("head", "embed"))
-        kinds = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
-        if kinds[0] != kinds[1] or not np.array_equal(head[:, :], embed[:, :]):
+        formats = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+        if formats[0] != formats[1] or not np.array_equal(head[:, :], embed[:, :]):
             fault = f"tensor {head.name} is not the embedding, but config.json says tie_word_embeddings"
             raise UserError(f"{head.file}: {fault}: set that to false, or remove the tensor")
     elif surplus:
@@ -163,7 +163,7 @@ def save(
 
     Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
     replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). With an `original` the
-    folder is as that one, with these parameters. UserError is raised as by `replacing`.
+    folder equals the original's but for these parameters. UserError is raised as by `replacing`.
     """
     with replacing(place) as unfinished:
         write_tensors(unfinished, params, Rounding(jnp.dtype(dtype), dithered), config, original=original)
@@ -187,12 +187,12 @@ def write_settings(
 
     Where a tokenizer's ids are known, config.json has them, null where there is none: a class has defaults of its own.
     """
-    ours: dict[str, Any] = {LEARNED: learned} if learned == "texts" else {}
+    settings: dict[str, Any] = {LEARNED: learned} if learned == "texts" else {}
     if stop_ids:
         eos = [*stop_ids] if len(stop_ids) > 1 else stop_ids[0]
-        ours |= {"bos_token_id": bos_id, "eos_token_id": eos, "pad_token_id": pad_id}
-    ours = config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | ours
-    write_json(folder / "config.json", original.copy_settings(folder, ours) if original else ours)
+        settings |= {"bos_token_id": bos_id, "eos_token_id": eos, "pad_token_id": pad_id}
+    settings = config.to_hf() | {"torch_dtype": str(np.dtype(dtype))} | settings
+    write_json(folder / "config.json", original.copy_settings(folder, settings) if original else settings)
     ends = {"eos_token_id": list(stop_ids), "pad_token_id": pad_id, "stop_strings": list(stop_texts)}
     write_json(folder / "generation_config.json", {k: v for k, v in ends.items() if v not in (None, [])})
 
@@ -215,19 +215,19 @@ def write_tensors(
         shards[-1][tensor] = read
         used, total = used + size, total + size
 
-    places: dict[str, str] = {}
+    files: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = single if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        places |= dict.fromkeys(shard, file)
+        files |= dict.fromkeys(shard, file)
         save_file({tensor: read() for tensor, read in shard.items()}, folder / file, metadata={"format": "pt"})
     if len(shards) > 1:
-        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+        write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": files})
 
 
 def written_tensors(
     params: nnx.State, rounding: Rounding, config: Architecture, original: Original | None
 ) -> Iterator[tuple[str, int, Callable[[], np.ndarray]]]:
-    """The tensors of an export: name, bytes, and what reads it. Vectors that the original has in float32 stay so."""
+    """The tensors of an export: name, bytes, and its reader. Vectors that the original has in float32 stay so."""
 
     def read(tensor: str, parameter: Any, index: Any, rounding: Rounding, name: str) -> np.ndarray:
         layer = 0 if index is ... else index
@@ -237,10 +237,10 @@ def written_tensors(
         wide = original is not None and len(shape) == 1 and tensor in original.wide
         rounded = Rounding(jnp.dtype(jnp.float32)) if wide else rounding
         size = math.prod(shape) * rounded.dtype.itemsize
-        own = original.name(tensor) if original else tensor
-        yield own, size, partial(read, tensor, parameter, index, rounded, name)
-    for own, stored in original.others.items() if original else ():
-        yield own, stored_bytes([stored]), partial(stored.stored.__getitem__, slice(None))
+        exported_name = original.name(tensor) if original else tensor
+        yield exported_name, size, partial(read, tensor, parameter, index, rounded, name)
+    for exported_name, stored in original.others.items() if original else ():
+        yield exported_name, stored_bytes([stored]), partial(stored.stored.__getitem__, slice(None))
 
 
 def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
@@ -249,7 +249,7 @@ def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
 
 
 def layers_of(name: str, config: Architecture) -> tuple[int, ...]:
-    """The numbers of the layers whose parameters are stacked in the one of this name; none outside of the layers."""
+    """The numbers of the layers that are stacked in the parameter of this name; none outside of the layers."""
     return config.layers_of(name.partition(".")[0])
 
 
@@ -261,5 +261,5 @@ def tensors_of(params: nnx.State, config: Architecture) -> Iterator[tuple[str, t
         if "{}" not in tensor:
             yield tensor, shape, parameter, ..., name
             continue
-        for place, layer in enumerate(layers_of(name, config)):
-            yield tensor.format(layer), shape[1:], parameter, place, name
+        for index, layer in enumerate(layers_of(name, config)):
+            yield tensor.format(layer), shape[1:], parameter, index, name

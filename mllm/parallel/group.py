@@ -62,8 +62,8 @@ def join(
             socket.create_server(("", int(bound.rpartition(":")[2]))).close()
         jax.distributed.initialize(*group, initialization_timeout=wait + 60, heartbeat_timeout_seconds=heartbeat)
     except Exception as error:  # a cluster's environment may raise any
-        given = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
-        raise UserError(f"{given}: {brief(error)}; --cluster finds what is not given, in clusters JAX knows") from None
+        flags = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
+        raise UserError(f"{flags}: {brief(error)}; --cluster finds what is not given, in clusters JAX knows") from None
     finally:
         watchdog.cancel()
     try:
@@ -81,11 +81,11 @@ def compare(settings: Mapping[str, Any], wait: int) -> None:
     client: Any = state.client
     client.key_value_set(f"{FACTS}/{state.process_id}", json.dumps(facts))
     client.wait_at_barrier(FACTS, wait * 1000)
-    given = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(FACTS)}
-    for number in sorted(given):
-        for key, mine, yours in differences(given[0], given[number]):
+    reported = {int(key.rpartition("/")[2]): json.loads(text) for key, text in client.key_value_dir_get(FACTS)}
+    for number in sorted(reported):
+        for key, first, other in differences(reported[0], reported[number]):
             if key not in MAY_DIFFER:
-                raise CommonError(f"{key}: process {number} has {yours!r}, process 0 {mine!r}: give all the same")
+                raise CommonError(f"{key}: process {number} has {other!r}, process 0 {first!r}: give all the same")
 
 
 def leave(code: int, line: str, details: str = "") -> NoReturn:

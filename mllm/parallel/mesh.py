@@ -35,8 +35,8 @@ RULES: Mapping[str, str | tuple[str, ...] | None] = {
     "rank": None,
     "taps": None,
 }
-"""`embed` is the hidden size of a parameter, `hidden` that of an activation; `rows_of_replica` are a batch's rows where
-the devices along fsdp each have all rows of their replica."""
+"""`embed` is a parameter's hidden size, `hidden` an activation's; `rows_of_replica` are a batch's rows where each
+device along fsdp has all rows of its replica."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
@@ -49,8 +49,8 @@ def make_mesh(config: MeshConfig) -> Mesh:
         way_out = f"set {ways}" if ways else "lower more than one of them"
         raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: {way_out}")
     if needed < len(devices) and jax.process_count() > 1:
-        there = f"the {jax.process_count()} processes have {len(devices)} devices and must use all"
-        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but {there}: raise one of them")
+        unused = f"the {jax.process_count()} processes have {len(devices)} devices and must use all"
+        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but {unused}: raise one of them")
     grid = np.array(devices[:needed]).reshape([axes[axis] for axis in AXES])
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
@@ -85,12 +85,12 @@ def shard_batch(mesh: Mesh, batch: Any) -> Any:
     """
     rows = sharding(mesh, ("batch",))
 
-    def place(array: Any) -> jax.Array:
+    def shard(array: Any) -> jax.Array:
         if isinstance(array, jax.Array):
             return jax.device_put(array, rows)
         return jax.make_array_from_process_local_data(rows, np.asarray(array))
 
-    return jax.tree.map(place, batch)
+    return jax.tree.map(shard, batch)
 
 
 def device_memory(mesh: Mesh) -> int:

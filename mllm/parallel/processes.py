@@ -31,7 +31,7 @@ def is_writer() -> bool:
 
 
 class SomeLeft(Exception):
-    """Processes have left `raise_everywhere`, in which this one still is, with an error."""
+    """Other processes have left `raise_everywhere` with an error, while this one is still inside."""
 
     def __init__(self, errors: list[Any]) -> None:
         self.errors = errors
@@ -40,17 +40,17 @@ class SomeLeft(Exception):
 def gather_objects(value: T) -> list[T]:
     """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
 
-    Values are JSON with arrays of numbers in it. A tuple becomes a list, unless the process is alone. Inside of
-    `raise_everywhere`, all leave that if one of them has left it with an error.
+    Values are JSON with arrays of numbers in it. A tuple becomes a list, unless the process is alone. All processes
+    inside of `raise_everywhere` leave it if one of them has left it with an error.
     """
-    found = exchange((value, None))
-    if any(error for _, error in found):
-        raise SomeLeft([error for _, error in found])
-    return [value for value, _ in found]
+    pairs = exchange((value, None))
+    if any(error for _, error in pairs):
+        raise SomeLeft([error for _, error in pairs])
+    return [value for value, _ in pairs]
 
 
 def exchange(value: T) -> list[T]:
-    """What each process passes, in the order of the processes."""
+    """The value that each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
     message, size = np.frombuffer(pack([jax.process_index(), value]), np.uint8), FRAME
@@ -77,10 +77,10 @@ def pack(value: Any) -> bytes:
 def unpack(message: bytes) -> Any:
     """The value that was packed; ValueError or TypeError where none was."""
 
-    def restore(found: dict[str, Any]) -> Any:
-        if found.keys() != {ARRAY}:
-            return found
-        name, shape, content = found[ARRAY]
+    def restore(record: dict[str, Any]) -> Any:
+        if record.keys() != {ARRAY}:
+            return record
+        name, shape, content = record[ARRAY]
         return np.frombuffer(base64.b64decode(content), np.dtype(name)).reshape(shape)
 
     return json.loads(message, object_hook=restore)
@@ -90,7 +90,7 @@ def unpack(message: bytes) -> Any:
 def raise_everywhere() -> Iterator[None]:
     """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
 
-    It is a StepError if all that was raised is. The code inside may wait for other processes by `gather_objects` only.
+    It is a StepError if all errors raised are. The code inside may wait for other processes by `gather_objects` only.
     """
     try:
         yield
@@ -100,10 +100,10 @@ def raise_everywhere() -> Iterator[None]:
         errors = [other for _, other in exchange((None, (str(error), isinstance(error, StepError))))]
     except SomeLeft as left:
         errors = left.errors
-    kind = StepError if all(error is None or error[1] for error in errors) else CommonError
+    error_type = StepError if all(error is None or error[1] for error in errors) else CommonError
     process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
     alike = all(error == errors[0] for error in errors)
-    raise kind(message if alike else f"process {process}: {message}")
+    raise error_type(message if alike else f"process {process}: {message}")
 
 
 def check_same(value: object, message: str) -> None:
@@ -148,7 +148,7 @@ ALL_ROWS = RowShare(0, 1)
 
 
 def local_rows(tree: Any) -> Any:
-    """The rows of arrays [B, ...] that this process's devices hold, as NumPy arrays; these are returned as they are."""
+    """The rows of JAX arrays [B, ...] that this process's devices hold, as NumPy arrays; other arrays are unchanged."""
 
     def rows(array: Any) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:

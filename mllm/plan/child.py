@@ -28,7 +28,7 @@ LATE = "the time limit was reached"
 
 @dataclass(frozen=True)
 class Ended:
-    """What a child process left behind."""
+    """The result of a child process."""
 
     code: int | None
     """The exit code, negative for a signal; None: `run` killed the child."""
@@ -39,12 +39,12 @@ class Ended:
 
     @property
     def answers(self) -> list[Any]:
-        """The JSON objects and arrays that stood on lines of its stdout, in order; others are whatever it printed."""
-        found = []
+        """The JSON objects and arrays that stood on lines of its stdout, in order; other lines don't count."""
+        values = []
         for line in self.stdout.splitlines():
             with suppress(ValueError):
-                found.append(json.loads(line))
-        return [value for value in found if isinstance(value, dict | list)]
+                values.append(json.loads(line))
+        return [value for value in values if isinstance(value, dict | list)]
 
     @property
     def answer(self) -> Any:
@@ -61,9 +61,9 @@ class Ended:
         lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
         # JAX's remarks come after the error.
         errors = [line for line in lines if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
-        said = (errors or lines or ["it said nothing"])[-1][:LONGEST]
+        message = (errors or lines or ["it said nothing"])[-1][:LONGEST]
         code = self.code or 0
-        return f"killed by {signal.Signals(-code).name}: {said}" if code < 0 else said
+        return f"killed by {signal.Signals(-code).name}: {message}" if code < 0 else message
 
 
 def run(

@@ -77,7 +77,7 @@ def subject(shapes: Programs) -> Iterator[str]:
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
     yield f"{batch}; micro_batch_size {rows.micro}, rows of {rows.length} tokens; {steps}"
     nbytes, settings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)), config.checkpoint
-    # An older one is removed only when the new one is complete.
+    # An older checkpoint is removed only when the new one is complete.
     most = 1 + (settings.keep + settings.keep_best if settings.every else 0)
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
@@ -98,31 +98,31 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        holds = shapes.algorithm.reference == "held"
-        room = room_that_fits(shapes.policy, config.rollout, config.optimizer, holds, devices.memory, shapes.teacher)
+        held = shapes.algorithm.reference == "held"
+        room = room_that_fits(shapes.policy, config.rollout, config.optimizer, held, devices.memory, shapes.teacher)
         shapes.config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
         )
         shapes.tokens = room.tokens
-    found = phases(shapes, devices, tell)
-    tell(table(found, devices.memory))
-    largest, update = max(found, key=lambda phase: phase.peak), found[-1]
+    planned = phases(shapes, devices, tell)
+    tell(table(planned, devices.memory))
+    largest, update = max(planned, key=lambda phase: phase.peak), planned[-1]
     fitting = fitting_micro_batches(update, config.rows, devices.memory)
     if largest.peak > devices.memory:
-        raise UserError(remedy(shapes, found, devices, max(fitting, default=0)))
+        raise UserError(remedy(shapes, planned, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
     if config.rollout is not None:
-        here = shapes.slots // shapes.layout.row_shards
+        per_device = shapes.slots // shapes.layout.row_shards
         states = bytes_on_device(shapes.states())
-        each = f", {size(states // here)} a slot for the states of delta nets" if states else ""
-        tell(f"rollout: {shapes.slots} slots, {here} a device{each}")
+        states_part = f", {size(states // per_device)} a slot for the states of delta nets" if states else ""
+        tell(f"rollout: {shapes.slots} slots, {per_device} a device{states_part}")
     tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
 
 
 def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     """The phases prefill, decode and log-prob, where the run has them, and the update, which comes last.
 
-    Each program is told of when it is compiled.
+    A line tells when each program is compiled.
     """
     config = shapes.config
 
@@ -139,35 +139,35 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
     frozen = reference + teacher  # in memory in every phase, whose program may not have them
     held = {"parameters": parameters + frozen, "optimizer": optimizer}
-    found = []
+    planned = []
     if config.rollout is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
         weights, shared = map(bytes_on_device, shapes.decoding_weights())
         copied, states = weights - shared, bytes_on_device(shapes.states())
         cache, prompts = bytes_on_device(shapes.cache()) + states, bytes_on_device(shapes.prefilled())
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
-        others = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
-        found.append(phase("prefill", compiled("prefill", "prefill").peak + others, known, 0))
-        others = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
+        resident = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
+        planned.append(phase("prefill", compiled("prefill", "prefill").peak + resident, known, 0))
+        resident = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-        found.append(phase("decode", compiled("decode", "decode").peak + others, known, bytes_on_device(logits)))
+        planned.append(phase("decode", compiled("decode", "decode").peak + resident, known, bytes_on_device(logits)))
         if config.rollout.turns > 1:
-            found.append(phase("answers", compiled("answers", "extend").peak + others, known, 0))
+            planned.append(phase("answers", compiled("answers", "extend").peak + resident, known, 0))
     for policy, beside_optimizer in algorithm.passes:
         moments = optimizer if beside_optimizer else 0
         known = {**held, "optimizer": moments}
         if policy == "teacher":
             peak = compiled("teacher", "teacher_logprob").peak + parameters + reference + moments
-            found.append(phase("teacher", peak, known, 0))
+            planned.append(phase("teacher", peak, known, 0))
         else:
             account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
-            found.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
+            planned.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
-    found.append(
+    planned.append(
         phase("update", account.peak + (reference if algorithm.teacher_in_update else frozen), known, head.temporaries)
     )
-    return found
+    return planned
 
 
 def find_devices(config: MeshConfig, target: str | None) -> Devices:
@@ -177,8 +177,8 @@ def find_devices(config: MeshConfig, target: str | None) -> Devices:
             mesh = make_mesh(config)
         except UserError as error:
             raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
-        kind = mesh.devices.flat[0].device_kind
-        return Devices(f"{kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
+        device_kind = mesh.devices.flat[0].device_kind
+        return Devices(f"{device_kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
         mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
         chip = targets.CHIPS[targets.split(target)[0]]
@@ -204,33 +204,33 @@ def account_of(program: str, devices: Devices, **settings: Any) -> Account:
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
-    """A phase whose head and activations are what `known`, which may be freed by then, leaves of the peak."""
-    rest = max(peak - sum(known.values()), 0)
-    head = min(head, rest)
-    return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": rest - head})
+    """A phase whose head and activations share the peak's bytes beyond `known`, which may be freed by then."""
+    remaining = max(peak - sum(known.values()), 0)
+    head = min(head, remaining)
+    return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": remaining - head})
 
 
 def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
-    """About how many rows of a micro-batch fit, in ascending order, of those that divide batch and mesh.
+    """The numbers of rows of a micro-batch that divide batch and mesh and about fit, in ascending order.
 
-    Activations are taken to be proportional to the rows, and the head where it would have more of them.
+    Activations are taken to be proportional to the rows; the head, too, but with fewer rows it is taken as it is.
     """
     head, activations = (update.parts[name] for name in ("head", "activations"))
     fixed = update.peak - head - activations
 
     def fits(count: int) -> bool:
-        times = count / rows.micro
-        return fixed + head * max(1, times) + activations * times <= memory
+        ratio = count / rows.micro
+        return fixed + head * max(1, ratio) + activations * ratio <= memory
 
     divisors = (count for count in range(rows.shards, rows.total + 1, rows.shards) if rows.total % count == 0)
     return [*filter(fits, divisors)]
 
 
-def remedy(shapes: Programs, found: Sequence[Phase], devices: Devices, rows: int) -> str:
+def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: int) -> str:
     """One line: what does not fit, by how much, and the nearest setting that does, such as `rows` of a micro-batch."""
-    worst, mesh, memory = max(found, key=lambda phase: phase.peak), shapes.config.mesh, devices.memory
+    worst, mesh, memory = max(planned, key=lambda phase: phase.peak), shapes.config.mesh, devices.memory
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
-    state = found[-1].parts["parameters"] + found[-1].parts["optimizer"]
+    state = planned[-1].parts["parameters"] + planned[-1].parts["optimizer"]
     if state > memory:
         fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
         problem = f"mesh: parameters and optimizer take {size(state)} a device ({missing})"

@@ -1,6 +1,7 @@
-"""The programs of a run, from shapes alone: what the compiler needs to say how much memory they take.
+"""The programs of a run, from shapes alone, for the compiler to say how much memory they take.
 
-Each is what the run itself would compile, at its largest: the longest prompts and completions, a whole batch.
+Each is the program that the run itself would compile, at its largest: the longest prompts and completions, a whole
+batch.
 """
 
 from collections.abc import Callable
@@ -103,8 +104,8 @@ class Programs:
         stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout)
-        each = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
-        pages, tail = tuple(Pages(x, x) for x in each), abstract_cache(self.model, [rows] * len(each), slots.CHUNK)
+        tables = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
+        pages, tail = tuple(Pages(x, x) for x in tables), abstract_cache(self.model, [rows] * len(tables), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
         caches = tail, self.states(), self.cache(), pages
         arguments = (self.decoding_weights()[0], *caches, state, stream, scalar, scalar, scalar)
@@ -115,12 +116,12 @@ class Programs:
         rollout = self.config.rollout
         assert rollout is not None
         ints = self.array((self.slots,), jnp.int32, ("batch",))
-        each = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
+        tables = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
         shapes = (self.slots, (PIECE - 2) // page_size(rollout.total_length) + 2), (self.slots, PIECE)
         places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
         function = partial(slots.extend, decoding_graphdef(self.model))
-        pages, caches = tuple(Pages(x, x) for x in each), (self.cache(), self.states())
-        arguments = self.decoding_weights()[0], *caches, pages, (places,) * len(each), ints, tokens, ints, ints
+        pages, caches = tuple(Pages(x, x) for x in tables), (self.cache(), self.states())
+        arguments = self.decoding_weights()[0], *caches, pages, (places,) * len(tables), ints, tokens, ints, ints
         return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def logprob(self) -> Program:
@@ -158,7 +159,7 @@ class Programs:
         return function, (*self.head_states(), self.batch(self.rows.micro), *scored)
 
     def batch(self, rows: int, bare: bool = False) -> Batch:
-        """The largest batch; a `bare` one lacks what only the algorithm's loss takes."""
+        """The largest batch; a `bare` one lacks the further inputs of the algorithm's loss."""
         shape = (rows, self.rows.length)
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
         inputs = None if bare else self.algorithm.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
@@ -171,8 +172,8 @@ class Programs:
         assert config.rollout is not None
         evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
         rows = max(evaluated, self.algorithm.completions)
-        most = config.rollout.max_slots or rows
-        return shards * max(1, min(-(-rows // shards), most // shards))
+        limit = config.rollout.max_slots or rows
+        return shards * max(1, min(-(-rows // shards), limit // shards))
 
     def pages(self) -> list[int]:
         """The pages of each kind of layers, over all devices."""
@@ -190,12 +191,12 @@ class Programs:
         return abstract_states(self.model, self.slots)
 
     def decoding_weights(self) -> tuple[DecodingWeights, Params]:
-        """As `abstract_decoding_weights`."""
+        """The weights and the shared parameters that `abstract_decoding_weights` gives."""
         int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
         return abstract_decoding_weights(self.model, self.policy.params, int8)
 
     def prefilled(self) -> Prefilled:
-        """What the layers keep of a batch of prompts."""
+        """The cache and the states that the layers keep of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
         cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
         return Prefilled(cache, abstract_states(self.model, rows))

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 
 
 class Chip(NamedTuple):
-    """A kind of device, as programs see it: a TensorCore of tpu7x, of which a chip has two, a chip elsewhere."""
+    """A kind of device, as programs see it: one of the two TensorCores of a tpu7x chip, or a whole other chip."""
 
     kind: str
     """The name that JAX has for the device."""
@@ -75,8 +75,9 @@ GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
 GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll", "--xla_gpu_enable_triton_gemm=false")
-"""How the names of the two files with the account begin, behind the module's name; the file that is written after them
-(on GPUs the first kernel's code), unless a program is too large for a TPU: then the compiler ends by itself; a flag."""
+"""After the module's name, the beginning of the names of the two files with the account, and the end of the name of a
+file that is written later (on GPUs the first kernel's code); the compiler's flag, or none. A program that is too large
+for a TPU has no later file, and the compiler ends by itself."""
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
 _TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
 
@@ -89,8 +90,8 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
     dims = CHIPS[name].dims
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if colon else (1,) * dims
     if len(sizes) != dims or min(sizes) < 1 or (name not in TPUS and sizes[0] > GPUS_OF_A_HOST):
-        known = "a host has 1 to 8, as in h100:8" if dims == 1 else f"a slice has {dims} dimensions, as in {name}:2x2"
-        raise ValueError(f"target {target!r}: {known}")
+        fault = "a host has 1 to 8, as in h100:8" if dims == 1 else f"a slice has {dims} dimensions, as in {name}:2x2"
+        raise ValueError(f"target {target!r}: {fault}")
     return name, sizes
 
 
@@ -122,7 +123,7 @@ def gpus(count: int) -> Sequence[jax.Device]:
     shape = {"topology": f"1x1x{count}", "target_config": description}
     # JAX would ask for the CUDA libraries that a GPU needs.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    plugins = importlib.util.find_spec("jax_plugins")  # those that JAX finds by itself
+    plugins = importlib.util.find_spec("jax_plugins")  # the plugins that JAX finds by itself
     folders = map(Path, plugins.submodule_search_locations or ()) if plugins else ()
     with silent_stderr():
         if not any([*folder.glob("xla_cuda*")] for folder in folders):
@@ -145,14 +146,14 @@ def register_gpu_plugin() -> None:
 @contextmanager
 def silent_stderr() -> Iterator[None]:
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)
 
 
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
@@ -201,10 +202,10 @@ def memory(program: jax.stages.Compiled) -> dict[str, int]:
 
 def program(name: str) -> Callable[..., tuple[Callable[..., Any], Sequence[Any]]]:
     """The function that `package.module:function` or `file.py:function` names."""
-    place, _, function = name.rpartition(":")
-    if place.endswith(".py"):
-        return runpy.run_path(place)[function]
-    return getattr(importlib.import_module(place), function)
+    source, _, function = name.rpartition(":")
+    if source.endswith(".py"):
+        return runpy.run_path(source)[function]
+    return getattr(importlib.import_module(source), function)
 
 
 def run_child(
@@ -235,15 +236,15 @@ class Account(NamedTuple):
 def account(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
     """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
 
-    ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can.
+    ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can be.
     """
     begin, last, flag = TPU_FILES if split(target)[0] in TPUS else GPU_FILES
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         inherited = os.environ.get("XLA_FLAGS", "")
         flags = {"XLA_FLAGS": " ".join([inherited, flag, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])}
-        given = {**arguments, "mesh": dict(axes)}
-        ended = run_child(target, program, given, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
+        settings = {**arguments, "mesh": dict(axes)}
+        ended = run_child(target, program, settings, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
         # Files of the compiler for the CPU have other names.
         names = "memory-usage-report", "buffer-assignment"
         report, assignment = (next(folder.glob(f"*{begin}-{name}.txt"), None) for name in names)
@@ -264,11 +265,11 @@ def parse_account(report: str, assignment: str) -> Account:
 
 def main(target: str, name: str, arguments: str) -> None:
     """Compile a program and print its memory, as `memory` gives it, as a line of JSON."""
-    given = json.loads(arguments)
-    axes = given.pop("mesh", {"chip": 1})
+    settings = json.loads(arguments)
+    axes = settings.pop("mesh", {"chip": 1})
     make = program(name)
-    on_target = mesh(target, tuple(axes.values()), tuple(axes))
-    child.answer(memory(compiled(*make(on_target, **given), on_target)))
+    target_mesh = mesh(target, tuple(axes.values()), tuple(axes))
+    child.answer(memory(compiled(*make(target_mesh, **settings), target_mesh)))
 
 
 if __name__ == "__main__":

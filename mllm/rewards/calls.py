@@ -40,7 +40,7 @@ LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
 
 
 class Played(NamedTuple):
-    """What became of a conversation with an environment or tools."""
+    """The outcome of a conversation with an environment or tools."""
 
     messages: list[dict[str, Any]]
     """The messages after the prompt."""
@@ -56,7 +56,7 @@ class Sample(NamedTuple):
     example: Example
     completion: str
     tokens: "array[int]"
-    """The completion's, the stop token included: an array, since it is sent to another process."""
+    """The completion's tokens, the stop token included: an array, since it is sent to another process."""
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
     played: Played | None = None
@@ -65,12 +65,12 @@ class Sample(NamedTuple):
 def fields_of(task: Task) -> tuple[str, ...]:
     """What the task's examples have besides prompts: `answer`, `solution` and the data's further fields, by name.
 
-    It looks at one of those problems that are made on demand.
+    Where problems are made on demand, it looks at the first.
     """
     parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
     examples = [example for part in parts for example in part]
-    own = (name for name in ("answer", "solution") if any(getattr(one, name) is not None for one in examples))
-    return tuple(dict.fromkeys([*own, *(name for example in examples for name in example.fields)]))
+    basic = (name for name in ("answer", "solution") if any(getattr(example, name) is not None for example in examples))
+    return tuple(dict.fromkeys([*basic, *(name for example in examples for name in example.fields)]))
 
 
 def batched_completion(sample: Sample) -> Any:
@@ -85,7 +85,7 @@ def data_field(sample: Sample, name: str) -> Any:
 
 
 Reader = Callable[[Sample], Any]
-"""What an argument is for a sample."""
+"""Reads an argument's value from a sample."""
 EITHER: dict[str, Reader] = {
     "answer": lambda sample: sample.example.answer,
     "completion_ids": lambda sample: sample.tokens.tolist(),
@@ -125,15 +125,15 @@ class Notes:
     def log_extra(self, column: str, values: Any) -> None:
         """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
         for row, value in zip(self.rows, values if self.batched else [values], strict=True):
-            kind, given = judge(value)
+            kind, judged = judge(value)
             text = whole_characters(str(value)[:LONGEST_TEXT])
-            row.append(("extra", whole_characters(str(column)), given if kind == "value" else text))
+            row.append(("extra", whole_characters(str(column)), judged if kind == "value" else text))
 
     def log_metric(self, name: str, value: Any) -> None:
-        kind, given = judge(value)
+        kind, judged = judge(value)
         if kind != "value":
-            raise ValueError(f"log_metric: {name} is no number: {given}")
-        self.rows[0].append(("metric", whole_characters(str(name)), given))
+            raise ValueError(f"log_metric: {name} is no number: {judged}")
+        self.rows[0].append(("metric", whole_characters(str(name)), judged))
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """How it is called: with each completion alone (`single`), or with all (`batched`, `async`)."""
+        """The kind of its calls: with each completion alone (`single`), or with all (`batched`, `async`)."""
         return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
 
     @property
@@ -160,7 +160,7 @@ class Reward:
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
-        values: dict[str, Any] = {name: [read(one) for one in samples] for name, read in self.readers.items()}
+        values: dict[str, Any] = {name: [read(sample) for sample in samples] for name, read in self.readers.items()}
         if not self.batched:
             values = {name: value for name, (value,) in values.items()}
         logs = {name: getattr(notes, name) for name in LOGS if notes and name in self.constants}
@@ -183,7 +183,7 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
     batched = bool(declared & {*BATCHED, "environments"}) or (takes_all and not declared & SINGLE.keys())
     fixed = (BATCHED if batched else SINGLE) | EITHER
     if "answer" not in fields:
-        fixed = {given: read for given, read in fixed.items() if given not in ("answer", "answers")}
+        fixed = {argument: read for argument, read in fixed.items() if argument not in ("answer", "answers")}
     constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)
     readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields} | fixed
     names = {*readers, *constants}
@@ -202,21 +202,21 @@ def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequ
             why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
         else:
             further = ", ".join(sorted({*fields} - {"answer"})) or "none"
-            there = f"{', '.join([*fixed, *constants])}, and the data's fields ({further})"
-            why = f"which there isn't; there are {there}; args gives further ones"
+            known = f"{', '.join([*fixed, *constants])}, and the data's fields ({further})"
+            why = f"which there isn't; there are {known}; args gives further ones"
         raise UserError(f"{start} requires {parameter.name}, {why}")
     wanted = names if takes_all else declared
-    given = {key: value for key, value in constants.items() if key in wanted} | dict(args)
-    readers = {key: read for key, read in readers.items() if key in wanted - given.keys()}
-    reward = Reward(function, batched, readers, given, "" if name in BUILT_IN else file_of(function))
+    values = {key: value for key, value in constants.items() if key in wanted} | dict(args)
+    readers = {key: read for key, read in readers.items() if key in wanted - values.keys()}
+    reward = Reward(function, batched, readers, values, "" if name in BUILT_IN else file_of(function))
     if name in BUILT_IN:
         try_out(start, reward)
     return reward
 
 
-def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *given: Any) -> list[Reward]:
-    """The reward functions of these names and `args`; the others are as for `bind`."""
-    return [bind(name, args, *given) for name, args in named]
+def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *arguments: Any) -> list[Reward]:
+    """The reward functions of these names and `args`; the other arguments are as for `bind`."""
+    return [bind(name, args, *arguments) for name, args in named]
 
 
 def code_of(files: Sequence[str]) -> str:
@@ -249,26 +249,26 @@ def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0
 
     An environment is a function, too, and its samples are moves.
 
-    Of those, the calls that are left when none has ended for `seconds` (times the samples of a batched one) are timed
-    out; the trainer watches over other calls.
+    Calls of coroutine functions that are left when none has ended for `seconds` (times the samples of a batched one)
+    are timed out; the trainer watches over other calls.
     """
     calls = [
         (reward, part, Notes(len(part), reward.batched))
         for reward in rewards
         for part in ([samples] if reward.batched else [[sample] for sample in samples])
     ]
-    results: Iterable[Any] = (call(*one) for one in calls)
+    results: Iterable[Any] = (call(*arguments) for arguments in calls)
     if rewards[0].kind == "async":
         limit = seconds * max(len(part) for _, part, _ in calls)
         results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
     for (reward, part, notes), returned in zip(calls, results, strict=True):
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
-        for (kind, given), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
-            yield kind, given, *logged
+        for (kind, value), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
+            yield kind, value, *logged
 
 
 def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
-    """What the function returns, or the exception that it raises."""
+    """The function's result, or the exception that it raises."""
     try:
         return reward(samples, notes)
     except BaseException as error:  # SystemExit too: only this call has failed
@@ -276,7 +276,7 @@ def call(reward: Any, samples: Sequence[Any], notes: Notes) -> Any:
 
 
 async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> list[Any]:
-    """What coroutines return, or the exceptions that they raise."""
+    """The coroutines' results, or the exceptions that they raise."""
 
     async def finish(coroutine: Awaitable[Any]) -> Any:
         try:
@@ -328,7 +328,7 @@ def describe(error: BaseException, file: str = "") -> str:
     """The error's kind and message, and the last line of the file that led to it."""
     try:
         lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-        place = f" ({Path(file).name}:{lines[-1]})" if lines else ""
-        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}{place}"
+        location = f" ({Path(file).name}:{lines[-1]})" if lines else ""
+        return f"{type(error).__name__}: {error!s:.{LONGEST_MESSAGE}}{location}"
     except BaseException:
         return "an exception that can't be printed"

@@ -29,11 +29,11 @@ Tools = Mapping[str, Callable[..., Any]]
 
 
 class Move(NamedTuple):
-    """What the trainer asks of a conversation's environment; without a conversation, which tools there are."""
+    """A request to a conversation's environment; without a conversation, it asks which tools there are."""
 
     conversation: int = -1
     example: Example | None = None
-    """With it the conversation begins."""
+    """The problem with which the conversation begins."""
     seed: int = 0
     completion: str | None = None
     """The assistant's turn; with neither, the conversation ends."""
@@ -42,7 +42,7 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What came of a move, beside the reward."""
+    """The result of a move, beside the reward."""
 
     messages: Messages
     """The new messages; where a conversation begins, its prompt."""
@@ -64,25 +64,25 @@ class Player:
         """`seconds` may a move take. UserError is raised where something can't be imported or is no environment."""
         self.seconds = seconds
         self.make: Callable[..., Any] = object
-        kind: Any = object
+        cls: Any = object
         if environment:
-            self.make = kind = imported("task.environment", environment)
-            if not isinstance(kind, type):
+            self.make = cls = imported("task.environment", environment)
+            if not isinstance(cls, type):
                 raise UserError(f"task.environment: {environment} is not a class")
         functions = [imported("task.tools", name) for name in tools]
-        public = [name for name, _ in inspect.getmembers(kind, inspect.isroutine) if not name.startswith("_")]
-        step = getattr(kind, "step", None)
+        public = [name for name, _ in inspect.getmembers(cls, inspect.isroutine) if not name.startswith("_")]
+        step = getattr(cls, "step", None)
         self.has_step = step is not None and inspect.signature(step).return_annotation not in (str, "str")
         self.methods = [] if self.has_step else [name for name in public if name not in NO_TOOLS]
-        every = [*functions, *(getattr(kind, name) for name in public)]
+        every = [*functions, *(getattr(cls, name) for name in public)]
         self.kind = "async" if any(map(inspect.iscoroutinefunction, every)) else "played"
-        described = [*functions, *(getattr(kind, name) for name in self.methods)]
+        described = [*functions, *(getattr(cls, name) for name in self.methods)]
         try:
             self.schemas = tool_schemas(described) if described else []
         except UserError as error:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
-        self.files = [file_of(used) for used in (*([kind] if environment else ()), *functions)]
+        self.files = [file_of(used) for used in (*([cls] if environment else ()), *functions)]
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
@@ -147,48 +147,48 @@ class Player:
     async def begin(self, move: Move, example: Example) -> Turn:
         """The prompt with what the environment adds."""
         prompt = example.prompt if example.conversational else example.question
-        given = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
-        row = {name: value for name, value in given.items() if value is not None} | dict(example.fields)
+        fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
+        row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
         environment, messages = self.make(), list(example.prompt)
         self.held[move.conversation] = environment, messages
-        said = None
+        observation = None
         if reset := getattr(environment, "reset", None):
             further = {"seed": move.seed, "row": row, "messages": messages}
-            said = await settled(reset(**accepted(reset, row, further)))
-        if isinstance(said, str):
-            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + said}
-        elif said is not None:
-            messages[:] = as_messages(said)
+            observation = await settled(reset(**accepted(reset, row, further)))
+        if isinstance(observation, str):
+            messages[-1] = messages[-1] | {"content": messages[-1]["content"] + observation}
+        elif observation is not None:
+            messages[:] = as_messages(observation)
         return Turn([*messages])
 
     async def take_turn(self, move: Move, environment: Any, messages: Messages) -> tuple[Turn, Any]:
-        """What the tools answer that a turn calls, or else what the environment says; or the conversation's end."""
+        """The answers of the tools that a turn calls, or else the environment's observation; or the end."""
         calls: list[tuple[str, dict[str, Any]]] = []
-        said, errors, reward, done = Messages(), 0, None, move.completion is None
+        replies, errors, reward, done = Messages(), 0, None, move.completion is None
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
             tools = self.functions | {name: getattr(environment, name) for name in self.methods}
-            for found in tool_calls(move.completion, self.schemas) if tools else []:
-                if isinstance(found, ValueError):
-                    said.append({"role": "tool", "content": failed_call(found)})
+            for parsed in tool_calls(move.completion, self.schemas) if tools else []:
+                if isinstance(parsed, ValueError):
+                    replies.append({"role": "tool", "content": failed_call(parsed)})
                     errors += 1
                     continue
-                calls.append(found)
-                content, failed = await answer_call(tools, *found)
-                said.append({"role": "tool", "name": found[0], "content": content})
+                calls.append(parsed)
+                content, failed = await answer_call(tools, *parsed)
+                replies.append({"role": "tool", "name": parsed[0], "content": content})
                 errors += failed
-            if not said and self.has_step:
+            if not replies and self.has_step:
                 observation, reward, done = outcome(await call(environment, "step", move.completion))
-                said = [] if observation is None else as_messages(observation)
-                if not (said or done):
+                replies = [] if observation is None else as_messages(observation)
+                if not (replies or done):
                     raise TypeError("it is not done, and there is no observation")
-            messages += said
-            done = done or not said or move.last
+            messages += replies
+            done = done or not replies or move.last
         if done:
             final = await call(environment, "get_reward")
             reward = final if reward is None else reward if final is None else reward + final
         named = [{"name": name, "arguments": arguments} for name, arguments in calls]
-        return Turn(said, done, named, errors, public_values(environment) if done else {}), reward
+        return Turn(replies, done, named, errors, public_values(environment) if done else {}), reward
 
     async def close(self, conversation: int) -> None:
         """Close the conversation's environment, if there is one."""
@@ -197,12 +197,12 @@ class Player:
 
 
 def players(environment: str | None, tools: Sequence[str], seconds: float) -> list[Player]:
-    """What a `Worker` has its process call."""
+    """The functions that a `Worker` has its process call."""
     return [Player(environment, tools, seconds)]
 
 
 async def call(environment: Any, name: str, *args: Any) -> Any:
-    """What the method returns; None where there is none."""
+    """The result of the method; None where there is no such method."""
     method = getattr(environment, name, None)
     return None if method is None else await settled(method(*args))
 
@@ -212,7 +212,7 @@ async def settled(returned: Any) -> Any:
 
 
 async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a tool returns as a text, or what it raises, and whether it raised."""
+    """A tool's result as a text, or its error, and whether it raised one."""
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
@@ -221,21 +221,21 @@ async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> 
         return failed_call(error), True
 
 
-def accepted(function: Callable[..., Any], given: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
+def accepted(function: Callable[..., Any], row: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that a function takes; the `further` ones only if it names them."""
     parameters = inspect.signature(function).parameters.values()
-    names = {one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    named = {name: value for name, value in {**given, **further}.items() if name in names}
-    return {**given, **named} if any(one.kind == one.VAR_KEYWORD for one in parameters) else named
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {name: value for name, value in {**row, **further}.items() if name in names}
+    return {**row, **named} if any(p.kind == p.VAR_KEYWORD for p in parameters) else named
 
 
 def public_values(environment: Any) -> dict[str, Any]:
-    found = {}
+    values = {}
     for name, value in getattr(environment, "__dict__", {}).items():
         with suppress(TypeError, ValueError, RecursionError):
             if not name.startswith("_"):
-                found[name] = strict_json.load(json.dumps(value))
-    return found
+                values[name] = strict_json.load(json.dumps(value))
+    return values
 
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
@@ -246,12 +246,12 @@ def outcome(returned: Any) -> tuple[Any, Any, bool]:
     raise TypeError(f"expected observation, reward and done, got {returned!r:.100}")
 
 
-def as_messages(said: Any) -> Messages:
+def as_messages(observation: Any) -> Messages:
     """An observation as messages: a text is the user's; TypeError where it is neither a text nor messages."""
-    found = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    if not isinstance(found, list) or not all(
-        isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
-        for one in found
+    messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
+    if not isinstance(messages, list) or not all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in messages
     ):
-        raise TypeError(f"expected a text or messages, got {said!r:.100}")
-    return [{"role": one["role"], "content": whole_characters(one["content"])} for one in found]
+        raise TypeError(f"expected a text or messages, got {observation!r:.100}")
+    return [{"role": message["role"], "content": whole_characters(message["content"])} for message in messages]

@@ -49,12 +49,12 @@ def required(answer: str | None) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """The last number of the text, its sign, thousands' commas and decimals read; None if it has none."""
-    found = NUMBER.findall(text)
-    if not found:
+    numbers = NUMBER.findall(text)
+    if not numbers:
         return None
-    magnitude = Decimal(re.sub(r"[^0-9.]", "", found[-1]))
+    magnitude = Decimal(re.sub(r"[^0-9.]", "", numbers[-1]))
     # Not -magnitude, which rounds to 28 digits.
-    return magnitude.copy_negate() if re.search("[-−]", found[-1]) else magnitude
+    return magnitude.copy_negate() if re.search("[-−]", numbers[-1]) else magnitude
 
 
 def math(completion: str, answer: str | None) -> float:
@@ -117,9 +117,9 @@ def imported(key: str, name: str) -> Callable[..., Any]:
     """The function or class `package.module:function` that a setting names; UserError where there is none."""
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        target = getattr(importlib.import_module(module), function)
     except BaseException as error:  # a module may do anything when it's imported, exit too
         raise UserError(f"{key}: {name} can't be imported: {type(error).__name__}: {error}") from None
-    if not callable(found):
+    if not callable(target):
         raise UserError(f"{key}: {name} is not a function")
-    return found
+    return target

@@ -17,7 +17,7 @@ from mllm.errors import UserError
 from mllm.rewards.calls import FAILURES, LARGEST, LONGEST_MESSAGE, NOT_APPLICABLE, Logged, answers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-"""What reaches all processes of a job, and is the trainer's to handle."""
+"""The signals that reach all processes of a job, and are the trainer's to handle."""
 HANDSHAKE = -1
 """The number of the first answer, `ready` or `failed`: whether the functions could be imported."""
 
@@ -48,8 +48,8 @@ def work(connection: Connection, modules: Sequence[str]) -> None:
         except OSError:
             os._exit(1)
 
-    for each in SIGNALS:
-        signal.signal(each, ignore)
+    for signum in SIGNALS:
+        signal.signal(signum, ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         rewards = connection.recv()()
@@ -84,14 +84,14 @@ def end_with_trainer() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def encode(number: int, kind: str, given: float | str, *logged: Logged) -> bytes:
+def encode(number: int, kind: str, value: float | str, *logged: Logged) -> bytes:
     """The message of an answer, as strict JSON; where that can't hold it, the message of a failure.
 
     This is the one check of what functions and models say, and on the process's side: it costs this answer alone.
     """
-    given = " ".join("".join(c if c.isprintable() else " " for c in given).split()) if isinstance(given, str) else given
+    value = " ".join("".join(c if c.isprintable() else " " for c in value).split()) if isinstance(value, str) else value
     try:
-        return strict_json.dump([number, kind, given, *logged])
+        return strict_json.dump([number, kind, value, *logged])
     except ValueError as error:
         return strict_json.dump([number, "raised", f"what it gave can't be sent: {error!s:.{LONGEST_MESSAGE}}"])
 
@@ -101,18 +101,18 @@ def decode(message: bytes, number: int) -> Any:
     kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
     try:
         match strict_json.load(message):
-            case [int(given), "value", float(value), *logged] if given == number and abs(value) <= LARGEST:
+            case [int(sent), "value", float(value), *logged] if sent == number and abs(value) <= LARGEST:
                 return ("value", value, *logged) if all(map(is_logged, logged)) else None
-            case [int(given), str(kind), str(text), *logged] if given == number and kind in kinds:
+            case [int(sent), str(kind), str(text), *logged] if sent == number and kind in kinds:
                 return (kind, text, *logged) if all(map(is_logged, logged)) else None
     except ValueError:
         pass
     return None
 
 
-def is_logged(one: Any) -> bool:
+def is_logged(entry: Any) -> bool:
     """Whether this is a `Logged` as a list."""
-    match one:
+    match entry:
         case ["extra", str(), str()]:
             return True
         case ["extra" | "metric", str(), float(value)]:
@@ -122,10 +122,10 @@ def is_logged(one: Any) -> bool:
     return False
 
 
-def is_message(one: Any) -> bool:
-    whole = isinstance(one, dict) and {"role", "content"} <= one.keys() <= {"role", "content", "name"}
-    return whole and all(isinstance(text, str) for text in one.values())
+def is_message(message: Any) -> bool:
+    has_keys = isinstance(message, dict) and {"role", "content"} <= message.keys() <= {"role", "content", "name"}
+    return has_keys and all(isinstance(text, str) for text in message.values())
 
 
-def is_call(one: Any) -> bool:
-    return isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("arguments"), dict)
+def is_call(call: Any) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)

@@ -41,8 +41,8 @@ class Stopped(Exception):
 class RewardRunner:
     """Calls a task's reward functions; replaces a process that hangs or dies. UserError as for `Worker`.
 
-    `poll` is called at least every 0.25 s while completions are scored. The last reward is that of the environment, if
-    there is one, or tools: its processes are apart, so that no function that hangs ends them.
+    `poll` is called at least every 0.25 s while completions are scored. The last reward is the environment's, if there
+    is one, or tools: its processes are apart, so that no function that hangs ends them.
     """
 
     environments: Sequence[Worker] = ()
@@ -74,14 +74,14 @@ class RewardRunner:
                 held = partial(players, config.environment, config.tools or (), self.timeout)
                 key = "task.environment" if config.environment else "task.tools"
                 self.environments = [Worker(held, self.stop_thread, key) for _ in self.workers]
-                _, said, *logged = self.environments[0].ask([0], [Move()], self.timeout)[0]
+                _, message, *logged = self.environments[0].ask([0], [Move()], self.timeout)[0]
                 if not logged:
-                    raise UserError(f"{key}: {said}")
+                    raise UserError(f"{key}: {message}")
                 self.tools, codes = json.loads(logged[0][2]), codes + self.environments[0].codes
             elif "single" not in self.kinds and len(self.workers) > (calls := len(self.whole_calls([0]))):
                 many = f"{len(self.workers)} processes for {calls} calls with all completions"
-                each = "one for each batched function and one for all async functions"
-                raise UserError(f"task.reward_workers: {many}, {each}, are more than can work")
+                needed = "one for each batched function and one for all async functions"
+                raise UserError(f"task.reward_workers: {many}, {needed}, are more than can work")
         except BaseException:
             self.__exit__()
             raise
@@ -98,7 +98,7 @@ class RewardRunner:
 
     @contextmanager
     def scoring(self, count: int) -> Iterator["Scoring"]:
-        """Score so many samples, of which some come before others; what still runs when this is left is stopped."""
+        """Score so many samples, which come one after another; calls that still run when this is left are stopped."""
         self.stopped.clear()
         with ThreadPoolExecutor(len(self.workers)) as pool:
             scoring = Scoring(self, count, pool)
@@ -108,10 +108,10 @@ class RewardRunner:
                 self.stopped.set()
                 scoring.close()
 
-    def warn(self, found: Sequence[Sequence[Answer]]) -> None:
+    def warn(self, answers: Sequence[Sequence[Answer]]) -> None:
         """Log the first failure of each function and kind in the run."""
         for function, name in enumerate(self.names):
-            column = [row[function] for row in found]
+            column = [row[function] for row in answers]
             if name != ENVIRONMENT and {kind for kind, *_ in column} == {NOT_APPLICABLE}:
                 column = [("returned None", f"for all of {len(column)} completions; is a return missing?")]
             for kind, message, *_ in column:
@@ -120,15 +120,15 @@ class RewardRunner:
                     log.warning("reward %s %s: %s (further ones are only counted)", name, kind, message)
 
     def stop_thread(self) -> None:
-        """What the workers' threads poll while they wait."""
+        """Raise Stopped in a worker's thread, which calls this while it waits, once scoring is over."""
         if self.stopped.is_set():
             raise Stopped
 
     def whole_calls(self, samples: Sequence[int]) -> list[Call]:
         """The calls with all of these samples."""
         together = [function for function, kind in enumerate(self.kinds) if kind == "async"]
-        whole = [together, *([function] for function, kind in enumerate(self.kinds) if kind == "batched")]
-        return [(functions, samples) for functions in whole if functions]
+        groups = [together, *([function] for function, kind in enumerate(self.kinds) if kind == "batched")]
+        return [(functions, samples) for functions in groups if functions]
 
     def single_calls(self, samples: Sequence[int]) -> list[Call]:
         """The calls of functions that are called for each sample alone, with a chunk of these samples each."""
@@ -172,13 +172,13 @@ class Scoring:
             raise
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Begin to score these, by their numbers.
+        """Begin to score samples, by their numbers.
 
         No function is called for a conversation that failed: it has no environment any more.
         """
-        known = {i: one for i, one in samples.items() if not (one.played and one.played.reward[0] in FAILURES)}
-        self.samples |= known
-        self.put(1, self.runner.single_calls([*known]))
+        ok = {i: sample for i, sample in samples.items() if not (sample.played and sample.played.reward[0] in FAILURES)}
+        self.samples |= ok
+        self.put(1, self.runner.single_calls([*ok]))
 
     def put(self, priority: int, calls: Sequence[Call | None]) -> None:
         for call in calls:
@@ -189,8 +189,8 @@ class Scoring:
         self.put(2, [None] * len(self.runner.workers))
 
     def finish(self, samples: Sequence[Sample]) -> list[list[Answer]]:
-        """The answers for all samples, of which those that were not added are."""
-        self.add({number: one for number, one in enumerate(samples) if number not in self.samples})
+        """The answers for all samples; any that were not added yet are added."""
+        self.add({number: sample for number, sample in enumerate(samples) if number not in self.samples})
         self.put(0, self.runner.whole_calls(sorted(self.samples)))  # which take longest
         self.close()
         while self.serving:
@@ -206,15 +206,15 @@ class Scoring:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """What metrics call reward functions: by the function's own name, unless two would have the same."""
-    own = [name.rpartition(":")[2] for name in names]
-    return [one if own.count(one) == 1 and one != ENVIRONMENT else name for one, name in zip(own, names, strict=True)]
+    """The names of reward functions in metrics: the function's own name, unless two would have the same."""
+    ends = [name.rpartition(":")[2] for name in names]
+    return [end if ends.count(end) == 1 and end != ENVIRONMENT else name for end, name in zip(ends, names, strict=True)]
 
 
 def number(answer: Answer) -> float:
-    """What a function gave; NaN where it failed or does not apply."""
-    kind, given, *_ = answer
-    return float(given) if kind == "value" else float("nan")
+    """The number in a function's answer; NaN where it failed or does not apply."""
+    kind, value, *_ = answer
+    return float(value) if kind == "value" else float("nan")
 
 
 def weighted_sum(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
@@ -229,7 +229,7 @@ def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) ->
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):
         logged = defaultdict[str, list[float]](list)
-        for kind, metric, value in itertools.chain.from_iterable(rest for _, _, *rest in column):
+        for kind, metric, value in itertools.chain.from_iterable(entries for _, _, *entries in column):
             if kind == "metric":
                 logged[printable(metric)].append(float(value))
         metrics |= {f"rewards/{name}/{metric}": float(np.mean(values)) for metric, values in logged.items()}

@@ -56,8 +56,8 @@ class Worker:
     def start(self) -> None:
         """Start the process; UserError where a function can't be had, or requires what there isn't."""
         make = pickle.dumps(self.make)
-        self.connection, theirs = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work, args=(theirs, MODULES))
+        self.connection, other_end = CONTEXT.Pipe()
+        self.process = CONTEXT.Process(target=work, args=(other_end, MODULES))
         with STARTING:
             main, blocked = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             sys.modules["__main__"] = ModuleType("__main__")
@@ -66,7 +66,7 @@ class Worker:
             finally:
                 sys.modules["__main__"] = main
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        theirs.close()
+        other_end.close()
         self.alive = True
         try:
             self.send(make, 1)
@@ -92,8 +92,8 @@ class Worker:
             kind = self.kinds[functions[0]]
             # The process itself watches over coroutines and environments, and is waited for longer.
             limit = seconds * {"single": 1, "played": 3, "batched": wanted, "async": wanted + 1}[kind]
-            left = functions, len(answers), samples[len(answers) :], seconds
-            self.send(pickle.dumps(left), wanted - len(answers))
+            request = functions, len(answers), samples[len(answers) :], seconds
+            self.send(pickle.dumps(request), wanted - len(answers))
             while self.alive and len(answers) < wanted:
                 answers.append(self.answer(len(answers), limit))
             if kind in ("batched", "async"):

@@ -107,13 +107,13 @@ class Run:
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            new = policy.lora is not None or not common_steps(self.store)
-            initial = policy.initial_params() if algorithm.reference or new else None
+            needed = policy.lora is not None or not common_steps(self.store)
+            initial = policy.initial_params() if algorithm.reference or needed else None
             if initial is not None and algorithm.reference == "at_start":
                 self.set_reference(initial)
-                initial = initial if new else None
+                initial = initial if needed else None
             self.trained, self.frozen = policy.split(initial)
-            """The parameters that updates change, until `start` has taken them; and those that none changes."""
+            """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
             held = initial if algorithm.reference == "held" else None
             self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
             scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
@@ -130,28 +130,28 @@ class Run:
     def digests(self) -> dict[str, str]:
         """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
 
-        Those of examples are compared by the sources, and frozen parameters by their checksums.
+        Examples are compared by the sources, and frozen parameters by their checksums.
         """
         policy, task = self.policy, self.task
         ends = [policy.stop_ids, policy.stop_texts]
-        found = {
+        hashes = {
             "model.source: the architecture": digest(asdict(policy.architecture)),
             "model.tokenizer: the tokenizer, or its chat template,": tokenizer_digest(policy.tokenizer),
             "model.source: what ends a completion": digest(ends),
         }
-        return found | ({"task: the list of problems": task.content} if task and task.content else {})
+        return hashes | ({"task: the list of problems": task.content} if task and task.content else {})
 
-    def write_model(self, learned: Form | None, place: Path) -> None:
+    def write_model(self, learned: Form | None, target: Path) -> None:
         """Write the files of the model's folder but its parameters, with which tools and other runs find them."""
         policy, dtype = self.policy, self.config.model.dtype
-        save_tokenizer(policy.tokenizer, place)
+        save_tokenizer(policy.tokenizer, target)
         ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
-        write_settings(place, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
+        write_settings(target, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
 
     def make_source(self) -> tuple[Source, Sampler | None]:
         """The source of the algorithm's batches, and the sampler where something is sampled.
 
-        Prompts are rendered as what the policy has learned: from the run's own examples, or else before the run.
+        Prompts have the form that the policy has learned: from the run's own examples, or else before the run.
         """
         config, policy, task = self.config, self.policy, self.task
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
@@ -167,7 +167,7 @@ class Run:
         return source, self.make_sampler(renderer, source.learned, "the run")
 
     def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
-        """What the algorithm makes its source from, with the renderer of examples."""
+        """The parts from which the algorithm makes its source, with the renderer of examples."""
         return Parts(self.config, self.mesh, self.task, renderer, self.forward, sampler, self.rewards)
 
     def make_sampler(self, renderer: Renderer, learned: Form | None, who: str) -> Sampler | None:
@@ -182,7 +182,7 @@ class Run:
                 check_turns(renderer, tools, bool(config.task.keep_thoughts))
             renderer = with_tools(renderer, tools)
         warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
-        held, whole = self.algorithm.reference == "held", self.algorithm.completions
+        held, completions = self.algorithm.reference == "held", self.algorithm.completions
         return Sampler(
             policy.graphdef,
             renderer,
@@ -191,7 +191,7 @@ class Run:
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
             cache(partial(room_that_fits, policy, config.rollout, config.optimizer, held, teacher=self.teacher)),
-            Usual(whole // self.algorithm.group, whole) if whole else None,
+            Usual(completions // self.algorithm.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
         )

@@ -34,7 +34,7 @@ from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.training.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors that say what is on a disk; after all others of the system the disk or the machine has failed."""
+"""Errors that say what is on a disk; after all other errors of the system the disk or the machine has failed."""
 BUCKET_FAILS = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL"
 )
@@ -58,14 +58,14 @@ class Checkpoints:
     ) -> None:
         """Removes what saves have left that were cut off.
 
-        `frozen` are parameters that are not saved, but known again: those below adapters, of a reference or a teacher.
-        `digests` are of everything else outside of the run that it depends on. UserError is raised where the run has
-        `begun` and its checkpoints are gone, or something can't be read or written.
+        `frozen` are parameters that are not saved, but known again: the model's below adapters, a reference's or a
+        teacher's. `digests` are hashes of everything else outside of the run that it depends on. UserError is raised
+        where the run has `begun` and its checkpoints are gone, or something can't be read or written.
         """
         self.store, self.config, self.digests = store, config, dict(digests or {})
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.ends: dict[str, int] | None = None
-        """Where the logs end that belong to the checkpoint that was restored."""
+        """Where the logs of the restored checkpoint end."""
         self.nbytes, self.started, self.save_timings = 0, 0.0, dict[str, float]()
         with raise_everywhere():
             if is_writer() and begun:
@@ -199,7 +199,7 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
     if TIMINGS in sizes:
         timings = store.read_log(TIMINGS)
         sizes[TIMINGS] = min(sizes[TIMINGS], len(timings))
-        # Those of the step itself, with the seconds of the save, are written after it.
+        # The timings of the step itself, with the seconds of the save, are written after the checkpoint.
         line, end, _ = timings[sizes[TIMINGS] :].partition(b"\n")
         if end and line.startswith(f'{{"step": {step},'.encode()):
             sizes[TIMINGS] += len(line) + 1
@@ -207,7 +207,7 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
 
 
 def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Sequence[str]) -> None:
-    """Keep copies of logs that will not have the same again: these, and timings that have changed since `newest`."""
+    """Keep copies of logs whose lines will not come again: `names`, and timings that have changed since `newest`."""
     if fault := store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
         logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, TIMINGS, fault, newest)
     for name in dict.fromkeys([*names, *([TIMINGS] if fault else [])]):
@@ -216,14 +216,14 @@ def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Seq
 
 def check_there(store: RunStore) -> None:
     """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
-    place, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
+    folder, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
     if not store.in_bucket and not (store.checkpoints / "metadata").exists():
-        raise UserError(f"{place}: what was there when the run began is missing: {way_out}")
+        raise UserError(f"{folder}: what was there when the run began is missing: {way_out}")
     every = (read(store.folder / CONFIG).get("checkpoint") or {}).get("every")  # as it was until now
     logged = last_logged_step(store)
     if every and logged > 2 * every and not store.steps():
         due = f"{METRICS} has step {logged}, and checkpoints were due from step {every} on"
-        raise UserError(f"{place}: is empty, but {due}: {way_out}")
+        raise UserError(f"{folder}: is empty, but {due}: {way_out}")
 
 
 class Preservation:
@@ -238,8 +238,8 @@ class Preservation:
         steps = [info.step for info in checkpoints]
         kept = {*steps[-self.config.keep :]}
         if self.config.keep_best:
-            own = {info.step: info.metrics["score"] for info in checkpoints if info.metrics}  # saved by this process
-            scores = {step: own.get(step, self.store.score(step)) for step in steps}
+            local = {info.step: info.metrics["score"] for info in checkpoints if info.metrics}  # saved by this process
+            scores = {step: local.get(step, self.store.score(step)) for step in steps}
             scored = [step for step in steps if scores[step] is not None]
             kept |= {max(scored, key=lambda step: (scores[step], step))} if scored else set()
         return [step in kept for step in steps]
@@ -273,19 +273,19 @@ def read_arrays(
     All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
     dtype, or another checksum than the document says; UserError where a disk or bucket fails.
     """
-    place = store.checkpoints / str(step) / "state"
+    path = store.checkpoints / str(step) / "state"
     with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
-        stored = by_name(handler().metadata(place).tree)
+        stored = by_name(handler().metadata(path).tree)
         for name, leaf in like.items():
             if name not in stored:
                 raise Damaged(f"it lacks {name}")
-            found, wanted = (f"{x.dtype}{list(x.shape)}" for x in (stored[name], leaf))
-            if found != wanted:
-                raise Damaged(f"{name} is {found}, not {wanted}")
+            actual, wanted = (f"{x.dtype}{list(x.shape)}" for x in (stored[name], leaf))
+            if actual != wanted:
+                raise Damaged(f"{name} is {actual}, not {wanted}")
         tree = nested(like)
         restore = ocp.checkpoint_utils.construct_restore_args(tree)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=restore, partial_restore=True)
-        arrays = by_name(handler().restore(place, args=args))
+        arrays = by_name(handler().restore(path, args=args))
         arrays = {name: arrays[name] for name in like}
         bar.update(bar.total)
     sums, recorded = checksums(arrays), document["arrays"]
@@ -313,7 +313,7 @@ def restore_params(store: RunStore, like: Params, step: int | None = None) -> tu
 
 
 def damage(error: Exception) -> str | None:
-    """How data that raise this when they are read differ from those that were written; None where other things fail.
+    """How data differ from the data written, if reading them raised this error; None where other things fail.
 
     What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
     bucket that does not answer, no memory. The checkpoint may be sound.
@@ -328,7 +328,7 @@ def damage(error: Exception) -> str | None:
 
 @contextmanager
 def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
-    """What is `damage` in one process is Damaged in all; an error of the disk or bucket is a UserError."""
+    """Raise `damage` in one process as Damaged in all, and an error of the disk or bucket as a UserError."""
     reason = None
     with raise_everywhere():
         try:

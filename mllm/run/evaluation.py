@@ -1,4 +1,4 @@
-"""Rewards on problems that training never sees, and where these have answers accuracy with its confidence interval."""
+"""Rewards on problems that training never sees, and accuracy with its confidence interval if problems have answers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -44,8 +44,8 @@ def make_evaluation(
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
-    what = f"{prefix.strip('/')} prompts of task {task.name}"
-    prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, what)
+    title = f"{prefix.strip('/')} prompts of task {task.name}"
+    prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, title)
     sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows, fixed=True)
     answered = all(prompt.example.answer is not None for prompt in prompts)
 
@@ -54,16 +54,16 @@ def make_evaluation(
         for mode, k in (("greedy", 1), ("sampled", options.samples))[: 1 + bool(options.samples)]:
             repeated = [prompt for prompt in prompts for _ in range(k)]
             trajectories = sample(repeated, params, step=step, watch=Stopwatch(), greedy=mode == "greedy", group=k)
-            answers = [one.rewards for one in trajectories]
+            answers = [reply.rewards for reply in trajectories]
             total = weighted_sum(answers, rewards.weights)
             total = total[~np.isnan(total)]
             start = prefix if mode == "greedy" else f"{prefix}sampled_"
             metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
             logged = reward_metrics(rewards.names, answers) | turn_metrics(trajectories)
             metrics |= {f"{start}{name}": value for name, value in logged.items()}
-            metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(one.logprobs) for one in trajectories]))
+            metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(reply.logprobs) for reply in trajectories]))
             if answered:
-                texts = [(one.text, prompt.example) for one, prompt in zip(trajectories, repeated, strict=True)]
+                texts = [(reply.text, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
                 correct, flexible = (
                     np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
                     for match in (exact_match, flexible_match)

@@ -57,7 +57,7 @@ class Events:
             warn(error)
 
     def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        """Add a step's numbers, all finite, to those that the step has."""
+        """Add numbers, all finite, to a step's events."""
         if self.writer is not None:
             values = [value for name, number in numbers.items() for value in scalar(name, number).value]
             self.writer.file_writer.add_summary(Summary(value=values), step)  # one event, where add_scalar makes many

@@ -51,7 +51,7 @@ CHANGEABLE = {
     *("rollout.max_turns", "rollout.max_total_length"),
     *("distill.kind", "distill.beta"),
 }
-"""What a step computes from its parameters, moments and position alone: these stay what they were."""
+"""Settings of what a step computes from its parameters, moments and position alone, which stay what they were."""
 
 
 @contextmanager
@@ -73,12 +73,12 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
     another configuration, or something that is no run. Process 0 looks: others may see files of a disk they share
     later.
     """
-    found = gather_objects(look(store) if is_writer() else None)[0]
-    if found is None:
+    existing = gather_objects(look(store) if is_writer() else None)[0]
+    if existing is None:
         if change:
             raise UserError(f"--change: {store} holds no run; leave it out to begin one")
         return config.model_copy(update={"changes": ()})
-    old, newest = found
+    old, newest = existing
     return check_changes(store, old, config, newest, change)
 
 
@@ -91,8 +91,8 @@ def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     if CONFIG in entries:
         return read(store.local(CONFIG)), max(store.steps(), default=0)
     # A run that was killed before it began leaves these.
-    left = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
-    if {*entries} - left - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():
+    leftover = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
+    if {*entries} - leftover - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():
         raise UserError(f"run_dir: {store} holds other files and no config.yaml; give an empty or new folder")
     return None
 
@@ -112,7 +112,7 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
 
 
 def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
-    """The configuration with the record of all of the run's changes, those from its `old` settings among them.
+    """The configuration with the record of all of the run's changes, also the ones from its `old` settings.
 
     Args:
         run: its name, for messages.
@@ -123,7 +123,7 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
     """
     for name in ("model", "teacher"):
         section, begun = getattr(config, name), old.get(name) or {}
-        if section and section.step in (None, "newest", "best"):  # the run began with the one that has this number
+        if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
             section = section.model_copy(update={"step": begun.get("step")})
         if section and section.revision is None:
             section = section.model_copy(update={"revision": begun.get("revision")})
@@ -146,7 +146,7 @@ def check_changes(run: object, old: dict[str, Any], config: Config, newest: int,
             raise UserError(f"{problem}; {way_out}; else give another run_dir, or the old value")
         if key == "steps" and config.steps is not None and config.steps <= newest:
             raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
-        for earlier in [each for each in changes if (each.step, each.key) == (newest, key)]:
+        for earlier in [change for change in changes if (change.step, change.key) == (newest, key)]:
             changes.remove(earlier)  # no step was made with it
             before = earlier.old
         if before != after:

@@ -25,7 +25,7 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements of a run but those that come with an update."""
+    """All measurements of a run but the metrics that come with an update."""
 
     repeated: Sequence[Measurement] = ()
     at_end: Sequence[Measure] = ()

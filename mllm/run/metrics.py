@@ -49,9 +49,9 @@ class RunLog:
     ) -> None:
         """Open the files, and cut off what was written after the `ends` of a checkpoint from which a run goes on.
 
-        `last_step` is the last one with lines there, -1 for a run that begins; `steps` is the number of the last one of
-        all. The first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None:
-        there are no changes and no `log.wandb`. `progress` are the metrics that are printed, by their names there.
+        `last_step` is the last step with lines there, -1 for a run that begins; `steps` is the run's last step. The
+        first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None: there are
+        no changes and no `log.wandb`. `progress` are the metrics that are printed, by their names there.
         """
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
@@ -83,9 +83,9 @@ class RunLog:
         if now < self.said + 1 and step != self.steps:
             return
         self.said = now
-        there = {name: metrics[key] for name, key in self.progress.items() if metrics.get(key) is not None}
+        shown = {name: metrics[key] for name, key in self.progress.items() if metrics.get(key) is not None}
         # An update in which no token counts has no entropy; a loss that is NaN has to be seen.
-        words = [f"{name} {x:.3f}" for name, x in there.items() if name == "loss" or math.isfinite(x)]
+        words = [f"{name} {x:.3f}" for name, x in shown.items() if name == "loss" or math.isfinite(x)]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
         if step > self.first[0]:  # the first one compiles, and says nothing of the pace
             pace = (now - self.first[1]) / (step - self.first[0])
@@ -125,14 +125,14 @@ def measured(record: Mapping[str, Any]) -> dict[str, str]:
     exact = any(key.endswith("rewards/exact_match/mean") for key in record)
     functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
     accuracy = {key.replace("eval/", "held-out ").replace("/", " "): key for key in at_k([record]) if exact}
-    others = {name: key for name, key in MEASURED.items() if exact or not key.endswith("accuracy")}
-    names = {"held-out reward": "eval/reward", **functions, **accuracy, **others}
+    fixed = {name: key for name, key in MEASURED.items() if exact or not key.endswith("accuracy")}
+    names = {"held-out reward": "eval/reward", **functions, **accuracy, **fixed}
     return {name: key for name, key in names.items() if record.get(key) is not None}
 
 
-def functions_of(record: Mapping[str, Any], place: str = "") -> dict[str, str]:
+def functions_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """The means of the reward functions, if there are several: each one's name and metric."""
-    begin, end = f"{place}rewards/", "/mean"
+    begin, end = f"{prefix}rewards/", "/mean"
     keys = [key for key, value in record.items() if key.startswith(begin) and key.endswith(end) and value is not None]
     return {key.removeprefix(begin).removesuffix(end): key for key in keys if len(keys) > 1}
 

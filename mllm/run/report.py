@@ -21,15 +21,15 @@ from mllm.store.run_store import RunStore
 def start_lines(
     mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
 ) -> str:
-    """What the run uses, with the head and attention and why, and where it begins; then what changes from there on."""
-    attention, whole, trained = policy.attention, count(policy.params), count(policy.trained)
+    """The run's devices, sizes, head and attention, with reasons, and its first step; then changes from there on."""
+    attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
     begun = "; ".join(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
-            f"{whole:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < whole),
+            f"{total:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < total),
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),
@@ -37,10 +37,10 @@ def start_lines(
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
-    new = [
+    changed = [
         f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
     ]
-    return "\n".join([begun, *new])
+    return "\n".join([begun, *changed])
 
 
 def why_ended(state: RunState, steps: int) -> str:
@@ -66,9 +66,9 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
 def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What was measured beside the updates and when: first, last, and a loss where it was lowest."""
     for name, key in dict(pair for record in metrics for pair in measured(record).items()).items():
-        found = [record for record in metrics if record.get(key) is not None]
-        lowest = [min(found, key=lambda record: record[key])] if key.endswith("loss") else []
-        chosen = {record["step"]: record for record in (found[0], *lowest, found[-1])}
+        records = [record for record in metrics if record.get(key) is not None]
+        lowest = [min(records, key=lambda record: record[key])] if key.endswith("loss") else []
+        chosen = {record["step"]: record for record in (records[0], *lowest, records[-1])}
         yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
@@ -87,9 +87,9 @@ def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterato
 
 def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     if speeds := present(timings, "tokens_per_second"):
-        # Not the median: where several updates share a rollout, that is the speed of those without one.
-        whole = harmonic_mean(speeds[1:] or speeds)
-        yield "tokens/s", f"{whole:,.0f} (of all steps but the first; prompts and completions)"
+        # Not the median: where several updates share a rollout, it is the speed of the updates without one.
+        mean = harmonic_mean(speeds[1:] or speeds)
+        yield "tokens/s", f"{mean:,.0f} (of all steps but the first; prompts and completions)"
     phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
     if sums := [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]:
         yield "seconds", ", ".join(sums)
@@ -104,7 +104,7 @@ def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
 
 def places(store: RunStore) -> Iterator[tuple[str, str]]:
     for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
-        if (found := store.place / name).exists() and (found.is_dir() or found.stat().length):
+        if (entry := store.place / name).exists() and (entry.is_dir() or entry.stat().length):
             path = f"{store}/{name}"
             opened_by = f"tensorboard --logdir {shlex.quote(path)}"
             yield name.partition(".")[0], opened_by if name == "tensorboard" else path

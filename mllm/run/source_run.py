@@ -67,7 +67,7 @@ class SourceRun:
 
     store: RunStore
     config: Config
-    """Its own."""
+    """The run's configuration."""
 
     @classmethod
     def open(cls, model: ModelConfig) -> "SourceRun | None":
@@ -99,15 +99,15 @@ class SourceRun:
     def find_step(self, step: int | str | None) -> int:
         """The number of the step, as this process finds the checkpoints."""
         steps = self.store.steps()
-        found = step
+        number = step
         if step == "best":  # where it is not kept, the best that is left need not be the best
-            found = self.store.best_step(steps) if self.config.checkpoint.keep_best else None
+            number = self.store.best_step(steps) if self.config.checkpoint.keep_best else None
         elif step is None or step == "newest":
-            step, found = "newest", max(steps, default=None)
-        if not isinstance(found, int) or found not in steps:
+            step, number = "newest", max(steps, default=None)
+        if not isinstance(number, int) or number not in steps:
             kept = ", as checkpoint.keep_best keeps one" * (step == "best")
             raise UserError(f"model.step: {self.store} has no checkpoint {step}{kept}; there are {steps}")
-        return found
+        return number
 
     def read_parameters(self, step: int | str | None, like: Params, model: ModelConfig) -> Params:
         """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.

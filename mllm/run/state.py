@@ -31,7 +31,7 @@ class RunState:
     lowest_loss: float | None = None
     """The lowest loss of SFT's validation so far."""
     validations_without_gain: int = 0
-    """How many validations in a row have not lowered it."""
+    """How many validations in a row have not lowered the loss."""
 
     @property
     def logged_step(self) -> int:
@@ -45,12 +45,12 @@ class RunState:
 
     def document(self) -> dict[str, Any]:
         """The part of the state that isn't arrays, as JSON, except for the step. `from_document` reads it."""
-        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("step", "train")}
-        return found | {"pending_evaluation": self.pending_evaluation and asdict(self.pending_evaluation)}
+        items = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("step", "train")}
+        return items | {"pending_evaluation": self.pending_evaluation and asdict(self.pending_evaluation)}
 
     @classmethod
     def from_document(cls, step: int, train: TrainState, document: Mapping[str, Any]) -> "RunState":
-        """The state of a checkpoint, of its document, in which other things may stand, too."""
-        found = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
-        pending = found.pop("pending_evaluation")
-        return cls(step, train, **found, pending_evaluation=pending and PendingEvaluation(**pending))
+        """The state of a checkpoint from its document, in which other things may stand, too."""
+        values = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
+        pending = values.pop("pending_evaluation")
+        return cls(step, train, **values, pending_evaluation=pending and PendingEvaluation(**pending))

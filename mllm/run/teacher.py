@@ -16,7 +16,7 @@ from mllm.run.source_run import SourceRun, load_policy
 
 @contextmanager
 def naming() -> Iterator[None]:
-    """Let errors of what loads models name the teacher."""
+    """Let errors of loading a model name the teacher."""
     try:
         yield
     except UserError as error:
@@ -27,7 +27,7 @@ def naming() -> Iterator[None]:
 def load_teacher(config: Config, mesh: Mesh, student: Tokenizer) -> Policy | None:
     """The teacher of a configuration without its parameters; None where it has none.
 
-    UserError is raised as by `load_policy`, and where a token of the student's tokenizer is another one here.
+    UserError is raised as by `load_policy`, and where the two tokenizers differ in a token of the student's.
     """
     if config.teacher is None:
         return None
@@ -51,10 +51,10 @@ def pin_teacher(config: Config) -> Config:
 
 def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:
     """UserError where an id of the student's tokenizer is another token, or none, of the teacher's."""
-    theirs = {number: token for token, number in teacher.get_vocab().items()}
+    tokens = {number: token for token, number in teacher.get_vocab().items()}
     for number, token in sorted((number, token) for token, number in student.get_vocab().items()):
-        if theirs.get(number) != token:
+        if tokens.get(number) != token:
             fault = (
-                f"{source}: token {number} is {theirs.get(number)!r} there, and {token!r} of the student's tokenizer"
+                f"{source}: token {number} is {tokens.get(number)!r} there, and {token!r} of the student's tokenizer"
             )
             raise UserError(f"teacher.source: {fault}; give a teacher with the student's tokens")

@@ -14,9 +14,9 @@ from mllm.parallel.processes import is_writer
 from mllm.store.run_store import RunStore
 
 SECONDS = 60
-"""How long a run waits at most: for an answer when it begins, and for the upload when it ends."""
+"""The longest that a run waits: for an answer when it begins, and for the upload when it ends."""
 ID = "wandb/id"
-"""The file of a run with its identity there."""
+"""The file of a run with its identity in W&B."""
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +31,7 @@ def check(log: LogConfig) -> None:
 
 
 class Wandb:
-    """One run there for a run_dir, which resumes with it and gets the events of all files that are opened from now on.
+    """W&B's run for a run_dir, which resumes with it and gets the events of all files that are opened from now on.
 
     After the first error, which is a warning, nothing more is sent.
     """
@@ -70,15 +70,15 @@ class Wandb:
 
 
 def run_id(store: RunStore) -> str:
-    """The id there of the run in a place: random, and kept in the run beside the places that it was made for.
+    """The run's id in W&B: random, and kept in the run beside the places that it was made for.
 
     A moved run keeps it, since its path or its folder's device and inode are known; a copied run gets another.
     """
-    here = [store.url]
+    places = [store.url]
     if not store.in_bucket:
         about = store.folder.stat()
-        here = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
+        places = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
     known = json.loads(store.read(ID) or '{"id": null, "places": []}')
-    number = secrets.token_hex(8) if {*here}.isdisjoint(known["places"]) else known["id"]
-    store.write(ID, json.dumps({"id": number, "places": here}).encode())
+    number = secrets.token_hex(8) if {*places}.isdisjoint(known["places"]) else known["id"]
+    store.write(ID, json.dumps({"id": number, "places": places}).encode())
     return number

@@ -1,4 +1,4 @@
-"""What a rollout makes of a sequence, what all of it took, and what determines both besides prompts and parameters."""
+"""A rollout's completions, the work that they took, and the settings that determine them besides the parameters."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from mllm.sampler.slots import CHUNK
 
 @dataclass
 class Completion:
-    """What follows a prompt: what was sampled and, of several turns, the answers to them."""
+    """The tokens that follow a prompt: the sampled ones and, where there are several turns, the answers to them."""
 
     tokens: "array[int]" = field(default_factory=lambda: array("i"))
     """The sampled tokens, with the token that stops a turn."""
@@ -24,7 +24,7 @@ class Completion:
     finished: bool = False
     """Whether a stop token or text ended its last turn; False if it was cut off."""
     text: str = ""
-    """Its last turn's, without the token or text that ended it, and without control tokens."""
+    """The last turn's text, without the token or text that ended it, and without control tokens."""
     given: list[tuple[int, int]] = field(default_factory=list)
     """Where the answers begin and end."""
 
@@ -36,13 +36,13 @@ class Completion:
 
 @runtime_checkable
 class Turns(Protocol):
-    """What answers the turns of sequences, which it knows by their numbers."""
+    """The partner who answers the turns of sequences, which it knows by their numbers."""
 
-    def send(self, found: Mapping[int, Completion]) -> None:
-        """Begin to answer these, whose turn has ended; of their tokens they have the turn's."""
+    def send(self, ended: Mapping[int, Completion]) -> None:
+        """Begin to answer sequences whose turn has ended; each completion has the tokens of that turn alone."""
 
     def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
-        """The tokens that follow each of these, at least one; None where nothing does. The same in all processes."""
+        """The tokens that follow each sequence, at least one; None where nothing does. The same in all processes."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class RolloutWork:
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """What determines completions besides prompts and parameters, and what their texts are."""
+    """The settings that determine completions besides prompts and parameters, and the texts of completions."""
 
     graphdef: Any
     renderer: Renderer
@@ -94,8 +94,8 @@ class SamplerSettings:
     def text_of(self, completion: Completion) -> str:
         """The text of a completion's last turn, up to the first of the stop texts."""
         turn = completion.turn
-        own = turn[: len(turn) - (turn[-1] in self.stop_ids)]
-        text = decode(self.renderer.tokenizer, own.tolist())
+        content = turn[: len(turn) - (turn[-1] in self.stop_ids)]
+        text = decode(self.renderer.tokenizer, content.tolist())
         return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
 
     def stopped_length(self, tokens: "array[int]") -> int | None:

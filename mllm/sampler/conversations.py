@@ -32,22 +32,22 @@ Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 
 @dataclass
 class Conversation:
-    """What all processes know of a conversation."""
+    """The state of a conversation, which all processes know."""
 
     prompt: list[Message]
     tokens: list[int]
     sampled: list[bool] = field(default_factory=list)
     """Which of the tokens the assistant's turns have."""
     messages: list[Message] = field(default_factory=list)
-    """Those after the prompt; the assistant's have `reward`, a number or None, and if it called tools `tool_calls` and
-    the number of `tool_errors`."""
+    """The messages after the prompt; the assistant's have `reward`, a number or None, and if it called tools
+    `tool_calls` and the number of `tool_errors`."""
     finished: bool = True
     """Whether a stop token or text ended the last turn, and the conversation had room for another."""
     values: Mapping[str, Any] = field(default_factory=dict)
     failure: Answer | None = None
 
     def sample(self, example: Example) -> Sample:
-        """What rewards get: as the completion the last turn's text, and all sampled tokens."""
+        """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
         return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.played)
 
@@ -56,12 +56,12 @@ class Conversation:
         self.sampled += [sampled] * len(tokens)
 
     def took(self, answer: Any) -> Turn | None:
-        """What came of a move, None where that failed; its reward is added to the last turn's."""
+        """The turn that a move brought, None where it failed; its reward is added to the last turn's."""
         match answer:
-            case (("value" | "not_applicable") as kind, given, ("turn", *found)):
+            case (("value" | "not_applicable") as kind, reward, ("turn", *fields)):
                 if kind == "value" and self.assistant:
-                    self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + given
-                return Turn(*found)
+                    self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + reward
+                return Turn(*fields)
         wrote = "raised", "wrote to its process's connection with the trainer"
         self.failure = (answer[0], answer[1]) if answer[0] in FAILURES else wrote
         return None
@@ -73,9 +73,9 @@ class Conversation:
 
     @property
     def played(self) -> Played:
-        """What rewards may know of it, and the environment's own reward: the sum of the turns'."""
-        given = [message["reward"] for message in self.assistant if message["reward"] is not None]
-        total: Answer = judge(float(sum(given))) if given else (NOT_APPLICABLE, "")
+        """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
+        rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
+        total: Answer = judge(float(sum(rewards))) if rewards else (NOT_APPLICABLE, "")
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
         return Played(self.messages, self.values, errors, self.failure or total)
 
@@ -165,12 +165,12 @@ class Conversations:
             conversation.sampled = [False] * len(conversation.tokens)
         return [[*conversation.tokens] for conversation in self.found]
 
-    def send(self, found: Mapping[int, Any]) -> None:
+    def send(self, ended: Mapping[int, Any]) -> None:
         """Send turns that have ended, by their conversations' numbers, to the environments.
 
         Each has the `tokens`, `text` and `finished` of a completion.
         """
-        for number, turn in found.items():
+        for number, turn in ended.items():
             conversation = self.found[number]
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
@@ -179,7 +179,7 @@ class Conversations:
                 self.move(Move(number, completion=turn.text, last=len(conversation.assistant) == self.options.turns))
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
-        """The token ids that follow the last turns of these conversations, None for those that are over."""
+        """The token ids that follow the last turns of these conversations, None for conversations that are over."""
         answers = self.collect([number for number in sequences if self.found[number].failure is None])
         return {number: self.follow(number, answers[number]) if number in answers else None for number in sequences}
 
@@ -201,8 +201,8 @@ class Conversations:
         except UserError as error:
             self.end(number, error)
             return None
-        whole = len(conversation.tokens) + len(tokens) + self.options.max_completion_length
-        if whole > self.options.total_length:
+        length = len(conversation.tokens) + len(tokens) + self.options.max_completion_length
+        if length > self.options.total_length:
             conversation.finished = False
             self.end(number)
             return None
@@ -227,26 +227,26 @@ class Conversations:
     def move(self, move: Move) -> None:
         """Have a worker make a move, if the conversation is this process's; a group is one worker's."""
         if move.conversation in self.mine:
-            one = move.conversation // self.group % len(self.pools)
+            worker = move.conversation // self.group % len(self.pools)
             self.asked[move.conversation] = Future()
-            self.waiting[one].put((move, self.asked[move.conversation]))
-            self.pools[one].submit(self.serve, self.runner.environments[one], self.waiting[one])
+            self.waiting[worker].put((move, self.asked[move.conversation]))
+            self.pools[worker].submit(self.serve, self.runner.environments[worker], self.waiting[worker])
 
     def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The answers to the moves of these conversations, of all processes."""
-        own = {number: self.asked.pop(number) for number in numbers if number in self.asked}
-        found: Any
+        futures = {number: self.asked.pop(number) for number in numbers if number in self.asked}
+        local: Any
         try:
-            while wait(own.values(), TICK).not_done:
+            while wait(futures.values(), TICK).not_done:
                 self.runner.poll()
-            found = [(number, future.result()) for number, future in own.items()]
+            local = [(number, future.result()) for number, future in futures.items()]
         except UserError as error:
-            found = str(error)
-        # As a text: a dict of an environment's may look like an array to the gathering.
-        shares = [(index, json.loads(part)) for index, part in gather_objects((self.rows.index, json.dumps(found)))]
+            local = str(error)
+        # Gathered as text: a dict that an environment returns may look like an array to `gather_objects`.
+        shares = [(index, json.loads(part)) for index, part in gather_objects((self.rows.index, json.dumps(local)))]
         for _, part in shares:
             if isinstance(part, str):
                 raise CommonError(part)
-        # Processes with the same share have held the same conversations: the first one's answers count.
+        # Processes with the same share have held the same conversations: the first process's answers count.
         answers = {number: answer for _, part in reversed(shares) for number, answer in part}
         return {number: answers[number] for number in numbers}

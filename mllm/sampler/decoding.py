@@ -4,9 +4,9 @@ Parameters and cache are one array a layer, because XLA for GPUs copies what a l
 every token. The cache is a pool of pages, each with consecutive tokens of one row, so that memory follows the rows' own
 lengths (Kwon et al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: each page's queries
 are its row's, and the pages' softmaxes are merged by rows (Dao et al. 2023, Flash-Decoding). So every key is read once,
-in place, by products that all compilers have, and shapes depend on the number of pages alone. A step's own tokens and
-those of the steps just before, which no page has yet, are in the tail, to which all rows write at one place. A layer
-with a delta net has one state a row in place of all that.
+in place, by products that all compilers have, and shapes depend on the number of pages alone. The tokens of a step and
+of the steps just before, which no page has yet, are in the tail, to which all rows write at one place. A layer with a
+delta net has one state a row in place of keys and values.
 
 Letters: B rows, Q new tokens of each, P pages, T places of a page, C places of the tail, X shards of rows and pages;
 D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that share a key.
@@ -47,7 +47,7 @@ from mllm.model.lora import Lora, merge_adapters
 
 
 class LayerCache(NamedTuple):
-    """What one layer's attention reads of tokens, in the compute dtype: of each page's, or of each row's tail."""
+    """The keys and values that a layer's attention reads, in the compute dtype: of each page, or of each row's tail."""
 
     keys: Float[Any, "B K P H"]
     values: Float[Any, "B K P H"]
@@ -61,7 +61,7 @@ STATE_AXES = DeltaState(DELTA_INPUTS, DELTA_MEMORY)
 
 
 class Pages(NamedTuple):
-    """What the pages of one kind of layers hold."""
+    """The contents of the pages of one kind of layers."""
 
     rows: Int[Any, " P"]
     """The row of the page's shard whose tokens it has; -1 where no query reads it."""
@@ -116,16 +116,16 @@ def decoding_weights(graphdef: nnx.GraphDef, params: Params, int8: bool = False)
     outer = nnx.State({**shared, **merge_and_gather(copied, None, *options, model.lora)})
     counts = {name: len(model.config.layers_of(name)) for name in stacks}
     layers = {
-        name: tuple(merge_and_gather(stacks[name], place, *options, stack=name) for place in range(count))
+        name: tuple(merge_and_gather(stacks[name], index, *options, stack=name) for index in range(count))
         for name, count in counts.items()
     }
     return DecodingWeights(outer, layers)
 
 
 def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False) -> tuple[DecodingWeights, Params]:
-    """The shapes, dtypes and shardings of the decoding weights, from those of the parameters; and `shared_parameters`.
+    """The shapes, dtypes and shardings of the decoding weights, from abstract parameters; and `shared_parameters`.
 
-    These are among the decoding weights, but take no further memory.
+    The shared parameters are among the decoding weights, but take no further memory.
     """
     assert model.layout is not None
     outer, stacks = split_layers(params)
@@ -134,8 +134,8 @@ def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False
     outer = model.layout.abstract_gathered(outer, model.dtype, int8=int8)
     layers = {}
     for name, stack in stacks.items():
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack)
-        gathered = model.layout.abstract_gathered(one, model.dtype, f"{name}.", int8)
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stack)
+        gathered = model.layout.abstract_gathered(layer, model.dtype, f"{name}.", int8)
         layers[name] = (gathered,) * len(model.config.layers_of(name))
     return DecodingWeights(outer, layers), shared
 
@@ -152,8 +152,8 @@ def shared_parameters(model: Decoder, outer: Params, int8: bool) -> dict[str, An
 
     def is_gathered(name: str) -> bool:
         (stored,), (read,) = jax.tree.leaves(outer[name]), jax.tree.leaves(gathered[name])
-        same = stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
-        return same and not (int8 and stored.ndim > 1)
+        unchanged = stored.dtype == read.dtype and stored.sharding.is_equivalent_to(read.sharding, len(read.shape))
+        return unchanged and not (int8 and stored.ndim > 1)
 
     return {name: outer[name] for name in outer if is_gathered(name)}
 
@@ -168,9 +168,7 @@ def merge_and_gather(
     lora: Lora | None = None,
     stack: str = "layers",
 ) -> Params:
-    """The parameters of a layer of the stack, or without an `index` those outside of the layers, as decode steps read
-    them.
-    """
+    """A layer's parameters, or without an `index` the parameters outside of the layers, as decode steps read them."""
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
     layer, prefix = (0, "") if index is None else (index, f"{stack}.")
@@ -198,30 +196,30 @@ def apply_tokens(
     """
     model = merge(graphdef, weights)
     layout, config = model.layout, model.config
-    new = done + jnp.arange(tokens.shape[1])
-    positions = lengths[:, None] + new
+    offsets = done + jnp.arange(tokens.shape[1])
+    positions = lengths[:, None] + offsets
     rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
     views = [
-        View.of(kind.window, one, lengths, new, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
-        for kind, one in zip(config.kinds, pages, strict=True)
+        View.of(kind.window, held, lengths, offsets, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
+        for kind, held in zip(config.kinds, pages, strict=True)
     ]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
     filled, changed = [], []
-    for stack, place in config.stack_of_layer:
-        layer = getattr(merge(graphdef, weights, stack, place), stack)
+    for stack, index in config.stack_of_layer:
+        layer = getattr(merge(graphdef, weights, stack, index), stack)
         if stack == "delta":
-            hidden, state = layer.add_delta(hidden, segments, states[place], layout)
+            hidden, state = layer.add_delta(hidden, segments, states[index], layout)
             changed.append(state)
         else:
-            kind, own = config.kind_of_layer[place], tail[place]
+            kind, layer_tail = config.kind_of_layer[index], tail[index]
             *projected, gate = layer.project(hidden, rotations[kind])
             queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
             write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
-            both = (write(old, new.swapaxes(1, 2)) for old, new in zip(own, (keys, values), strict=True))
-            written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in both))
-            hidden = layer.add_attention(hidden, views[kind].attend(queries, cache[place], written), gate)
+            updated = (write(kept, new.swapaxes(1, 2)) for kept, new in zip(layer_tail, (keys, values), strict=True))
+            written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in updated))
+            hidden = layer.add_attention(hidden, views[kind].attend(queries, cache[index], written), gate)
             filled.append(written)
         hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
     return model.last_norm(hidden), tuple(filled), tuple(changed)
@@ -233,10 +231,10 @@ def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Arra
     return matrix.product(hidden) if isinstance(matrix, Int8Matrix) else dot(hidden, matrix, (1, 1), hidden.dtype)
 
 
-def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, stack: str = "layers", place: int = 0) -> Decoder:
-    """The model with one layer's parameters in place of those of its whole stack, and one of each other's."""
-    one = {name: layers[place if name == stack else 0] for name, layers in weights.layers.items()}
-    return nnx.merge(graphdef, nnx.State({**weights.outer, **one}))
+def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, stack: str = "layers", index: int = 0) -> Decoder:
+    """The model with one layer's parameters in place of its stack's, and with the first layer's of each other stack."""
+    chosen = {name: layers[index if name == stack else 0] for name, layers in weights.layers.items()}
+    return nnx.merge(graphdef, nnx.State({**weights.outer, **chosen}))
 
 
 class View(NamedTuple):
@@ -253,20 +251,20 @@ class View(NamedTuple):
         window: int | None,
         pages: Pages,
         lengths: Int[jax.Array, "B"],
-        new: Int[jax.Array, " Q"],
+        offsets: Int[jax.Array, " Q"],
         places: int,
         cache: LayerCache,
         shards: int,
     ) -> "View":
-        """The view of tokens in the tail: each row's stands behind `lengths` tokens in pages and `new` in the tail."""
+        """What tokens see that stand in the tail at `offsets`, behind `lengths` tokens of their row in pages."""
         rows, starts = (x.reshape(shards, -1) for x in pages)
         length = jnp.take_along_axis(lengths.reshape(shards, -1), jnp.maximum(rows, 0), axis=1)
         token = (starts[..., None] + jnp.arange(cache.keys.shape[2]))[:, :, None]
         seen = (rows[..., None, None] >= 0) & (token < length[..., None, None])
-        recent = jnp.arange(places) <= new[:, None]
+        recent = jnp.arange(places) <= offsets[:, None]
         if window is not None:
-            seen &= token > (length[..., None] + new)[..., None] - window
-            recent &= jnp.arange(places) > new[:, None] - window
+            seen &= token > (length[..., None] + offsets)[..., None] - window
+            recent &= jnp.arange(places) > offsets[:, None] - window
         return cls(jnp.where(rows < 0, lengths.shape[0] // shards, rows), seen, recent)
 
     def attend(
@@ -277,13 +275,13 @@ class View(NamedTuple):
         by_shard = lambda x: x.reshape(shards, -1, *x.shape[1:])  # noqa: E731
         grouped = by_shard(queries.reshape(-1, count, kv_heads, queries.shape[2] // kv_heads, queries.shape[3]))
         grouped = grouped.transpose(0, 1, 3, 4, 2, 5)  # X B K G Q H
-        (keys, values), (new_keys, new_values) = (map(by_shard, both) for both in (cache, tail))
-        how: Any = {"precision": precision_of(queries.dtype), "preferred_element_type": jnp.float32}
-        einsum = partial(jnp.einsum, **how)
+        (keys, values), (new_keys, new_values) = (map(by_shard, arrays) for arrays in (cache, tail))
+        options: Any = {"precision": precision_of(queries.dtype), "preferred_element_type": jnp.float32}
+        einsum = partial(jnp.einsum, **options)
         scale = queries.shape[3] ** -0.5
         # The keys come first, or XLA for GPUs would keep a transposed copy of them all.
         dims = (((4,), (5,)), ((0, 1, 2), (0, 1, 2)))
-        of_pages = jnp.moveaxis(jax.lax.dot_general(keys, self.take(grouped), dims, **how), 3, -1) * scale
+        of_pages = jnp.moveaxis(jax.lax.dot_general(keys, self.take(grouped), dims, **options), 3, -1) * scale
         of_pages = jnp.where(self.pages[:, :, None, None], of_pages, -jnp.inf)
         of_tail = jnp.where(self.tail, einsum("xbkgqh,xbkch->xbkgqc", grouped, new_keys) * scale, -jnp.inf)
         rows = of_tail.shape[1]
@@ -297,7 +295,7 @@ class View(NamedTuple):
         return attended.transpose(0, 1, 4, 2, 3, 5).reshape(queries.shape)
 
     def take(self, of_rows: Shaped[jax.Array, "X B *R"]) -> Shaped[jax.Array, "X P *R"]:
-        """Each page's row of these."""
+        """The row of `of_rows` that each page belongs to."""
         return jax.vmap(lambda x, rows: x.at[rows].get(mode="clip"))(of_rows, self.rows)
 
     def merged(
@@ -307,12 +305,12 @@ class View(NamedTuple):
 
         A TPU takes pages one by one where they are scattered, a GPU adds them in any order, a CPU would multiply zeros.
         """
-        mine = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
+        belongs = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
 
         def dense(x: jax.Array) -> jax.Array:
             if name == "max":
-                return jnp.where(mine.reshape(*mine.shape, *[1] * (x.ndim - 2)), x[:, None], -jnp.inf).max(2)
-            return jnp.einsum("xbp,xp...->xb...", mine.astype(x.dtype), x, precision="highest")
+                return jnp.where(belongs.reshape(*belongs.shape, *[1] * (x.ndim - 2)), x[:, None], -jnp.inf).max(2)
+            return jnp.einsum("xbp,xp...->xb...", belongs.astype(x.dtype), x, precision="highest")
 
         segment = {"max": jax.ops.segment_max, "sum": jax.ops.segment_sum}[name]
         scattered = jax.vmap(partial(segment, num_segments=rows))

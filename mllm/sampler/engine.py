@@ -2,7 +2,7 @@
 
 A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
 in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
-eighth of the sequences has ended), waiting sequences take the slots of those that ended; where none wait, and rows cost
+eighth of the sequences has ended), waiting sequences take the slots of ended ones; where none wait, and rows cost
 time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
 may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
 ended keeps its pages while it is answered, and the answer is prefilled behind them; where the model has delta nets it
@@ -10,8 +10,8 @@ keeps its slot, too, which has its states. Numbers of slots and of pages are amo
 compiled.
 
 The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
-token only by rounding (in int8 by that of weights, too: prompts are prefilled without it). On a mesh each device has
-its own prompts and slots; all processes know those of all, so that each of them decides the same.
+token only by rounding (in int8 by the rounding of weights, too: prompts are prefilled without it). On a mesh each
+device has its own prompts and slots; each process knows the slots of all devices, and so all decide the same.
 """
 
 import time
@@ -55,7 +55,7 @@ class Candidate(NamedTuple):
     batch: Prefilled
     """The prompts that were prefilled with its own, on all devices."""
     source: int
-    """The prompt's row among those that its device prefilled in the batch."""
+    """The prompt's row among the prompts that its device prefilled in the batch."""
 
 
 class RolloutEngine:
@@ -81,8 +81,8 @@ class RolloutEngine:
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)
-        own = Usual(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
-        self.most_prompts, most = own if sampler.usual is None else sampler.usual.serve(own, self.shards)
+        share = Usual(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
+        self.most_prompts, most = share if sampler.usual is None else sampler.usual.serve(share, self.shards)
         slots = self.options.max_slots
         room = sampler.room() if slots is None else Room(slots)
         self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
@@ -94,7 +94,7 @@ class RolloutEngine:
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.tail: Cache | None = None
         self.steps_a_call = 1
-        self.shard_of = {one: shard for shard, queue in enumerate(self.queues) for group in queue for one in group}
+        self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
         """The sequences whose turn ended in the last chunk."""
         self.answered: list[deque[int]] = [deque() for _ in range(self.shards)]
@@ -116,15 +116,15 @@ class RolloutEngine:
         while self.wants_prompts():
             self.prefill()
         resumed, entering = zip(*(self.take_waiting(shard) for shard in range(self.shards)), strict=True)
-        new = [[*ones, *(one.sequence for one in others)] for ones, others in zip(resumed, entering, strict=True)]
-        decoded = [[*self.live(shard), *ones] for shard, ones in enumerate(new)]
+        entered = [[*part, *(entry.sequence for entry in queue)] for part, queue in zip(resumed, entering, strict=True)]
+        decoded = [[*self.live(shard), *part] for shard, part in enumerate(entered)]
         if not any(decoded):
             return False
-        every = [[*dict.fromkeys([*ones, *self.parked(shard)])] for shard, ones in enumerate(decoded)]
-        slots = bucket(max(map(len, every)), self.slot_sizes)
-        kept = np.array([[*ones, *[-1] * (slots - len(ones))] for ones in every])
-        self.sequences = np.where(np.arange(slots) < [[len(ones)] for ones in decoded], kept, -1)
-        spans = [{one: self.span(one) for one in self.holding(shard)} for shard in range(self.shards)]
+        held = [[*dict.fromkeys([*part, *self.parked(shard)])] for shard, part in enumerate(decoded)]
+        slots = bucket(max(map(len, held)), self.slot_sizes)
+        kept = np.array([[*part, *[-1] * (slots - len(part))] for part in held])
+        self.sequences = np.where(np.arange(slots) < [[len(part)] for part in decoded], kept, -1)
+        spans = [{number: self.span(number) for number in self.holding(shard)} for shard in range(self.shards)]
         self.cache.hold(spans, slots)
         self.cache.states.arrange(kept)
         self.insert(entering)
@@ -138,7 +138,7 @@ class RolloutEngine:
     def parked(self, shard: int) -> list[int]:
         """The sequences that wait in the shard's slots, since their states are there."""
         waiting = self.cached if self.cache.states.used else ()
-        return [one for one in waiting if self.shard_of[one] == shard]
+        return [number for number in waiting if self.shard_of[number] == shard]
 
     def context(self, sequence: int) -> list[int]:
         """The tokens of a prompt and of what follows it so far; the last is not in the cache yet."""
@@ -150,7 +150,7 @@ class RolloutEngine:
 
     def holding(self, shard: int) -> list[int]:
         """The sequences that have pages of the shard, or are about to get some."""
-        return [*self.live(shard), *(one for one in self.cached if self.shard_of[one] == shard)]
+        return [*self.live(shard), *(number for number in self.cached if self.shard_of[number] == shard)]
 
     def span(self, sequence: int) -> tuple[int, int]:
         """How many tokens the sequence has in pages, and how many further ones it needs places for."""
@@ -162,7 +162,7 @@ class RolloutEngine:
     def make_room(self) -> None:
         """Take the shortest sequences out where the pages don't suffice; they are prefilled ahead of others."""
         for shard, queue in enumerate(self.queues):
-            held = sorted(self.holding(shard), key=lambda one: (self.length(one), -one))
+            held = sorted(self.holding(shard), key=lambda number: (self.length(number), -number))
             needed = self.cache.needed(*map(self.span, held))
             while self.cache.lacks(needed):
                 self.cache.release(shard, sequence := held.pop(0))
@@ -180,7 +180,7 @@ class RolloutEngine:
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
         entering = [*islice(candidates, self.most_slots - len({*live, *resumed, *self.parked(shard)}))]
-        needed = self.cache.needed(*map(self.span, [*held, *(one.sequence for one in entering)]))
+        needed = self.cache.needed(*map(self.span, [*held, *(candidate.sequence for candidate in entering)]))
         while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
             needed -= self.cache.needed(self.span(entering.pop().sequence))
         for _ in entering:
@@ -213,21 +213,21 @@ class RolloutEngine:
                 tokens[shard, row, : len(context)] = context
         batch = prefill(self.sampler.graphdef, self.params, *on_devices(self.layout, (tokens, lengths)))
         for candidates, part in zip(self.candidates, taken, strict=True):
-            candidates.extend(Candidate(one, batch, row) for row, group in enumerate(part) for one in group)
+            candidates.extend(Candidate(sequence, batch, row) for row, group in enumerate(part) for sequence in group)
         self.batches.append(batch)
         self.work.prefilled += tokens.size
 
     def insert(self, entering: Sequence[Sequence[Candidate]]) -> None:
         """Copy the prompts of these sequences of each shard into their pages."""
         for batch in self.batches:
-            chosen = [[one for one in candidates if one.batch is batch] for candidates in entering]
+            chosen = [[candidate for candidate in candidates if candidate.batch is batch] for candidates in entering]
             if not (most := max(map(len, chosen))):
                 continue
             rows = bucket(most, self.slot_sizes)
             sources, sequences = np.zeros((self.shards, rows), np.int64), np.full((self.shards, rows), -1)
             for shard, candidates in enumerate(chosen):
-                sources[shard, : len(candidates)] = [one.source for one in candidates]
-                sequences[shard, : len(candidates)] = [one.sequence for one in candidates]
+                sources[shard, : len(candidates)] = [candidate.source for candidate in candidates]
+                sequences[shard, : len(candidates)] = [candidate.sequence for candidate in candidates]
             self.cache.insert(batch, sources, sequences)
         wanted = {id(candidate.batch) for queue in self.candidates for candidate in queue}
         self.batches = [batch for batch in self.batches if id(batch) in wanted]
@@ -237,34 +237,34 @@ class RolloutEngine:
         if not (most := max(map(len, resumed))):
             return
         sequences = np.full((self.shards, bucket(most, self.slot_sizes)), -1)
-        for row, ones in zip(sequences, resumed, strict=True):
-            row[: len(ones)] = ones
-        contexts = {one: self.context(one)[self.cached[one] : -1] for ones in resumed for one in ones}
+        for row, part in zip(sequences, resumed, strict=True):
+            row[: len(part)] = part
+        contexts = {number: self.context(number)[self.cached[number] : -1] for part in resumed for number in part}
         self.work.prefilled += self.cache.extend(self.decoder, self.weights, sequences, contexts, self.cached)
-        for one in contexts:
-            del self.cached[one]
+        for number in contexts:
+            del self.cached[number]
 
-    def answer(self, turns: Turns, found: Mapping[int, Completion]) -> dict[int, Completion]:
+    def answer(self, turns: Turns, ended: Mapping[int, Completion]) -> dict[int, Completion]:
         """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.
 
-        Those of the chunk before are waited for, or all where nothing is left to decode meanwhile.
+        The answers to the chunk before are waited for, or all answers where nothing is left to decode meanwhile.
         """
-        turns.send({sequence: replace(one, tokens=one.turn, given=[]) for sequence, one in found.items()})
-        again = {*found} & self.overrun if self.cache.states.used else set()
+        turns.send({i: replace(completion, tokens=completion.turn, given=[]) for i, completion in ended.items()})
+        again = {*ended} & self.overrun if self.cache.states.used else set()
         self.release(again)
-        self.cached |= {sequence: self.length(sequence) for sequence in found if sequence not in again}
-        due, self.waiting = self.waiting, [*found]
+        self.cached |= {sequence: self.length(sequence) for sequence in ended if sequence not in again}
+        due, self.waiting = self.waiting, [*ended]
         if not ((self.sequences >= 0).any() or any(self.queues) or any(self.candidates) or any(self.answered)):
             due, self.waiting = [*due, *self.waiting], []
         over = []
         for sequence, tokens in turns.receive(due).items() if due else ():
-            one = self.completions[sequence]
+            completion = self.completions[sequence]
             if tokens is None:
                 self.cached.pop(sequence, None)
                 over.append(sequence)
                 continue
-            one.given.append((len(one.tokens), len(one.tokens) + len(tokens)))
-            one.tokens.extend(tokens)
+            completion.given.append((len(completion.tokens), len(completion.tokens) + len(tokens)))
+            completion.tokens.extend(tokens)
             if sequence in self.cached:
                 self.answered[self.shard_of[sequence]].append(sequence)
             else:
@@ -308,23 +308,23 @@ class RolloutEngine:
             self.stop_at_texts(before)
         finished = before[(before >= 0) & (self.sequences != before)].tolist()
         for sequence in finished:
-            one = self.completions[sequence]
-            self.completions[sequence] = replace(one, text=self.sampler.text_of(one))
+            completion = self.completions[sequence]
+            self.completions[sequence] = replace(completion, text=self.sampler.text_of(completion))
         return {sequence: self.completions[sequence] for sequence in finished}
 
     def stop_at_texts(self, sequences: np.ndarray) -> None:
         """End the completions of the slots' sequences behind the token that completes a stop text."""
         self.overrun.clear()
-        for place in zip(*np.nonzero(sequences >= 0), strict=True):
-            one = self.completions[sequences[place]]
-            if length := self.sampler.stopped_length(one.turn):
-                if extra := len(one.turn) - length:
-                    self.overrun.add(int(sequences[place]))
+        for slot in zip(*np.nonzero(sequences >= 0), strict=True):
+            completion = self.completions[sequences[slot]]
+            if length := self.sampler.stopped_length(completion.turn):
+                if extra := len(completion.turn) - length:
+                    self.overrun.add(int(sequences[slot]))
                 self.work.tokens -= extra
-                self.work.completions += int(self.sequences[place] >= 0)
-                for items in (one.tokens, one.logprobs, one.kept or array("f")):
+                self.work.completions += int(self.sequences[slot] >= 0)
+                for items in (completion.tokens, completion.logprobs, completion.kept or array("f")):
                     del items[len(items) - extra :]
-                one.finished, self.sequences[place] = True, -1
+                completion.finished, self.sequences[slot] = True, -1
 
     def stop_after(self, live: int) -> int:
         """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
@@ -337,17 +337,17 @@ class RolloutEngine:
         """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
         live = self.sequences >= 0
         tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
-        for place in zip(*np.nonzero(live), strict=True):
-            prompt, made = self.prompts[self.sequences[place]], self.completions[self.sequences[place]].tokens
-            tokens[place] = made[-1] if made else prompt[-1]
-            lengths[place], counts[place] = len(prompt) + len(made) - 1, len(made)
-            limits[place] = self.limit(int(self.sequences[place]))
+        for slot in zip(*np.nonzero(live), strict=True):
+            prompt, made = self.prompts[self.sequences[slot]], self.completions[self.sequences[slot]].tokens
+            tokens[slot] = made[-1] if made else prompt[-1]
+            lengths[slot], counts[slot] = len(prompt) + len(made) - 1, len(made)
+            limits[slot] = self.limit(int(self.sequences[slot]))
         return Slots(tokens, lengths, counts, limits, self.sequences + self.first_sequence, live)
 
     def limit(self, sequence: int) -> int:
         """How many tokens may follow the sequence's prompt before its turn is cut off."""
-        one = self.completions[sequence]
-        return len(one.tokens) - len(one.turn) + self.options.max_completion_length
+        completion = self.completions[sequence]
+        return len(completion.tokens) - len(completion.turn) + self.options.max_completion_length
 
     def run_decode(
         self, pages: tuple[Pages, ...], begun: int, steps: int, stop_after: int
@@ -375,22 +375,22 @@ class RolloutEngine:
         return drawn, int(done) - begun
 
     def record(self, chunk: sampling.Draw, steps: int) -> int:
-        """Add the tokens of so many steps to their completions, and free the slots of those that ended: how many."""
+        """Add the tokens of so many steps to their completions; returns how many of these ended and left a slot."""
         ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
         lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
-        for place in zip(*np.nonzero(self.sequences >= 0), strict=True):
-            sequence = int(self.sequences[place])
+        for slot in zip(*np.nonzero(self.sequences >= 0), strict=True):
+            sequence = int(self.sequences[slot])
             completion, most = self.completions[sequence], self.limit(sequence)
-            count = min(int(lengths[place]), most - len(completion.tokens))
-            completion.tokens.extend(chunk.tokens[place][:count].tolist())
-            completion.logprobs.extend(chunk.logprobs[place][:count].tolist())
+            count = min(int(lengths[slot]), most - len(completion.tokens))
+            completion.tokens.extend(chunk.tokens[slot][:count].tolist())
+            completion.logprobs.extend(chunk.logprobs[slot][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
-                completion.kept.extend(chunk.kept[place][:count].tolist())
-            completion.finished = bool(stops[place][:count].any())
+                completion.kept.extend(chunk.kept[slot][:count].tolist())
+            completion.finished = bool(stops[slot][:count].any())
             self.work.tokens += count
             self.work.held += count * self.length(sequence) - count * (count - 1) // 2
             if completion.finished or len(completion.tokens) == most:
-                self.sequences[place] = -1
+                self.sequences[slot] = -1
                 self.work.completions += 1
                 ended += 1
         self.work.steps += steps

@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 
 class PagedCache:
-    """The cache of all layers. Numbers of pages are those of a shard; arrays [X, ...] have all shards."""
+    """The cache of all layers. Numbers of pages count one shard's; arrays [X, ...] have all shards."""
 
     def __init__(
         self, model: Decoder, options: RolloutConfig, weights: DecodingWeights, slots: int, tokens: int | None
@@ -44,10 +44,10 @@ class PagedCache:
         self.layers: list[LayerCache] = []
         self.states = SlotStates(model)
         # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
-        whole = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
-        page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(whole)) // self.shards
+        shapes = abstract_cache(model, [self.shards * (kind.window is None) for kind in model.config.kinds], self.page)
+        page = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) // self.shards
         self.weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights))
-        """Their bytes."""
+        """The bytes of the weights."""
         self.least = self.weights // 16 // page if page else 0
 
     @property
@@ -88,10 +88,10 @@ class PagedCache:
         most = pool_pages(self.model, self.options, rows)
         wanted = min(max(self.limits), bucket(max(rows, self.least, *needed), POOLS))
         windows = zip(self.tables, most, needed, strict=True)
-        return [wanted if table.window is None else min(wanted, max(of_rows, own)) for table, of_rows, own in windows]
+        return [wanted if table.window is None else min(wanted, max(of_rows, need)) for table, of_rows, need in windows]
 
     def resize(self, pages: Sequence[int]) -> None:
-        """Have so many pages of each kind, at least those in use."""
+        """Have so many pages of each kind, at least the pages in use."""
         if self.pages == list(pages):
             return
         sources = [on_devices(self.layout, table.resize(n)) for table, n in zip(self.tables, pages, strict=True)]
@@ -107,7 +107,7 @@ class PagedCache:
             table.release(shard, sequence)
 
     def insert(self, batch: Prefilled, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
-        """Copy prompts, those in the rows `sources` of the batch, into the pages of these sequences, and their states.
+        """Copy the prompts in the rows `sources` of the batch into the pages of these sequences, and their states.
 
         -1 is none.
         """
@@ -126,20 +126,20 @@ class PagedCache:
         contexts: Mapping[int, Sequence[int]],
         cached: Mapping[int, int],
     ) -> int:
-        """Prefill these further tokens of the sequences behind those that are cached; returns the tokens computed."""
+        """Prefill further tokens of the sequences behind their cached ones; returns the number of tokens computed."""
         width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
         computed = 0
         for begun in range(0, longest, width):
             tokens = np.zeros((*sequences.shape, width), np.int32)
             lengths, counts = np.zeros((2, *sequences.shape), np.int32)
-            for place in zip(*np.nonzero(sequences >= 0), strict=True):
-                piece = contexts[sequences[place]][begun : begun + width]
-                tokens[place][: len(piece)], counts[place] = piece, len(piece)
-                lengths[place] = cached[sequences[place]] + begun
+            for row in zip(*np.nonzero(sequences >= 0), strict=True):
+                piece = contexts[sequences[row]][begun : begun + width]
+                tokens[row][: len(piece)], counts[row] = piece, len(piece)
+                lengths[row] = cached[sequences[row]] + begun
             views, slots = self.views(sequences, lengths, width), self.states.slots_of(sequences)
-            given = on_devices(self.layout, (*views, slots, tokens, lengths, counts))
-            found = extend(graphdef, weights, tuple(self.layers), tuple(self.states.layers), *given)
-            self.layers, self.states.layers = map(list, found)
+            inputs = on_devices(self.layout, (*views, slots, tokens, lengths, counts))
+            updated = extend(graphdef, weights, tuple(self.layers), tuple(self.states.layers), *inputs)
+            self.layers, self.states.layers = map(list, updated)
             computed += tokens.size
         return computed
 
@@ -151,7 +151,7 @@ class PagedCache:
     def views(
         self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], tokens: int
     ) -> tuple[tuple[Pages, ...], tuple[Int[np.ndarray, "X M S"], ...]]:
-        """What the pages hold of these rows' sequences, and the pages to which so many further tokens of them go."""
+        """What the pages hold of these rows' sequences, and the pages that so many further tokens of each go to."""
         count = (tokens - 2) // self.page + 2
         rows = tuple(table.of_rows(sequences) for table in self.tables)
         return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)

@@ -56,7 +56,7 @@ class PageTable:
             self.owners[shard, held.pop(number)] = FREE
 
     def resize(self, pages: int) -> Int[np.ndarray, "X P"]:
-        """Have so many pages on each shard, at least those in use; returns the old page of each, 0 for a new one."""
+        """Have so many pages on each shard, at least the used ones; returns the old page of each, 0 for a new one."""
         sources = np.zeros((len(self.owners), pages), np.int64)
         owners, starts = np.full_like(sources, FREE), np.zeros_like(sources)
         for shard, used in enumerate(self.owners != FREE):
@@ -72,20 +72,20 @@ class PageTable:
         """What the pages hold, where the shards' rows are these sequences, [X, P]; -1 is none."""
         rows = np.full_like(self.owners, FREE)
         for shard, row in enumerate(sequences):
-            place = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}
-            rows[shard] = [place.get(owner, FREE) for owner in self.owners[shard].tolist()]
+            row_of = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}
+            rows[shard] = [row_of.get(owner, FREE) for owner in self.owners[shard].tolist()]
         return Pages(rows, self.starts)
 
     def places(
         self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], count: int
     ) -> Int[np.ndarray, "X M S"]:
         """The pages of each row's tokens from its length on, `count` of them; the number of pages stands for none."""
-        found = np.full((*sequences.shape, count), self.pages)
-        for place in zip(*np.nonzero(sequences >= 0), strict=True):
-            sequence = int(sequences[place])
-            first, held = int(lengths[place]) // self.size, self.held[sequence]
-            found[place] = [held.get(number, self.pages) for number in range(first, first + count)]
-        return found
+        pages = np.full((*sequences.shape, count), self.pages)
+        for row in zip(*np.nonzero(sequences >= 0), strict=True):
+            sequence = int(sequences[row])
+            first, held = int(lengths[row]) // self.size, self.held[sequence]
+            pages[row] = [held.get(number, self.pages) for number in range(first, first + count)]
+        return pages
 
 
 def page_size(longest: int) -> int:

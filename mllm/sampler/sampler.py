@@ -18,14 +18,14 @@ class Sampler(SamplerSettings):
         step: int,
         first_sequence: int = 0,
         greedy: bool = False,
-        ended: Callable[[Mapping[int, Completion]], object] = lambda found: None,
+        ended: Callable[[Mapping[int, Completion]], object] = lambda completions: None,
         conversations: Turns | None = None,
     ) -> list[Completion]:
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
         log-probabilities are 0. `ended` is called with the completions that have ended, by their prompts' numbers,
-        while others are decoded. `conversations` may have answers to them, from which they go on. ValueError is raised
+        while others are decoded. `conversations` may have answers, from which completions go on. ValueError is raised
         if there are no prompts, or one is empty or longer than `options.max_prompt_length`.
         """
         lengths, limit = sorted({*map(len, prompts)}), self.options.max_prompt_length
@@ -33,6 +33,6 @@ class Sampler(SamplerSettings):
             raise ValueError(f"prompts: expected 1 to {limit} tokens each (rollout.max_prompt_length), got {lengths}")
         engine = RolloutEngine(self, params, prompts, step, first_sequence, greedy)
         while (rows := engine.admit()) or engine.waiting:
-            found = engine.decode_chunk() if rows else {}
-            ended(engine.answer(conversations, found) if conversations else engine.release(found))
+            finished = engine.decode_chunk() if rows else {}
+            ended(engine.answer(conversations, finished) if conversations else engine.release(finished))
         return engine.completions

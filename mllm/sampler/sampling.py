@@ -23,7 +23,7 @@ class Draw(NamedTuple):
     logprobs: Float[Any, "B *C"]
     """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
     kept: Float[Any, "B *C"] | None
-    """The probability of all tokens that these keep, by which they divide; None with none of them."""
+    """The probability of all tokens that top-k, top-p and min-p keep, by which they divide; None without them."""
 
 
 def sequence_keys(
@@ -40,9 +40,9 @@ def sample(
 ) -> Draw:
     """One token for each row; `positions` are the places in completions.
 
-    The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; among those `top_p` keeps the
-    fewest likeliest that have this probability together, 1 all; among those `min_p` keeps the ones with at least this
-    share of the largest probability.
+    The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; of these `top_p` keeps the fewest
+    likeliest that have this probability together, 1 all; of these `min_p` keeps the tokens with at least this share of
+    the largest probability.
     """
     logits = logits / options.temperature
     kept = exclude(logits, options.top_k, options.top_p)
@@ -55,8 +55,8 @@ def sample(
     mass = jax.nn.logsumexp(kept, axis=-1)
     if not options.truncates:
         return Draw(token.astype(jnp.int32), chosen - mass, None)
-    whole = jax.nn.logsumexp(logits, axis=-1)
-    return Draw(token.astype(jnp.int32), chosen - whole, jnp.exp(mass - whole))
+    total = jax.nn.logsumexp(logits, axis=-1)
+    return Draw(token.astype(jnp.int32), chosen - total, jnp.exp(mass - total))
 
 
 def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
@@ -91,9 +91,9 @@ def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[
 
 
 def kept_by_top_p(z_NV: Float[jax.Array, "N V"], top_p: float) -> Bool[jax.Array, "N V"]:
-    """Which logits top-p keeps: those above which there is less than `top_p` of the probability.
+    """Which logits top-p keeps: a logit is kept if all larger ones together have less than `top_p` of the probability.
 
-    It takes 30 sums over the logits; those that differ by less than 1e-7, as float32 probabilities do, may count as
+    It takes 30 sums over the logits; logits that differ by less than 1e-7, as float32 probabilities do, may count as
     equal.
     """
 

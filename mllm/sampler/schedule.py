@@ -36,7 +36,7 @@ class Room(NamedTuple):
     slots: int
     """Sequences, at least one on each device."""
     tokens: int | None = None
-    """Their tokens, those in the pages that they have begun to fill included; None: as many as they may have."""
+    """Their tokens, where pages that they have begun to fill count as full; None: as many as they may have."""
 
 
 class Usual(NamedTuple):
@@ -45,10 +45,10 @@ class Usual(NamedTuple):
     prompts: int
     sequences: int
 
-    def serve(self, own: "Usual", shards: int) -> "Usual":
-        """What a device's programs are made for, whose own share of a rollout is this: the usual if it is no burden."""
+    def serve(self, share: "Usual", shards: int) -> "Usual":
+        """What a device's programs are made for, where it has this share of a rollout: the usual if it is no burden."""
         usual = Usual(-(-self.prompts // shards), -(-self.sequences // shards))
-        return usual if own.sequences <= 2 * usual.sequences else own
+        return usual if share.sequences <= 2 * usual.sequences else share
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
@@ -79,9 +79,9 @@ def window_pages(window: int, size: int) -> int:
 def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int | None = None) -> list[int]:
     """The pages of each kind of layers for so many slots, which have so many tokens together; None: the most."""
     longest, size = options.total_length, page_size(options.total_length)
-    whole = slots * -(-longest // size) if tokens is None else min(slots * -(-longest // size), tokens // size)
+    most = slots * -(-longest // size) if tokens is None else min(slots * -(-longest // size), tokens // size)
     windows = (kind.window for kind in model.config.kinds)
-    return [whole if window is None else min(whole, slots * window_pages(window, size)) for window in windows]
+    return [most if window is None else min(most, slots * window_pages(window, size)) for window in windows]
 
 
 def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = False) -> list[int]:

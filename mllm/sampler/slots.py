@@ -52,7 +52,7 @@ class Slots(NamedTuple):
     counts: Int[Any, "B"]
     """How many tokens the completion has."""
     limits: Int[Any, "B"]
-    """How many it may have."""
+    """How many tokens the completion may have."""
     sequences: Int[Any, "B"]
     """The sequence's number in the step."""
     live: Bool[Any, "B"]
@@ -60,7 +60,7 @@ class Slots(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """What all slots share."""
+    """The settings and the random stream that all slots share."""
 
     stop_ids: Int[Any, "S"]
     seed: Int[Any, ""]
@@ -70,7 +70,7 @@ class Stream(NamedTuple):
 
 
 class Prefilled(NamedTuple):
-    """What the layers keep of prompts, one a row."""
+    """Keys, values and states that the layers keep of prompts, one a row."""
 
     cache: Cache
     states: States
@@ -85,12 +85,12 @@ class Prefilled(NamedTuple):
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
 ) -> Prefilled:
-    """What the layers keep of prompts, each of which begins its row."""
+    """Keys, values and states of prompts, each of which begins its row."""
     model = nnx.merge(graphdef, params)
-    places = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
-    kept = model.apply_layers(prompts, places, (places < lengths[:, None]).astype(jnp.int32), keep=True)[1]
-    states = tuple(DeltaState(*one) for one in zip(*kept.get("delta", ((), ())), strict=True))
-    return Prefilled(tuple(LayerCache(*one) for one in zip(*kept["layers"], strict=True)), states)
+    positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
+    kept = model.apply_layers(prompts, positions, (positions < lengths[:, None]).astype(jnp.int32), keep=True)[1]
+    states = tuple(DeltaState(*arrays) for arrays in zip(*kept.get("delta", ((), ())), strict=True))
+    return Prefilled(tuple(LayerCache(*arrays) for arrays in zip(*kept["layers"], strict=True)), states)
 
 
 @partial(jax.jit, static_argnames="layout", donate_argnums=0)
@@ -170,8 +170,8 @@ def decode(
 
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         _, done, _, _, _, live = carry
-        left = live.sum()
-        return (done < begun + steps) & (left > 0) & (alive - left < stop_after)
+        remaining = live.sum()
+        return (done < begun + steps) & (remaining > 0) & (alive - remaining < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
         chunk, done, tail, states, tokens, live = carry
@@ -179,7 +179,7 @@ def decode(
         hidden, tail, states = apply_tokens(graphdef, weights, cache, pages, tail, *rows)
         positions = slots.counts + done
         logits = logits_of(model, hidden[:, 0])
-        # Both in one program: evaluation takes the likeliest tokens with those that training compiled.
+        # Both in one program: evaluation takes the likeliest tokens with the programs that training compiled.
         drawn = jax.lax.cond(
             stream.greedy,
             lambda logits: sampling.greedy(logits, options),
@@ -187,7 +187,7 @@ def decode(
             logits,
         )
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
-        chunk = jax.tree.map(lambda whole, new: whole.at[:, done].set(new), chunk, drawn)
+        chunk = jax.tree.map(lambda array, new: array.at[:, done].set(new), chunk, drawn)
         return chunk, done + 1, tail, states, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
@@ -219,25 +219,25 @@ def extend(
     model = merge(graphdef, weights)
     layout, kinds = model.layout, model.config.kind_of_layer
     tail = empty_cache(model, [tokens.shape[0]] * len(model.config.kinds), tokens.shape[1])
-    own = tuple(take_rows(layout, one, slots) for one in states)
+    row_states = tuple(take_rows(layout, layer, slots) for layer in states)
     real = jnp.arange(tokens.shape[1]) < counts[:, None]
-    _, tail, own = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0, own, real)
-    states = tuple(put_rows(layout, old, new, slots) for old, new in zip(states, own, strict=True))
+    _, tail, row_states = apply_tokens(graphdef, weights, cache, pages, tail, tokens, lengths, 0, row_states, real)
+    states = tuple(put_rows(layout, old, new, slots) for old, new in zip(states, row_states, strict=True))
     return add_tail(cache, tail, places, lengths, kinds=kinds, layout=layout), states
 
 
 def take_rows(layout: Layout | None, states: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
     """These rows of each device's states; a row beyond the last stands for any. Inside jit."""
-    axes = [(one, ("batch",)) for one in STATE_AXES]
+    axes = [(names, ("batch",)) for names in STATE_AXES]
     take = partial(on_each_device, layout, lambda old, rows: old.at[rows].get(mode="clip"))
-    return DeltaState(*(take(one)(old, rows) for old, one in zip(states, axes, strict=True)))
+    return DeltaState(*(take(arguments)(old, rows) for old, arguments in zip(states, axes, strict=True)))
 
 
 def put_rows(layout: Layout | None, states: DeltaState, new: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
     """Each device's states with new ones in these rows; what goes beyond the last row is left out. Inside jit."""
-    axes = [(one, one, ("batch",)) for one in STATE_AXES]
+    axes = [(names, names, ("batch",)) for names in STATE_AXES]
     put = partial(on_each_device, layout, lambda old, new, rows: old.at[rows].set(new, mode="drop"))
-    return DeltaState(*(put(one)(*both, rows) for *both, one in zip(states, new, axes, strict=True)))
+    return DeltaState(*(put(arguments)(*arrays, rows) for *arrays, arguments in zip(states, new, axes, strict=True)))
 
 
 def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
@@ -247,7 +247,7 @@ def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
 
 @cache
 def zeros(shapes: Any) -> Callable[[], Any]:
-    """A program that makes zeros; they have a sharding, as what other programs return, or these would compile twice."""
+    """A program that makes zeros; they are sharded like other programs' results, or the next would compile twice."""
     made = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
 
@@ -266,8 +266,8 @@ def add_tail(
     write = on_each_device(layout, written, (CACHED_KEYS, CACHED_KEYS, ("batch",), ("batch",)))
     size = cache[0].keys.shape[2]
     return tuple(
-        LayerCache(*(write(old, new, places[kind], lengths % size) for old, new in zip(pool, own, strict=True)))
-        for kind, pool, own in zip(kinds, cache, tail, strict=True)
+        LayerCache(*(write(old, new, places[kind], lengths % size) for old, new in zip(pool, layer_tail, strict=True)))
+        for kind, pool, layer_tail in zip(kinds, cache, tail, strict=True)
     )
 
 
@@ -289,5 +289,5 @@ def on_devices(layout: Layout | None, tree: Any) -> Any:
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
     if layout is None:
         return flat
-    place = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
-    return jax.tree.map(lambda x: place(x, x.shape), flat)  # the shape says that each process passes all rows
+    distribute = partial(jax.make_array_from_process_local_data, sharding(layout.mesh, ("batch",)))
+    return jax.tree.map(lambda x: distribute(x, x.shape), flat)  # the shape says that each process passes all rows

@@ -24,10 +24,10 @@ def abstract_states(model: Decoder, rows: int) -> States:
     config, layout = model.config, model.layout
     if not (layers := config.layers_of("delta")):
         return ()
-    one = jax.eval_shape(partial(empty_state, rows, config.delta_net, model.dtype))
+    spec = jax.eval_shape(partial(empty_state, rows, config.delta_net, model.dtype))
     if layout is not None:
-        one = DeltaState(*(layout.abstract(x.shape, x.dtype, axes) for x, axes in zip(one, STATE_AXES, strict=True)))
-    return (one,) * len(layers)
+        spec = DeltaState(*(layout.abstract(x.shape, x.dtype, axes) for x, axes in zip(spec, STATE_AXES, strict=True)))
+    return (spec,) * len(layers)
 
 
 class SlotStates:
@@ -60,18 +60,18 @@ class SlotStates:
                 self.layers[index] = move(states, placed, layout=self.layout)
 
     def insert(self, prompts: States, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:
-        """Copy the states of prompts, those in these rows, to these sequences; -1 is none."""
+        """Copy the states of the prompts in the rows `sources` to these sequences; -1 is none."""
         placed = on_devices(self.layout, (sources, self.slots_of(sequences)))
         for index, states in enumerate(prompts):
             self.layers[index] = enter(self.layers[index], states, *placed, layout=self.layout)
 
     def slots_of(self, sequences: Int[np.ndarray, "X M"]) -> Int[np.ndarray, "X M"]:
         """The slot of each of these sequences; the number of slots stands for none."""
-        found = np.full(sequences.shape, self.sequences.shape[1])
+        slots = np.full(sequences.shape, self.sequences.shape[1])
         for shard, (row, wanted) in enumerate(zip(self.sequences.tolist(), sequences.tolist(), strict=True)):
-            slot = {sequence: index for index, sequence in enumerate(row) if sequence >= 0}
-            found[shard] = [slot.get(sequence, len(row)) for sequence in wanted]
-        return found
+            slot_of = {sequence: index for index, sequence in enumerate(row) if sequence >= 0}
+            slots[shard] = [slot_of.get(sequence, len(row)) for sequence in wanted]
+        return slots
 
 
 @partial(jax.jit, static_argnames="layout")
@@ -89,5 +89,5 @@ def enter(
     *,
     layout: Layout | None,
 ) -> DeltaState:
-    """The states with each device's prompts, those in the rows `sources`, in these slots; beyond the last is none."""
+    """The states with each device's prompts of the rows `sources` in these slots; beyond the last is none."""
     return put_rows(layout, states, take_rows(layout, prompts, sources), slots)

@@ -48,55 +48,55 @@ def sample_trajectories(
     Prompt i draws from the stream (seed, step, first_sequence + i). Environments begin as `Conversations` says, `fixed`
     or not.
     """
-    mine = range(len(prompts))[rows.part_of(len(prompts), group)]
+    local = range(len(prompts))[rows.part_of(len(prompts), group)]
     tokens = [prompt.tokens for prompt in prompts]
     talk: Conversations | None = None
 
-    def sample_of(number: int, one: Completion) -> Sample:
-        example = prompts[number].example
-        return talk.found[number].sample(example) if talk else Sample(example, one.text, one.tokens, not one.finished)
+    def sample_of(i: int, reply: Completion) -> Sample:
+        example = prompts[i].example
+        return talk.found[i].sample(example) if talk else Sample(example, reply.text, reply.tokens, not reply.finished)
 
-    with rewards.scoring(len(mine)) as scoring, ExitStack() as stack:
+    with rewards.scoring(len(local)) as scoring, ExitStack() as stack:
 
-        def ended(found: Mapping[int, Completion]) -> None:
-            known = [i for i in found if i in mine and not (talk and i in talk.ends)]
-            scoring.add({i - mine.start: sample_of(i, found[i]) for i in known})
+        def ended(finished: Mapping[int, Completion]) -> None:
+            known = [i for i in finished if i in local and not (talk and i in talk.ends)]
+            scoring.add({i - local.start: sample_of(i, finished[i]) for i in known})
 
         with watch.phase("rollout"):
             where: dict[str, Any] = {"step": step, "first_sequence": first_sequence}
-            how: dict[str, Any] = {**where, "greedy": greedy, "ended": ended}
+            options: dict[str, Any] = {**where, "greedy": greedy, "ended": ended}
             if rewards.environments:
                 talk = Conversations(
                     rewards, sampler.renderer, sampler.options, sampler.seed, rows, group, **where, fixed=fixed
                 )
-                how["conversations"] = stack.enter_context(talk)
+                options["conversations"] = stack.enter_context(talk)
                 tokens = talk.start(prompts)
-            completions = sampler.complete(params, tokens, **how)
+            completions = sampler.complete(params, tokens, **options)
             held = talk.finish() if talk else []
         with watch.phase("reward"):
             with raise_everywhere():
-                scored = scoring.finish([sample_of(i, completions[i]) for i in mine])
+                scored = scoring.finish([sample_of(i, completions[i]) for i in local])
             answers = chain(*rows.gather(scored))
     return [
-        trajectory(prompt, one, answer, held[number] if held else None)
-        for number, (prompt, one, answer) in enumerate(zip(prompts, completions, answers, strict=True))
+        trajectory(prompt, reply, answer, held[number] if held else None)
+        for number, (prompt, reply, answer) in enumerate(zip(prompts, completions, answers, strict=True))
     ]
 
 
 def trajectory(
-    prompt: Prompt, one: Completion, answers: Sequence[Sequence[Any]], held: Conversation | None
+    prompt: Prompt, reply: Completion, answers: Sequence[Sequence[Any]], held: Conversation | None
 ) -> Trajectory:
-    """A completion and its rewards; what it consists of, in a conversation, is known to that alone."""
-    tokens, sampled = [*prompt.tokens, *one.tokens], [False] * len(prompt.tokens) + [True] * len(one.tokens)
+    """A completion and its rewards; in a conversation, `held` alone knows all tokens and messages."""
+    tokens, sampled = [*prompt.tokens, *reply.tokens], [False] * len(prompt.tokens) + [True] * len(reply.tokens)
     return Trajectory(
         np.array(held.tokens if held else tokens, np.int32),
         np.array(held.sampled if held else sampled),
-        np.array(one.logprobs, np.float32),
-        None if one.kept is None else np.array(one.kept, np.float32),
-        held.finished if held else one.finished,
+        np.array(reply.logprobs, np.float32),
+        None if reply.kept is None else np.array(reply.kept, np.float32),
+        held.finished if held else reply.finished,
         held.prompt[-1]["content"] if held else prompt.example.question,
-        held.assistant[-1]["content"] if held else one.text,
-        [tuple(given) for given in answers],  # lists, where another process sent them
+        held.assistant[-1]["content"] if held else reply.text,
+        [tuple(answer) for answer in answers],  # lists, where another process sent them
         held.messages if held else (),
     )
 
@@ -110,13 +110,13 @@ def group_rewards(
     mean to be compared with. Raises StepError where more than the share `most_failed` of the groups failed; it quotes
     the first failure of the most frequent function and kind.
     """
-    rewards = weighted_sum([one.rewards for one in trajectories], functions.weights).reshape(-1, group)
+    rewards = weighted_sum([trajectory.rewards for trajectory in trajectories], functions.weights).reshape(-1, group)
     failed = np.isnan(rewards).any(axis=1)
     if failed.mean() > most_failed:
         failures = [
             (name, kind, message)
             for index, (name, weight) in enumerate(zip(functions.names, functions.weights, strict=True))
-            for kind, message, *_ in (one.rewards[index] for one in trajectories)
+            for kind, message, *_ in (trajectory.rewards[index] for trajectory in trajectories)
             if weight and kind in FAILURES
         ]
         (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
@@ -131,7 +131,7 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
     """For each reward function the mean and deviation of its values, and how often it failed; lengths; turns, tools."""
     lengths = np.array([len(trajectory.logprobs) for trajectory in trajectories])
     metrics = {
-        **reward_metrics(names, [one.rewards for one in trajectories]),
+        **reward_metrics(names, [trajectory.rewards for trajectory in trajectories]),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
@@ -149,7 +149,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not (talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]):
         return {}
     messages = [*chain.from_iterable(talks)]
-    roles, errors = Counter(one["role"] for one in messages), sum(one.get("tool_errors", 0) for one in messages)
+    roles, errors = Counter(turn["role"] for turn in messages), sum(turn.get("tool_errors", 0) for turn in messages)
     return {
         "environment/mean_turns": roles["assistant"] / len(talks),
         "tools/call_frequency": roles["tool"] / len(talks),
@@ -159,7 +159,7 @@ def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: float) -> dict[str, Any]:
     """The line of samples.jsonl; null for a reward that failed or does not apply, and for a NaN advantage."""
-    logged = chain.from_iterable(rest for _, _, *rest in trajectory.rewards)
+    logged = chain.from_iterable(entries for _, _, *entries in trajectory.rewards)
     extra = {
         printable(column): printable(value, "\n\t") if isinstance(value, str) else value
         for kind, column, value in logged

@@ -21,18 +21,18 @@ def is_bucket(place: object) -> bool:
 
 
 def bucket_path(url: str) -> epath.Path:
-    """The path of a URL; UserError where it names no place in a bucket, or gcsfs is missing. It may be a stranger's."""
-    rest = url.removeprefix(SCHEME).strip("/")
-    if not is_plain(rest):  # copies of its objects are below a folder of that name
+    """The path of a URL, which may be a stranger's; UserError if it names no place in a bucket, or gcsfs is missing."""
+    path = url.removeprefix(SCHEME).strip("/")
+    if not is_plain(path):  # copies of its objects are below a folder of that name
         raise UserError(f"{url}: is no place in a bucket: give {SCHEME}bucket/path")
     need("gcsfs", "gcs", SCHEME)
-    return epath.Path(f"{SCHEME}{rest}")
+    return epath.Path(f"{SCHEME}{path}")
 
 
 def below(folder: epath.Path) -> list[epath.Path]:
     """The files and folders just below a folder; none where there is no folder. Raises where a disk or bucket fails.
 
-    `is_dir` does not: it says of a bucket that refuses or fails that there is nothing.
+    `is_dir` raises nothing: for it, a bucket that refuses or fails is empty.
     """
     try:
         return list(folder.iterdir())
@@ -41,9 +41,9 @@ def below(folder: epath.Path) -> list[epath.Path]:
 
 
 def local_place(url: str, root: str) -> Path:
-    """The folder of this machine for what belongs to a URL: `root` in mllm's own in $XDG_CACHE_HOME or ~/.cache."""
-    scheme, _, rest = url.rstrip("/").partition("://")
-    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / rest
+    """This machine's folder for the files of a URL: in `root`, in mllm's folder in $XDG_CACHE_HOME or ~/.cache."""
+    scheme, _, path = url.rstrip("/").partition("://")
+    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / path
 
 
 def cache_folder() -> Path:

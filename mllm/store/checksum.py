@@ -1,9 +1,9 @@
 """Checksums of arrays, which find damage that no storage format finds.
 
 An array's bits are taken as 32 bit words. Every word is multiplied by an odd weight made from its index, and the
-products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh finds
-the same. One changed word always changes both sums, since an odd weight has an inverse; several go unnoticed with a
-probability of 2^-64. Somebody who also corrects the sums is not found out.
+products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh has
+the same sums. One changed word always changes both sums, since an odd weight has an inverse; several go unnoticed with
+a probability of 2^-64. Somebody who also corrects the sums is not found out.
 """
 
 from collections.abc import Mapping
@@ -25,23 +25,23 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
     if not arrays:
         return {}
     layout: Any = next(iter(arrays.values())).sharding
-    found = np.asarray(sums(list(arrays.values()), NamedSharding(layout.mesh, PartitionSpec())))
-    return {name: f"{first:08x}{second:08x}" for name, (first, second) in zip(arrays, found, strict=True)}
+    pairs = np.asarray(sums(list(arrays.values()), NamedSharding(layout.mesh, PartitionSpec())))
+    return {name: f"{first:08x}{second:08x}" for name, (first, second) in zip(arrays, pairs, strict=True)}
 
 
 @partial(jax.jit, static_argnums=1)
 def sums(arrays: list[Array], replicated: NamedSharding) -> UInt32[Array, "N 2"]:
     """Both sums of each array."""
-    found = jnp.stack([jnp.stack(weighted_sums(words(array))) for array in arrays])
-    return jax.lax.with_sharding_constraint(found, replicated)
+    pairs = jnp.stack([jnp.stack(weighted_sums(words(array))) for array in arrays])
+    return jax.lax.with_sharding_constraint(pairs, replicated)
 
 
 def words(array: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
     """The array's bits; elements of eight bytes give two words each, in a dimension of their own."""
     if array.dtype == jnp.bool:
         return array.astype(jnp.uint32)
-    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[array.dtype.itemsize]
-    return jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
+    dtype = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[array.dtype.itemsize]
+    return jax.lax.bitcast_convert_type(array, dtype).astype(jnp.uint32)
 
 
 def weighted_sums(words: UInt32[Array, "..."]) -> list[UInt32[Array, ""]]:
@@ -55,11 +55,11 @@ def weighted_sums(words: UInt32[Array, "..."]) -> list[UInt32[Array, ""]]:
 
 def index_numbers(shape: tuple[int, ...], factors: tuple[int, ...]) -> UInt32[Array, "..."]:
     """A number for each element, from its index along each dimension: a flat index would not fit into 32 bits."""
-    found = jnp.full(shape, 1, jnp.uint32)
+    numbers = jnp.full(shape, 1, jnp.uint32)
     for dim in range(len(shape)):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        found = found * jnp.uint32(31) + index * jnp.uint32(factors[dim % len(factors)])
-    return found
+        numbers = numbers * jnp.uint32(31) + index * jnp.uint32(factors[dim % len(factors)])
+    return numbers
 
 
 def mix(numbers: UInt32[Array, "..."]) -> UInt32[Array, "..."]:

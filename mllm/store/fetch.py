@@ -1,8 +1,8 @@
 """Objects of a bucket as files of this machine: models, data and other runs, which all other code reads from disk.
 
 An object is fetched once, and again when its size or time says that it has changed. A file has its name only when it
-is whole. The folders below `local_place` may be deleted whenever nothing uses them; each fetch removes those that
-nothing has used for `UNUSED_DAYS`, and of more than `MOST_BYTES` those that were used longest ago.
+is whole. The folders below `local_place` may be deleted whenever nothing uses them; each fetch removes folders that
+nothing has used for `UNUSED_DAYS`, and the folders used longest ago while all have more than `MOST_BYTES`.
 """
 
 import fcntl
@@ -67,7 +67,7 @@ def matching(url: str, patterns: Sequence[str]) -> list[str]:
 
 
 def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
-    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, and others wait."""
+    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, the others wait."""
     with naming(key):
         bucket_path(url)  # an URL that names no place in a bucket could lead anywhere below
     folder = local_place(url.rstrip("/"), OBJECTS)
@@ -80,7 +80,7 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
             stat = None
         if stat is None or stat.is_directory:
             raise UserError(f"{source}: there is no such object: correct the URL")
-        mark = path.with_name(f".{path.name}.generation")  # says of which object the file is
+        mark = path.with_name(f".{path.name}.generation")  # says which version of the object the file is
         with suppress(OSError):
             if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:
                 return path
@@ -103,21 +103,21 @@ def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
         return list(pool.map(get, names))
 
 
-def prune(places: Iterable[Path]) -> None:
-    """Remove the files in such folders as the module says; not of those that were used within a day, or are locked."""
-    found = list[tuple[float, int, Path]]()
-    for place in places:
+def prune(folders: Iterable[Path]) -> None:
+    """Remove the files in such folders as the module says; no files in folders used within a day, or locked."""
+    entries = list[tuple[float, int, Path]]()
+    for folder in folders:
         with suppress(OSError):  # another process may be removing them, too
-            files = [path.stat() for path in place.rglob("*") if path.is_file()]
+            files = [path.stat() for path in folder.rglob("*") if path.is_file()]
             used = max((file.st_mtime for file in files), default=0.0)
-            found.append((used, sum(file.st_size for file in files), place))
-    total = sum(size for _, size, _ in found)
-    for used, size, place in sorted(found):
+            entries.append((used, sum(file.st_size for file in files), folder))
+    total = sum(size for _, size, _ in entries)
+    for used, size, folder in sorted(entries):
         days = (time.time() - used) / 86400
         if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
             with suppress(OSError), ExitStack() as held:
-                if all(held.enter_context(locked(lock.parent, wait=False)) for lock in place.rglob(LOCK)):
-                    for path in place.rglob("*"):
+                if all(held.enter_context(locked(lock.parent, wait=False)) for lock in folder.rglob(LOCK)):
+                    for path in folder.rglob("*"):
                         if path.is_file() and path.name != LOCK:  # others may wait for the lock
                             path.unlink()
                     total -= size

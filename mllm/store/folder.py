@@ -30,8 +30,8 @@ def find_fault(error: BaseException | None) -> OSError | None:
     while error is not None:
         if isinstance(error, OSError):
             return error
-        if found := TENSORSTORE_ERROR.search(str(error)):
-            return OSError(int(found[1]), os.strerror(int(found[1])))
+        if match := TENSORSTORE_ERROR.search(str(error)):
+            return OSError(int(match[1]), os.strerror(int(match[1])))
         error = error.__cause__ or error.__context__
     return None
 

@@ -155,18 +155,18 @@ class Lease:
 
     def wait_for_end(self) -> Any:
         """Wait until the lease that is there has ended; returns the generation of what may be replaced."""
-        found = self.objects.read(LOCK).result()
-        if found.state != "value":
-            return found.stamp.generation
-        name = printable(found.value.decode(errors="replace"))[:200]
+        lease = self.objects.read(LOCK).result()
+        if lease.state != "value":
+            return lease.stamp.generation
+        name = printable(lease.value.decode(errors="replace"))[:200]
         print(f"{self.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
-        deadline, generation = clock() + SECONDS, found.stamp.generation
+        deadline, generation = clock() + SECONDS, lease.stamp.generation
         while clock() < deadline:
             time.sleep(SECONDS / RENEWALS)
-            found = self.objects.read(LOCK).result()
-            if found.state != "value":
-                return found.stamp.generation
-            if found.stamp.generation != generation:
+            lease = self.objects.read(LOCK).result()
+            if lease.state != "value":
+                return lease.stamp.generation
+            if lease.stamp.generation != generation:
                 raise UserError(f"run_dir: {self.url} is in use by {name}; wait for it, or give another folder")
         return generation
 
@@ -176,11 +176,11 @@ class Lease:
         content = json.dumps({"holder": self.holder, "time": time.time()}).encode()
         stamp = self.objects.write(LOCK, content, if_equal=self.generation).result()
         if not stamp.generation:
-            found = self.objects.read(LOCK).result()
-            if found.value != content:
+            lease = self.objects.read(LOCK).result()
+            if lease.value != content:
                 self.lost = True
                 return
-            stamp = found.stamp
+            stamp = lease.stamp
         self.generation, self.renewed = stamp.generation, begun
 
     def renew(self) -> None:

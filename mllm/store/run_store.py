@@ -56,7 +56,7 @@ class RunStore:
     """The place of one run: a folder, or gs://bucket/path."""
 
     def __init__(self, url: str | Path, copy: Path | None = None) -> None:
-        """Opens nothing. `copy` is a folder with a bucket's files, for who reads them; by default that of a writer."""
+        """Opens nothing. `copy` is a folder with a bucket's files, to be read; by default the folder of a writer."""
         self.in_bucket = is_bucket(url)
         self.url = str(url).rstrip("/") if self.in_bucket else str(Path(url))
         self.folder = copy or (local_place(self.url, MIRRORS) if self.in_bucket else Path(url))
@@ -82,7 +82,7 @@ class RunStore:
     # Files
 
     def local(self, name: str) -> Path:
-        """A file as one of this machine, fetched if it is in a bucket, where it must be."""
+        """A file on this machine, fetched if the run is in a bucket, where the file must be."""
         return fetch(self.url, [name], "run_dir")[0] if self.in_bucket else self.folder / name
 
     def is_run(self) -> bool:
@@ -90,7 +90,7 @@ class RunStore:
         return CONFIG in self.entries()
 
     def entries(self) -> list[str]:
-        """The names of the files and folders just below the run's, in order; none where there is no folder."""
+        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
         with self.failing("", "read"):
             return sorted(path.name for path in below(self.place))
 
@@ -106,10 +106,10 @@ class RunStore:
             except (FileNotFoundError, NotADirectoryError):
                 return None
             with open(handle, "rb") as file:
-                found = os.fstat(handle)
-                if not stat.S_ISREG(found.st_mode) or found.st_size > LARGEST_FILE:
+                status = os.fstat(handle)
+                if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
                     raise UserError(f"{path}: is no regular file of up to {LARGEST_FILE >> 30} GiB: remove it")
-                return file.read(found.st_size)
+                return file.read(status.st_size)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
@@ -160,9 +160,9 @@ class RunStore:
         return log
 
     def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
-        """How logs differ from their marks, in words, those that do."""
-        found = {name: compare(self.read_log(name), mark) for name, mark in marks.items()}
-        return {name: fault for name, fault in found.items() if fault}
+        """How logs differ from their marks, in words; logs that don't are left out."""
+        faults = {name: compare(self.read_log(name), mark) for name, mark in marks.items()}
+        return {name: fault for name, fault in faults.items() if fault}
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
@@ -208,8 +208,8 @@ class RunStore:
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
         with self.failing(CHECKPOINTS, "read"):
-            found = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
-            return sorted(int(path.name) for path in found if not self.in_bucket or (path / PUBLISHED).exists())
+            paths = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
+            return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
     def document(self, step: int | str) -> dict[str, Any]:
         """The document of a checkpoint.
@@ -220,8 +220,8 @@ class RunStore:
         with self.failing(f"{CHECKPOINTS}/{step}", "read"):
             if self.in_bucket:
                 path = self.place / name
-                there = path.exists() and path.stat().length < LARGEST_DOCUMENT
-                content = path.read_bytes() if there else None
+                readable = path.exists() and path.stat().length < LARGEST_DOCUMENT
+                content = path.read_bytes() if readable else None
             else:
                 content = self.read(name)
         if content is None:
@@ -250,8 +250,8 @@ class RunStore:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
         aside = f"damaged_{step}"
         try:
-            others = {path.name for path in self.checkpoints.iterdir()}
-            while aside in others:
+            names = {path.name for path in self.checkpoints.iterdir()}
+            while aside in names:
                 aside += "_again"
             self.check()
             (self.checkpoints / str(step)).rename(self.checkpoints / aside)
@@ -272,7 +272,7 @@ def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.P
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """What changes with a file."""
+    """A file's size and time, which change when it does."""
     return path.stat().st_size, path.stat().st_mtime_ns
 
 
@@ -298,10 +298,10 @@ def find_run(run: str, key: str) -> RunStore | None:
 
 def tool_run(run: str) -> RunStore:
     """The store of a tool's argument; UserError where a bucket has no run there."""
-    found = find_run(run, "RUN")
-    if found is None and is_bucket(run):
+    store = find_run(run, "RUN")
+    if store is None and is_bucket(run):
         raise UserError(f"{run}: no config.yaml; give a run_dir")
-    return found or RunStore(os.path.expanduser(run))
+    return store or RunStore(os.path.expanduser(run))
 
 
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:

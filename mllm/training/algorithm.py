@@ -33,14 +33,14 @@ class Pass(NamedTuple):
     """A program that goes over a rollout's batches, or over preferences, before their updates: for the plan."""
 
     policy: Literal["policy", "teacher"]
-    """Whose log-probabilities it computes."""
+    """The model whose log-probabilities it computes."""
     beside_optimizer: bool = True
     """Whether the optimizer's moments are in memory by then."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run has loaded, and an algorithm makes its source from."""
+    """The loaded parts of a run, from which an algorithm makes its source."""
 
     config: Config
     mesh: Mesh

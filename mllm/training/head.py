@@ -20,7 +20,7 @@ from mllm.parallel.mesh import sharding
 
 
 class States(NamedTuple):
-    """What a model gives the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
+    """A model's arrays for the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
 
     hidden: Float[Array, "B T D"]
     weight: Float[Array, "V D"]
@@ -32,11 +32,11 @@ class Head:
 
     def __init__(self, config: HeadConfig, mesh: Mesh, temperature: float = 1.0) -> None:
         """The policy is the distribution that is sampled from, so its temperature is part of it."""
-        impl, kind = config.impl or "", mesh.devices.flat[0].platform
-        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, kind)
-        if needed != kind:
+        impl, platform = config.impl or "", mesh.devices.flat[0].platform
+        needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, platform)
+        if needed != platform:
             needs = f"{impl} needs a {needed.upper()}"
-            raise UserError(f"head.impl: {needs}, and the devices here are of the kind {kind}: remove it")
+            raise UserError(f"head.impl: {needs}, and the devices here are of the kind {platform}: remove it")
         self.workspace = None if config.workspace_mib is None else config.workspace_mib * 2**20
         self.options: dict[str, Any] = {
             "temperature": temperature,
@@ -46,8 +46,8 @@ class Head:
 
     def logprobs(self, states: States, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
-        how = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
-        return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **how, **self.options)
+        options = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
+        return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **options, **self.options)
 
     def loss(
         self,
@@ -62,7 +62,7 @@ class Head:
 
         With a `teacher` the objective may name the `divergence` from it, whose `kind` and `beta` are given.
         """
-        given: dict[str, Any] = (
+        teacher_arrays: dict[str, Any] = (
             {} if teacher is None else {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.copy}
         )
         return lm_head.token_loss(
@@ -75,7 +75,7 @@ class Head:
             weight_copy=states.copy,
             workspace=self.workspace,
             dtype=states.hidden.dtype,
-            **given,
+            **teacher_arrays,
             **divergence,
             **self.options,
         )

@@ -1,8 +1,8 @@
 """The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), a schedule, and updates of bfloat16 numbers.
 
-Those are computed in float32 and rounded up or down at random, so that their mean is exact. A learning rate of 1e-6
-moves a weight by much less than half the distance of two bfloat16 numbers: rounded to nearest it would never move. The
-optimizer's moments, which would stall where b2 is near 1, are rounded in the same way. docs/log.md has the figures.
+Such updates are computed in float32 and rounded up or down at random, so that their mean is exact. A learning rate of
+1e-6 moves a weight by much less than half the distance of two bfloat16 numbers: rounded to nearest it would never move.
+The optimizer's moments, which would stall where b2 is near 1, are rounded in the same way. docs/log.md has the figures.
 
 Stochastic rounding: Gupta et al. 2015, Deep learning with limited numerical precision, section 3.
 """
@@ -40,14 +40,14 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 
 def make_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """The learning rate as a function of the update's number: up over the warm-up, then down to `final_fraction`."""
-    peak, rest = config.learning_rate, max(steps - config.warmup_steps, 1)
+    peak, decay_steps = config.learning_rate, max(steps - config.warmup_steps, 1)
     match config.schedule:
         case "constant":
             body = optax.constant_schedule(peak)
         case "linear":
-            body = optax.linear_schedule(peak, peak * config.final_fraction, rest)
+            body = optax.linear_schedule(peak, peak * config.final_fraction, decay_steps)
         case "cosine":
-            body = optax.cosine_decay_schedule(peak, rest, config.final_fraction)
+            body = optax.cosine_decay_schedule(peak, decay_steps, config.final_fraction)
     if config.warmup_steps == 0:
         return body
     # The first update already has a rate: a warm-up that begins at 0 would waste it.
@@ -81,7 +81,7 @@ def updated(
         (gradients, opt_state, params),
     )
     updates, state = optimizer.update(*wide)
-    new = optax.apply_updates(wide[2], updates), state
+    results = optax.apply_updates(wide[2], updates), state
 
     def narrow(path: KeyPath, value: Any, old: Any) -> Any:
         if value.dtype == old.dtype:
@@ -89,7 +89,7 @@ def updated(
         bits = jax.random.bits(jax.random.fold_in(key, zlib.crc32(keystr(path).encode())), value.shape, jnp.uint16)
         return dither(value, bits.astype(jnp.uint32))  # with random bits: rounded at random
 
-    return jax.tree_util.tree_map_with_path(narrow, new, (params, opt_state))
+    return jax.tree_util.tree_map_with_path(narrow, results, (params, opt_state))
 
 
 def update_key(seed: int, step: Any) -> Key[Array, ""]:

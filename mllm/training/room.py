@@ -49,18 +49,18 @@ def room_that_fits(
     weights, shared = map(bytes_on_device, abstract_decoding_weights(model, policy.params, rollout.weights == "int8"))
     shards, longest, size = layout.row_shards, rollout.total_length, page_size(rollout.total_length)
     most = pool_pages(model, rollout, shards)
-    whole = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
+    entry = bytes_on_device(abstract_cache(model, [shards] * len(most), 1))
     state = bytes_on_device(abstract_states(model, shards))
-    waiting = PREFILLED_BATCHES * (max(PREFILL_TOKENS, longest) * whole + PREFILLED_STATES * state)
+    waiting = PREFILLED_BATCHES * (max(PREFILL_TOKENS, longest) * entry + PREFILLED_STATES * state)
     logits = layout.abstract((shards, model.config.vocab_size), jnp.float32, ("batch", "vocab"))
     windows = [0 if kind.window is None else count for kind, count in zip(model.config.kinds, most, strict=True)]
-    fixed = LOGITS * bytes_on_device(logits) + CHUNK * whole + bytes_on_device(abstract_cache(model, windows, size))
+    fixed = LOGITS * bytes_on_device(logits) + CHUNK * entry + bytes_on_device(abstract_cache(model, windows, size))
     fixed += state
     token = bytes_on_device(abstract_cache(model, [shards * (kind.window is None) for kind in model.config.kinds], 1))
     if rollout.turns > 1:  # an answer's scores and their exponentials, and its own keys and values
         scores = (shards, 2 * PIECE * model.config.num_attention_heads)
         token += bytes_on_device(layout.abstract(scores, jnp.float32, ("batch", "heads")))
-        fixed += PIECE * whole + state
+        fixed += PIECE * entry + state
     trained, frozen = policy.split(policy.params)
     training = abstract_state(trained, make_optimizer(optimizer, steps=1))
     kept = bytes_on_device((training.params, training.opt_state, frozen))

@@ -103,7 +103,7 @@ class Forward:
 class Teacher(Forward):
     """The teacher's model and the student's head; no gradient reaches it.
 
-    Only a student without training samples tokens that it lacks: they are read as its last one, of probability 0.
+    Only an untrained student samples tokens that the teacher lacks: they are read as its last one, of probability 0.
     """
 
     def states(self, params: Params, batch: Batch) -> States:
@@ -111,11 +111,11 @@ class Teacher(Forward):
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         last = self.last(params)
-        found = super().logprobs(params, batch._replace(labels=jnp.minimum(batch.labels, last)))
-        return found._replace(logprob=jnp.where(batch.labels > last, -jnp.inf, found.logprob))
+        scored = super().logprobs(params, batch._replace(labels=jnp.minimum(batch.labels, last)))
+        return scored._replace(logprob=jnp.where(batch.labels > last, -jnp.inf, scored.logprob))
 
     def last(self, params: Params) -> int:
-        """The last token of its vocabulary."""
+        """The last token of the teacher's vocabulary."""
         return nnx.merge(self.graphdef, params).embed[...].shape[0] - 1
 
 
@@ -124,12 +124,12 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory.
 
-    Its third argument has the frozen parameters, where there are any; the state has the others. The fourth has those of
-    a teacher whose distributions are learned from.
+    Its third argument has the frozen parameters, where there are any; the state has the others. The fourth has the
+    parameters of a teacher whose distributions are learned from.
 
     If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
-    as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is that
-    of the update which was made, or skipped: a skipped update does not move the schedule on.
+    as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is the
+    rate of the update that was made, or skipped: a skipped update does not move the schedule on.
     """
 
     @jax.jit(donate_argnums=0)
@@ -144,9 +144,9 @@ def make_train_step(
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()
 
-        new = updated(optimizer, gradients, state.params, state.opt_state, update_key(seed, state.step))
+        results = updated(optimizer, gradients, state.params, state.opt_state, update_key(seed, state.step))
         # No `cond`: XLA for GPUs holds its results beside the state, and on every device the whole of them.
-        params, opt_state = jax.tree.map(partial(jnp.where, made), new, (state.params, state.opt_state))
+        params, opt_state = jax.tree.map(partial(jnp.where, made), results, (state.params, state.opt_state))
         metrics = {
             "loss": loss,
             "grad_norm": norm,
@@ -204,11 +204,11 @@ def accumulate(
 def loop(
     function: Callable[[Carry, Batch], tuple[Carry, Any]], carry: Carry, outputs: Any, batch: Batch, rows: int
 ) -> tuple[Carry, Any]:
-    """The last `carry` of a scan over micro-batches of `rows` rows, and `outputs` [B, T] with theirs written into it.
+    """The last `carry` of a scan over micro-batches of `rows` rows, and `outputs` [B, T] with each one's results in it.
 
-    It ends with the last micro-batch that has a token with a weight. Which one that is, is known only when the program
-    runs: one program serves batches of all sizes. A micro-batch takes every M-th row, so that each device's share of
-    its rows stays on that device.
+    It ends with the last micro-batch that has a token with a weight, which the running program finds: one program
+    serves batches of all sizes. A micro-batch takes every M-th row, so that each device's share of its rows stays on
+    that device.
     """
     micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), batch)
     number = 1 + jnp.arange(len(batch.tokens) // rows)
@@ -218,7 +218,7 @@ def loop(
         micro = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, 1, keepdims=False), micro_batches)
         carry, parts = function(state[0], micro)
         update = jax.lax.dynamic_update_index_in_dim
-        return carry, jax.tree.map(lambda whole, part: update(whole, part, index, 1), state[1], parts)
+        return carry, jax.tree.map(lambda array, part: update(array, part, index, 1), state[1], parts)
 
     apart = jax.tree.map(lambda x: x.reshape(rows, -1, x.shape[-1]), outputs)
     carry, written = jax.lax.fori_loop(0, last, step, (carry, apart))

@@ -7,17 +7,13 @@ import jax
 import numpy as np
 import pytest
 from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
-from runs import checkpoints, records, run
-from tiny import config
 
 from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.source import telling_samples
-from mllm.data.batch import Trajectory
 from mllm.data.source import Fixed
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
-from mllm.sampler.trajectories import sample_line
 from mllm.stopwatch import Stopwatch
 
 REFERENCE = np.float32(7)
@@ -34,32 +30,22 @@ def roll_out(bad=(), weight=1.0, **options):
     return step, prompts, source.sampler.complete(None, prompts, step=0)
 
 
-def test_every_token_stands_where_the_batch_says():
+def test_each_completion_has_its_weight_advantage_and_log_probabilities():
+    """tests/data/test_packing.py has where a row's tokens stand."""
     step, prompts, completions = roll_out()
-    batch = step.batch
-    rewards = np.arange(8.0).reshape(2, GROUP) ** 2
-    advantages = advantages_of(rewards, "group").astype(np.float32).reshape(-1)
-    found = sequences(batch)
+    batch, found = step.batch, sequences(step.batch)
+    advantages = advantages_of(np.arange(8.0).reshape(2, GROUP) ** 2, "group").astype(np.float32).reshape(-1)
     assert len(found) == 2 * GROUP
-    for number, prompt in enumerate(prompts):
-        made = completions[number]
-        whole = (*prompt, *made.tokens)
-        tokens, positions, _, labels, weights, advantage, logprobs = found[whole]
-        assert (*tokens, labels[-1]) == whole  # the last token is only a label
-        assert positions.tolist() == list(range(len(whole) - 1))
-        for place in range(len(whole) - 1):
-            predicted = place + 1 - len(prompt)  # the place in the completion of the token that is predicted here
-            if predicted < 0:
-                assert weights[place] == labels[place] == 0
-            else:
-                assert labels[place] == whole[place + 1]
-                assert weights[place] == pytest.approx(1 / (8 * len(made.tokens)))
-                assert advantage[place] == advantages[number]
-                assert logprobs[place] == made.logprobs[predicted]
+    for number, (prompt, made) in enumerate(zip(prompts, completions, strict=True)):
+        fields, learned = found[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
+        assert fields[3, learned].tolist() == made.tokens
+        np.testing.assert_array_equal(fields[4, learned], np.float32(1 / (8 * len(made.tokens))))
+        np.testing.assert_array_equal(fields[5, learned], advantages[number])
+        np.testing.assert_array_equal(fields[6, learned], made.logprobs)
+        assert not fields[3:5, : len(prompt) - 1].any()
     assert batch.inputs[2:] == (None,) * 4
     fields = (*batch[:5], *batch.inputs[:2])
     assert [field.dtype for field in fields] == [np.int32] * 4 + [np.float32] * 3
-    assert all(not field[batch.segments == 0].any() for field in fields)
 
 
 def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():
@@ -99,20 +85,17 @@ def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_tu
 
 def test_more_than_half_of_the_groups_may_not_fail():
     assert roll_out(bad=[0, 4], updates_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
-    with pytest.raises(StepError, match="a reward failed in 3 of 4 groups"):
+    said = "a reward failed in 3 of 4 groups, .*; exact_match raised 3 times, first: too many; correct the function"
+    with pytest.raises(StepError, match=said):
         roll_out(bad=[0, 4, 8], updates_per_generation=2)
 
 
-def test_distillation_learns_from_every_completion_whatever_its_reward_and_failed_ones():
-    step, *_ = roll_out(bad=[0, 4], kind=OwnSource)
+def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_no_policy():
+    step, *_ = roll_out(bad=[0, 4], kind=OwnSource, num_iterations=2)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.inputs.advantages.any()
-    assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
-
-
-def test_distillation_over_the_whole_vocabulary_takes_no_log_prob_pass():
-    step, *_ = roll_out(kind=OwnSource, num_iterations=2)
     assert step.batch.inputs.old_logprobs is None
+    assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
 
 
 def test_a_run_that_goes_on_in_the_middle_of_a_rollout_samples_anew():
@@ -173,33 +156,15 @@ def test_the_samples_that_are_logged_are_the_best_and_the_worst_of_several_promp
         assert telling_samples(advantages, 4, most) == expected
 
 
-def test_a_sample_s_line_has_each_reward_under_its_name():
-    rewards, functions = [("value", 2.0), ("raised", "no"), ("value", 3.0)], SquareRewards()
-    functions.names = ["a", "b", "c"]
-    whole = Trajectory(np.zeros(2, np.int32), np.array([False, True]), np.zeros(1, np.float32), rewards=rewards)
-    assert sample_line(whole, functions, 0.5)["rewards"] == {"a": 2.0, "b": None, "c": 3.0}
+def test_what_a_function_logs_is_in_metrics_and_samples():
+    class Logging(SquareRewards):
+        def score(self, samples):
+            found = super().score(samples)
+            return [[(*own, ("extra", "call", n), ("metric", "calls", n))] for n, (own,) in enumerate(found)]
 
-
-@pytest.mark.slow
-def test_a_run_whose_rewards_fail_ends_in_one_line_and_saves_the_step_before(tmp_path, capsys):
-    settings = config(
-        run_dir=str(tmp_path / "run"),
-        steps=12,
-        grpo={"num_iterations": 2},
-        task={"rewards": [{"name": "user_rewards:tires"}], "heldout": 0},
-        checkpoint={"every": 12},
-    )
-    assert run(settings) == 2
-    assert [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")] == [
-        "error: task.rewards: a reward failed in 2 of 2 groups, and in at most 50% of them it may; "
-        "tires raised 8 times, first: RuntimeError: so tired (user_rewards.py:66); correct "
-        "the function (saved after step 4: the same command resumes)"
-    ]
-    assert checkpoints(settings) == [4]
-    assert [line["step"] for line in records(settings)] == [1, 2, 3, 4]
-    # What the function logged meanwhile.
-    assert [line["rewards/tires/calls"] for line in records(settings)] == [4.5, 4.5, 12.5, 12.5]
-    assert [line["extra"] for line in records(settings, "samples.jsonl")] == [{"call": n + 1} for n in range(16)]
+    step = grpo_source(rewards=Logging()).next(np.float32(0), 0, Stopwatch(), NONE)
+    assert step.metrics["rewards/exact_match/calls"] == 3.5
+    assert [sample["extra"] for sample in step.samples] == [{"call": n} for n in range(8)]
 
 
 def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):

@@ -217,18 +217,6 @@ def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(setting
     assert config.reward_scale == scale
 
 
-@pytest.mark.parametrize(
-    ("cap", "sampler", "expected"),
-    [(None, None, -0.6), (2.0, -1.0 + np.log(2), -0.3), (2.0, -1.0 - np.log(8), -1.2)],
-    ids=["no importance weight", "a half", "truncated from 8 to 2"],
-)
-def test_without_old_logprobs_the_gradient_is_the_policy_gradient_times_an_importance_weight(cap, sampler, expected):
-    config = GrpoConfig(importance_cap=cap)
-    inputs = PolicyInputs(jnp.asarray(0.6), sampler_logprobs=None if sampler is None else jnp.asarray(sampler))
-    gradient = jax.grad(lambda x: losses.policy_loss(config, x, jnp.zeros(()), inputs))(jnp.asarray(-1.0))
-    assert float(gradient) == pytest.approx(expected, rel=1e-5)
-
-
 def test_masked_completions_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
     mask = np.array([[1, 1], [0, 0]], bool)
     expected = {"grpo": 1 / 4, "sapo": 1 / 4, "dapo": 1 / 2, "cispo": 1 / 2, "dr_grpo": 1 / 16}

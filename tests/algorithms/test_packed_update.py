@@ -106,7 +106,11 @@ def errors(got, exact):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_type", "penalties", "mesh"),
-    [("dapo", False, ONE_DEVICE), ("gspo", True, (2, 2, 2)), ("grpo", True, ONE_DEVICE)],
+    [
+        ("dapo", False, ONE_DEVICE),
+        ("gspo", True, (2, 2, 2)),
+        pytest.param("grpo", True, ONE_DEVICE, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, penalties, mesh):
@@ -127,11 +131,8 @@ def test_packed_rows_give_the_gradients_of_a_row_for_each_sequence(loss_type, pe
     ("loss_type", "mode"),
     [
         ("grpo", "token_truncate"),
-        ("dapo", "token_mask"),
-        ("dr_grpo", "token_truncate"),
         ("gspo", "sequence_mask"),
-        ("cispo", "token_mask"),
-        ("sapo", "sequence_truncate"),
+        pytest.param("cispo", "token_mask", marks=pytest.mark.nightly),
     ],
 )
 def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_paper_has_it(loss_type, mode):

@@ -9,19 +9,26 @@ from types import SimpleNamespace
 import grain
 import numpy as np
 import pytest
+from pydantic import ValidationError
+from tiny import config
 
-from mllm.algorithms.sft.source import SftBatches, hold_out, load_documents, task_documents
+from mllm.algorithms.sft.source import SftBatches, SftSource, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import dataset, records
 from mllm.data.batch import Batch
-from mllm.data.dataset import training_dataset, training_order
+from mllm.data.dataset import mixed_order, training_dataset, training_order
+from mllm.data.source import Fixed
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, OnDemand, Task
 from mllm.data.tokenizing import Documents
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
+from mllm.stopwatch import Stopwatch
+from mllm.training.algorithm import Parts
+from mllm.training.step import NONE_FROZEN
 
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -95,21 +102,6 @@ def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_n
         np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / (batch.weights > 0).sum(), rtol=1e-6)
 
 
-def test_epochs_are_shuffled_anew_and_by_the_seed(tmp_path):
-    source = write(tmp_path, some(24))
-
-    def order(seed, **settings):
-        read = batches_of(source, seed=seed, packing=False, epochs=2, **settings)
-        return [question for batch in read for question in questions(batch)]
-
-    first = order(0)
-    assert sorted(first[:24]) == sorted(first[24:])
-    assert first[:24] != first[24:]
-    assert first == order(0)
-    assert first[24:] != order(1)[:24]
-    assert order(0, shuffle=False) == [f"q{i}" for i in range(24)] * 2
-
-
 @pytest.mark.parametrize(("steps", "packing"), [(0, False), (29, True)])
 def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_path, steps, packing):
     source = write(tmp_path, some(23))  # not a multiple of the batch: positions fall within epochs
@@ -151,6 +143,8 @@ def test_the_public_data_set_of_data_or_a_task_is_what_training_reads(tmp_path):
     pipeline = training_dataset(whole, seed=5, epochs=2)
     seen = [tokens for batch in SftBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
     assert seen == [pipeline[place].tokens.tolist() for place in range(44)]
+    listed = SftBatches(config.model_copy(update={"shuffle": False}), whole, 4, seed=5).train()
+    assert questions(next(listed)) == ["q0", "q1", "q2", "q3"]
     assert (len(pipeline), str(pipeline)[:28]) == (46, "MapMapDataset(transform=__ge")
     problems = training_dataset(ARITHMETIC.train, seed=5)
     assert sorted(problems[place].place for place in range(68)) == sorted(e.place for e in ARITHMETIC.train)
@@ -201,12 +195,19 @@ def test_examples_without_anything_to_learn_are_left_out_and_counted(tmp_path, c
         batches_of(write(tmp_path, [long]))
 
 
-def test_sft_from_a_task_learns_its_solutions_and_needs_them():
+def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():
     batch = next(batches_of("task", packing=False))
     for question, tokens in zip(questions(batch), documents(batch), strict=True):
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
     cut = documents(next(batches_of("task", packing=False, max_length=9)))
     assert max(map(len, cut)) == 9 < max(map(len, documents(batch)))
+    shots = [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    (document,) = task_documents(Task("shots", [Example(shots, "4", "4")], []), Renderer(BYTES), 64).read([0])
+    assert bytes(document.tokens[document.learned].tolist()[:-1]) == b"4"  # not the answers in the prompt
     task = Task("judged", [Example([{"role": "user", "content": "a"}], "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         SftBatches(DataConfig(source="task", max_length=9), task_documents(task, Renderer(BYTES), 9), 1).train()
@@ -293,3 +294,52 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
 def test_steps_that_the_examples_surely_fill_are_not_planned():
     documents = Documents(OnDemand(lambda index: pytest.fail("a document was made"), range(100)), lambda indices: [])
     assert SftBatches(DataConfig(source="task", epochs=1, max_length=8), documents, 1).count(11) == 11
+
+
+# Several sources
+
+
+def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own_order():
+    order = mixed_order((5, 40), (1.0, 3.0), seed=7)
+    numbers = np.array([order[place] for place in range(400)])
+    first = numbers[numbers < 5]
+    assert len(first) == 100
+    assert all(abs(np.count_nonzero(numbers[:n] < 5) - n / 4) <= 1 for n in range(1, 400))  # evenly spread
+    assert first.tolist() == [training_order(5, 7)[place] for place in range(100)]
+    own = training_order(40, 8)
+    assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
+
+
+def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
+    given = DataConfig.model_validate({"source": ["a.jsonl", {"source": "b.jsonl", "weight": 2}], "max_length": 8})
+    assert [(one.source, one.weight) for one in given.mix] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
+    assert DataConfig.model_validate(given.model_dump()) == given
+    for bad in ({"epochs": 1}, {"source": ["a.jsonl"]}, {"source": ["task", "a.jsonl"]}):
+        with pytest.raises(ValidationError, match=r"epochs|two sources or more"):
+            DataConfig.model_validate({"source": ["a.jsonl", "b.jsonl"], "max_length": 8} | bad)
+
+
+def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path):
+    first, second = (
+        write(tmp_path, [{"text": letter * 20}] * count, f"{letter}.jsonl") for letter, count in (("a", 30), ("b", 7))
+    )
+    data = {"source": [{"source": first, "weight": 3}, second], "packing": False, "validation": {"share": 0.2}}
+    settings = config("sft", data=data, task=None, rollout=None, eval=None)
+
+    def source():
+        return SftSource(Parts(settings, make_mesh(settings.mesh), None, Renderer(BYTES), None))
+
+    def next_of(source):
+        return source.next(NONE_FROZEN, 0, Stopwatch(), Fixed())
+
+    whole, resumed, steps = source(), source(), []
+    for number in range(4):
+        steps.append(next_of(whole))
+        if number == 1:
+            resumed.seek(json.loads(json.dumps(whole.position())))
+    drawn = [(step.metrics["data/a.jsonl"], step.metrics["data/b.jsonl"]) for step in steps]
+    assert drawn == [(6, 2)] * 4
+    for step in steps[2:]:
+        again = next_of(resumed)
+        assert_same(again.batch, step.batch)
+        assert again.metrics == step.metrics

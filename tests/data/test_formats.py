@@ -11,9 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data import records
-from mllm.data.formats import text
+from mllm.data.cache import cached_documents
+from mllm.data.formats import renamed, text, tools_of, turns
 from mllm.data.records import Origin, read_records, sound_records
 from mllm.data.tasks.gym import gym
 from mllm.data.tasks.load import load
@@ -24,6 +26,7 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 BYTES = bytes_tokenizer()
 NAMES = {256: "<eot>", 257: "(", 258: ")"}
 SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CALLS_ADD = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
 MARKED = bytes_tokenizer()
 MARKED.chat_template = (
     "{% for m in messages %}<|im_start|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}<|im_end|>"
@@ -78,29 +81,14 @@ def test_the_rule_may_make_a_chat_of_texts_and_texts_of_a_chat(rule: str, record
     [
         ("always", {"text": "a"}, "text has no turns, which chat_template: always renders"),
         ("never", {"messages": SAID * 2}, "only one of the user, and its answer"),
-        ("never", {"messages": [{"role": "system", "content": "s"}, *SAID]}, "only one of the user, and its answer"),
+        ("never", {"messages": [SAID[0], CALLS_ADD]}, "only one of the user, and its answer"),
+        ("auto", {"messages": [{**SAID[0], "content": None}, SAID[1]]}, "content must be a string"),
+        ("auto", {"messages": [SAID[0], {**CALLS_ADD, "tool_calls": [{"name": "<|im_end|>"}]}]}, "is a control token"),
     ],
 )
 def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         marked(record, BYTES, rule)
-
-
-def test_a_call_of_tools_may_have_no_content_and_reaches_the_template_with_the_tools() -> None:
-    tokenizer = bytes_tokenizer()
-    tokenizer.chat_template = "{{ tools[0].name if tools }}" + str(tokenizer.chat_template).replace(
-        "{{ message['content'] }}", "{{ message['content'] }}{{ message.tool_calls[0].name if message.tool_calls }}"
-    )
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
-    chat = [SAID[0], call, {"role": "tool", "content": "7", "tool_calls": None}, {**SAID[1], "tool_calls": []}]
-    assert marked({"messages": chat, "tools": [{"name": "t"}]}, tokenizer) == "t(a)(ADD](7)(B]"
-    assert marked({"messages": [SAID[0], call, {"role": "tool"}, SAID[1]]}, tokenizer) == "(a)(ADD]()(B]"
-    with pytest.raises(UserError, match="content must be a string"):
-        marked({"messages": [{**SAID[0], "content": None}, SAID[1]]})
-    with pytest.raises(UserError, match="is a control token"):
-        marked({"messages": [SAID[0], {**call, "tool_calls": [{"name": "<|im_end|>"}]}]})
-    with pytest.raises(UserError, match="only one of the user, and its answer"):
-        marked({"messages": [SAID[0], call]}, BYTES, "never")
 
 
 def test_text_needs_an_end_of_sequence() -> None:
@@ -168,3 +156,143 @@ def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(UserError, match=said):
         use()
+
+
+# Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+ARGUMENTS = {"x": 1, "y": {"z": "10001"}}
+
+
+def tokenizer(tools: str = "{{ tools | tojson if tools }}") -> Any:
+    found = bytes_tokenizer()
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    found.chat_template = (
+        f"{tools}{{% for m in messages %}}<|im_start|>{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    return found
+
+
+def chat(call: Any) -> list[dict[str, Any]]:
+    called = {"role": "assistant", "content": None, "tool_calls": call}
+    return [
+        {"role": "user", "content": "a"},
+        called,
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "b"},
+    ]
+
+
+def call(arguments: Any, **others: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "add", "arguments": arguments, **others}, **others}
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [call(json.dumps(ARGUMENTS))],
+        json.dumps([call(ARGUMENTS)]),
+        [json.dumps(call(ARGUMENTS))],
+        [call({**ARGUMENTS, "of another call": None}, id=None)],
+    ],
+    ids=["arguments are a text", "calls are a text", "a call is a text", "Arrow's nulls"],
+)
+def test_a_call_in_any_form_is_learned_as_the_object_that_it_means(calls: Any) -> None:
+    renderer = Renderer(tokenizer())
+    expected = encode_record(renderer, {"messages": chat([call(ARGUMENTS)])})
+    assert encode_record(renderer, {"messages": chat(calls)}) == expected
+    text = bytes(token for token, learned in zip(*expected[:2], strict=True) if learned and token < 256).decode()
+    assert text == f"add{json.dumps(ARGUMENTS)}b"
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([call("[1]")], "arguments must be an object"),
+        ([call("{")], "tool_calls: arguments is no JSON"),
+        ([call('{"x": NaN}')], "tool_calls: arguments is no JSON"),
+        ([{"type": "function"}], "must have a function with name"),
+        ("add", "tool_calls is no JSON"),
+        ([7], "must be a list of objects"),
+    ],
+)
+def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        turns({"messages": chat(calls)}, "messages")
+
+
+@pytest.mark.parametrize("calls", ["[]", "null", [], None])
+def test_no_calls_are_none_in_any_form(calls: Any) -> None:
+    with pytest.raises(UserError, match="content"):
+        turns({"messages": chat(calls)}, "messages")
+    said = {"role": "assistant", "content": "b", "tool_calls": calls}
+    assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
+    assert tools_of({"tools": calls}) == []
+
+
+def test_null_in_arguments_that_are_a_text_was_meant() -> None:
+    (_, message, *_) = turns({"messages": chat([call('{"x": null}')])}, "messages")
+    assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
+
+
+def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
+    messages = chat([call(ARGUMENTS)])
+    del messages[1]["content"], messages[2]["content"]
+    assert [message["content"] for message in turns({"messages": messages}, "messages")] == ["a", "", "", "b"]
+
+
+def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silence() -> None:
+    padded = {
+        **TOOL,
+        "strict": None,
+        "function": {**TOOL["function"], "parameters": json.dumps({"type": "object", "properties": {}})},
+    }
+    for tools in (json.dumps([TOOL]), [json.dumps(TOOL)], [padded]):
+        assert tools_of({"tools": tools}) == [TOOL]
+    record = {"messages": chat([call(ARGUMENTS)]), "tools": [TOOL]}
+    assert encode_record(Renderer(tokenizer()), record)[0][:9] == [*b'[{"type":']
+    with pytest.raises(UserError, match="tools: the tokenizer's chat template leaves them out"):
+        encode_record(Renderer(tokenizer(tools="")), record)
+    with pytest.raises(UserError, match="tools: texts have no chat template"):
+        encode_record(Renderer(tokenizer()), {"text": "a", "tools": [TOOL]})
+    with pytest.raises(UserError, match="tools must be a list of objects"):
+        encode_record(Renderer(tokenizer()), {**record, "tools": "7"})
+
+
+# Examples whose fields have other names
+
+ALPACA = {"question": "instruction", "input": "input", "answer": "output"}
+ROWS = [
+    {"instruction": "Add.", "input": "1, 2", "output": "3"},
+    {"instruction": "Say hi.", "input": "", "output": "hi"},
+]
+
+
+def documents(tmp_path, name, rows, **settings):
+    path = tmp_path / name
+    path.write_text(json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows))
+    config = DataConfig(source=str(path), max_length=64, cache=str(tmp_path / "cache"), **settings)
+    found = cached_documents(Origin("data.source", str(path)), config, Renderer(BYTES, "never"))
+    return [bytes(one.tokens.tolist()[:-1]).decode() for one in found.read(range(len(found)))]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_path, name):
+    assert documents(tmp_path, name, ROWS, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
+
+
+def test_other_columns_are_other_examples(tmp_path):
+    rows = [{"a": "x", "b": "y"}]
+    for name in ("a", "b"):
+        assert documents(tmp_path, "rows.jsonl", rows, columns={"text": name}) == [rows[0][name]]
+
+
+def test_a_column_that_is_missing_and_fields_without_columns_are_errors_with_the_way_out(tmp_path):
+    with pytest.raises(UserError, match=r"instruction is missing, which data.columns.question names"):
+        renamed(ALPACA, {"output": "3"})
+    with pytest.raises(UserError, match=r"data.columns says what they are called .*the fields there are instruction, "):
+        documents(tmp_path, "rows.jsonl", ROWS)
+    (tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"rows.json can't be read"):
+        list(Origin("data.source", str(tmp_path / "rows.json")).records())

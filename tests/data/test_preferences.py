@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource
+from mllm.algorithms.dpo.source import PreferenceBatches
 from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
@@ -164,18 +164,6 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
         for one, *others in zip(expected, *shares, strict=True):
             for field, *halves in zip(*(jax.tree.leaves(b) for b in (one, *others)), strict=True):
                 np.testing.assert_array_equal(np.concatenate(halves), field)
-
-
-def test_the_reference_is_computed_for_each_sequence(tmp_path):
-    config, (documents, _) = documents_of(tmp_path, some(10), "pairs")
-    batches = PreferenceBatches(config, documents, 4)
-    source = PreferenceSource.__new__(PreferenceSource)
-    source.batches, source.heldout = batches, None
-    source.logprobs = lambda params, batch: np.where(batch.weights > 0, -batch.labels * params, 0.0).astype(np.float32)
-    examples = documents.read(range(10))
-    expected = [[-int(x.tokens[x.learned].sum()) for x in (one.first, one.second)] for one in examples]
-    source.set_reference(2.0, "two")
-    np.testing.assert_array_equal(batches.reference, 2 * np.array(expected))
 
 
 def test_a_task_gives_right_and_wrong_completions():

@@ -13,6 +13,7 @@ from test_data import write
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.tasks import calculator, guess
 from mllm.data.tasks import gym as gym_module
+from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.arithmetic import permute_index
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
@@ -176,9 +177,7 @@ SUM = {"prompt": "2+2=", "level": ["easy", 2]}
     ("record", "settings", "prompt", "answer", "solution"),
     [
         (SUM | {"answer": 4}, {}, [ASKED], "4", "4"),
-        (SUM | {"answer": " 4 "}, {}, [ASKED], "4", " 4 "),
         (SUM | {"answer": "It is\n#### 1,004"}, {"answer_form": "hashes"}, [ASKED], "1004", "It is\n#### 1,004"),
-        (SUM | {"answer": "1,004"}, {"answer_form": "hashes"}, [ASKED], "1004", None),
         (SUM | {"answer": r"$\boxed{\frac{1}{2}}$."}, BOXED, [ASKED], r"\frac{1}{2}", r"$\boxed{\frac{1}{2}}$."),
         (SUM | {"answer": r"\frac{1}{2}"}, BOXED, [ASKED], r"\frac{1}{2}", None),
         (SUM, {"system_prompt": "Add."}, [SYSTEM, ASKED], None, None),
@@ -196,6 +195,45 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
     key = "prompt" if "prompt" in record else "messages"
     assert example.fields == {name: value for name, value in record.items() if name not in (key, "answer")}
     assert example.conversational == isinstance(record[key], list)
+
+
+@pytest.mark.parametrize(
+    ("answer", "form", "expected"),
+    [
+        ("It is\n#### 1,004.", "hashes", "1004"),
+        ("-3.5", "hashes", "-3.5"),
+        (7.0, "whole", "7"),
+        (7.5, "whole", "7.5"),
+        (1e20, "whole", "1" + "0" * 20),
+        (-0.0, "whole", "0"),
+        (7, "tags", "7"),
+        ("7.0", "whole", "7.0"),
+    ],
+)
+def test_an_answer_is_what_completions_state(tmp_path, answer, form, expected):
+    assert first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form).answer == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "form", "said"),
+    [
+        ("So\n#### 3/4", "hashes", "answer 3/4 is more than the number that #### states"),
+        ("3/4", "hashes", "answer 3/4 is more than the number"),
+        ("#### 18 dollars", "hashes", "answer 18 dollars is more"),
+        (float("nan"), "whole", "answer is nan, which is no number"),
+        (float("-inf"), "hashes", "answer is -inf, which is no number"),
+    ],
+)
+def test_what_a_completion_can_not_state_is_a_bad_line(tmp_path, answer, form, said):
+    with pytest.raises(UserError, match=said):
+        first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form)
+
+
+@pytest.mark.parametrize(
+    ("completion", "stated"), [("#### 3/4", None), ("#### 34 / 5", None), ("#### 3^2", None), ("#### 3 km.", "3")]
+)
+def test_the_beginning_of_an_expression_is_no_answer(completion, stated):
+    assert final_answer(completion, "hashes") == stated
 
 
 def test_held_out_problems_are_a_tenth_and_the_same_in_any_order_and_however_often_listed(tmp_path: Path) -> None:

@@ -1,46 +1,26 @@
 """Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
 
+import json
 import re
+from typing import Any
 
 import pytest
+from templates import PUBLIC
 
 from mllm.data.turns import check_turns, failed_call, observation_tokens, prompt_tokens, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.model.tokenizer import BYTES_TEMPLATE, Renderer, bytes_tokenizer, encode, render
-from tests.model.templates import PUBLIC
+from mllm.model.tokenizer import Renderer, bytes_tokenizer, decode, encode, render
 
 START, END = "<|im_start|>", "<|im_end|>"
-GENERATION = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-QWEN = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
-    "{% for m in messages %}{% if m.role == 'tool' %}"
-    "{% if messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
-    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
-    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
-) + GENERATION
-"""As Qwen2.5's template, it puts the answers of tools that follow each other into one turn of the user."""
-QWEN3 = "{% set ns = namespace(last=0) %}{% for m in messages if m.role == 'user' %}" + (
-    "{% set ns.last = messages.index(m) %}{% endfor %}"
-    + QWEN.replace("m.content + '<|", "m.content.split('</think>\n\n' if loop.index0 < ns.last else '@')[-1] + '<|")
+TOOLS_LAST = (
+    "{% for m in messages %}<|im_start|>{{ tools if tools and loop.last }}{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""As Qwen3's template, it drops the thoughts before the user's last message."""
-LLAMA = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '<|endoftext|>\n\n' + m.content | trim + '<|im_end|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|endoftext|>\n\n' }}{% endif %}"
-)
-OPEN = QWEN.replace(" + m.content + '<|im_end|>\n'", " + m.content + ('<|im_end|>' if loop.last else '\n')")
-"""No token ends an earlier turn."""
-TOOLS_LAST = QWEN.replace("{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}", "").replace(
-    "'<|im_start|>' + m.role", "'<|im_start|>' + (tools | string if loop.last and tools else '') + m.role"
-)
-"""As Mistral's, it writes the tools before the last message."""
 
 
-def renderer(template, **args):
-    tokenizer = bytes_tokenizer()
-    tokenizer.chat_template = template
-    return Renderer(tokenizer, args=args)
+def public(name, old="", new="", **args):
+    """A public template, in which a part may be replaced."""
+    return Renderer(PUBLIC[name].tokenizer(PUBLIC[name].template.replace(old, new)), args=args)
 
 
 class IncrementEnv:
@@ -61,7 +41,7 @@ class IncrementEnv:
         """Do something."""
 
 
-TOOLS = tool_schemas([IncrementEnv().increment])
+COUNTER = tool_schemas([IncrementEnv().increment])
 SAID = [" It is\n6? ", "", '<tool_call>\n{"name": "increment", "arguments": {"step": 6}}\n</tool_call>']
 NEW = [
     [{"role": "user", "content": " higher\n"}],
@@ -70,18 +50,16 @@ NEW = [
 ]
 
 
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
-@pytest.mark.parametrize("template", [BYTES_TEMPLATE, QWEN, LLAMA, QWEN3], ids=["bytes", "qwen", "llama", "qwen3"])
-def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(template, tools):
+@pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3", "qwen3"])
+def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(name, tools):
     """Whether a turn ended by its token or was cut off; Llama's template would trim what was sampled."""
-    chat, given = [{"role": "user", "content": "Guess."}], renderer(template)
-    tokenizer, whole = given.tokenizer, renderer(template, **({"tools": tools} if tools else {}))
-    assert ("Value to add" in tokenizer.decode(prompt_tokens(given, chat, tools))) == (
-        tools is not None and "tools" in template
-    )
+    chat, given = [{"role": "user", "content": "Guess."}], public(name)
+    tokenizer, whole = given.tokenizer, public(name, **({"tools": tools} if tools else {}))
     ids = prompt_tokens(given, chat, tools)
+    assert ("Value to add" in tokenizer.decode(ids)) == (tools is not None)
     for number, (said, new) in enumerate(zip(SAID, NEW, strict=True)):
-        said, ended = said.strip() if template == LLAMA else said, number != 1
+        said, ended = said.strip() if name == "llama3" else said, number != 1
         ids += [*encode(tokenizer, said), *([tokenizer.eos_token_id] if ended else [])]
         ids += observation_tokens(given, new, ended, tools)
         chat += [{"role": "assistant", "content": said}, *new]
@@ -95,54 +73,50 @@ def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer
     call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
     opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")
     chat = [{"role": "user", "content": "Guess."}]
-    ids = prompt_tokens(given, chat, TOOLS)
+    ids = prompt_tokens(given, chat, COUNTER)
     for said in (call, call.replace("6", "1")):
         ids += [*encode(given.tokenizer, thought + said), given.tokenizer.eos_token_id]
-        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, TOOLS)
+        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, COUNTER)
         chat += [{"role": "assistant", "content": opened + thought + said}, {"role": "tool", "content": "7"}]
-    whole = Renderer(given.tokenizer, args={**args, "tools": TOOLS})
+    whole = Renderer(given.tokenizer, args={**args, "tools": COUNTER})
     assert ids == encode(given.tokenizer, render(whole, chat, add_generation_prompt=True))
-    check_turns(given, TOOLS, False)
+    check_turns(given, COUNTER, False)
     check_turns(given, None, True)
     with pytest.raises(UserError, match="drops the thoughts"):
         check_turns(given, None, False)
 
 
 def test_where_no_token_of_the_template_ends_a_turn_all_that_it_writes_follows():
-    given, new = renderer(OPEN), [{"role": "user", "content": "higher"}]
+    given, new = public("vicuna"), [{"role": "user", "content": "higher"}]
     for ended in (True, False):
         text = given.tokenizer.decode(observation_tokens(given, new, ended, None))
-        assert text == f"\n{START}user\nhigher{END}{START}assistant\n"
+        assert text == " USER: higher ASSISTANT: "
 
 
 def test_control_tokens_and_halves_of_characters_in_an_observation_are_text():
-    given, content = renderer(QWEN), f"{END}{START}assistant\nI won \ud83d"
+    given, content = public("qwen2.5"), f"{END}{START}assistant\nI won \ud83d"
     ids = observation_tokens(given, [{"role": "user", "content": content}], True, None)
     said = "< |im_end|>< |im_start|>assistant\nI won ?"
     assert given.tokenizer.decode(ids) == f"\n{START}user\n{said}{END}\n{START}assistant\n"
 
 
 def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them(caplog):
-    for template in (BYTES_TEMPLATE, QWEN, LLAMA):
-        check_turns(renderer(template), None, False)
-        check_turns(renderer(template), TOOLS, False)
-    assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True] * 2  # bytes and Llama
-    check_turns(renderer(QWEN3), TOOLS, False)  # thoughts before answers of tools stay
-    check_turns(renderer(QWEN3), None, True)
-    begins = GENERATION.replace("assistant\n", "assistant\n<think>\n")
-    check_turns(renderer(QWEN3.replace(GENERATION, begins)), None, True)
-    check_turns(renderer(QWEN.replace(GENERATION, begins)), None, False)
-    quiet = QWEN3.replace(GENERATION, begins.replace("<think>\n", "<think>\n\n</think>\n\n"))
-    check_turns(renderer(quiet), None, True)
-    named = renderer(QWEN3)
+    opening = "assistant\n", "assistant\n<think>\n"
+    for given in (Renderer(bytes_tokenizer()), public("qwen2.5"), public("llama3"), public("qwen2.5", *opening)):
+        check_turns(given, None, False)
+        check_turns(given, COUNTER, False)
+    assert ["leaves tools out" in one.getMessage() for one in caplog.records] == [True]  # the bytes' template
+    check_turns(public("qwen3"), COUNTER, False)  # thoughts before answers of tools stay
+    check_turns(public("qwen3"), None, True)
+    named, last = public("qwen3"), public("qwen2.5")
     named.tokenizer.name_or_path = "Qwen/Qwen3-8B"
+    last.tokenizer.chat_template = TOOLS_LAST
     for given, tools, keeps, message in [
         (named, None, False, r"template of Qwen/Qwen3-8B drops the thoughts of earlier turns: set task\.keep_thoughts"),
-        (renderer(quiet), None, False, "drops the thoughts"),
-        (renderer(TOOLS_LAST), TOOLS, False, "rewrites earlier turns"),
-        (renderer(TOOLS_LAST), TOOLS, True, "rewrites earlier turns"),
-        (renderer(QWEN), None, True, r"task\.keep_thoughts: .* remove it"),
-        (renderer("{{ raise_exception('no') }}"), None, False, "refuses them: no"),
+        (last, COUNTER, False, "rewrites earlier turns"),
+        (last, COUNTER, True, "rewrites earlier turns"),
+        (public("qwen2.5"), None, True, r"task\.keep_thoughts: .* remove it"),
+        (public("gemma3", "{{ bos_token }}", "{{ raise_exception('no') }}"), None, False, "refuses them: no"),
         (Renderer(bytes_tokenizer(), "never"), None, False, "chat_template: never"),
     ]:
         with pytest.raises(UserError, match=message) as error:
@@ -151,33 +125,114 @@ def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_t
 
 
 def test_a_function_without_hints_is_no_tool():
-    assert TOOLS[0]["function"]["parameters"]["required"] == ["step"]
+    assert COUNTER[0]["function"]["parameters"]["required"] == ["step"]
     with pytest.raises(UserError, match=r"the tool vague can't be described: .*step.*Google"):
         tool_schemas([IncrementEnv().vague])
 
 
-ADD = ("add", {"a": 1, "b": "x\ny"})
+# Tool calls: a tool gets the text that was written, and a call that can't be read costs itself alone
+
+
+def add(x: str, n: int, flag: bool = False, any_of: int | str = 0, rest: dict | None = None) -> int:
+    """
+    Add.
+
+    Args:
+        x: A text.
+        n: A number.
+        flag: A flag.
+        any_of: Either.
+        rest: The rest.
+    """
+    return 0
+
+
+TOOLS = tool_schemas([add])
+
+
+def tagged(value: Any) -> str:
+    return f"<tool_call>\n{value if isinstance(value, str) else json.dumps(value)}\n</tool_call>"
+
+
+def function(**values: str) -> str:
+    return (
+        "<function=add>" + "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items()) + "</function>"
+    )
+
+
+def read(text: str) -> list[Any]:
+    """The arguments of each call, or that it can't be read."""
+    return ["error" if isinstance(call, ValueError) else call[1] for call in tool_calls(text, TOOLS)]
+
+
+CALL = {"name": "add", "arguments": {"x": "a"}}
+
+
+@pytest.mark.parametrize(
+    "text", ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
+)
+def test_a_text_is_what_was_written(text: str) -> None:
+    for written in (
+        tagged(function(x=text, n="1")),
+        function(x=text),
+        tagged({"name": "add", "arguments": {"x": text}}),
+    ):
+        (arguments,) = read(f"I add.\n{written}")
+        assert arguments["x"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("n", "7", 7),
+        ("n", "seven", "seven"),
+        ("flag", "true", True),
+        ("flag", "True", True),
+        ("any_of", "7", "7"),
+        ("rest", '{"a": [1, null]}', {"a": [1, None]}),
+        ("rest", "null", None),
+        ("unknown", "7", 7),
+    ],
+)
+def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) -> None:
+    assert read(tagged(function(**{name: text}))) == [{name: value}]
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x\ny"}}\n</tool_call>', [ADD]),
-        ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call><tool_call>{"name": "f"}</tool_call>', [
-            ("add", {"a": 1}), ("f", {}),
-        ]),
-        ('<think>\n<tool_call>{"name"</tool_call></think>\n\n<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
-        ("<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nx\ny\n</parameter>\n</function>\n"
-         "</tool_call>", [ADD]),
-        ('<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": "x\\ny"}}', [ADD]),
-        ('{"name": "add", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', [("add", {"a": 1}), ("f", {})]),
-        ('The sum of {"name": 1} is 2.', []),
-        ('{"answer": 2}', []),
+        (f"<think>maybe {tagged(CALL)}", []),
+        (f"<think>a</think><think>maybe {tagged(CALL)}", []),
+        (f"maybe {tagged(CALL)}</think>\n\nNo.", []),  # the prompt has opened the thought
+        (f"maybe</think>\n\n{tagged(CALL)}", [{"x": "a"}]),
+        (f"<think>a</think>{tagged(CALL)} b </think> c", [{"x": "a"}]),
+        (tagged(CALL) + tagged('{"name": '), [{"x": "a"}, "error"]),
+        (tagged('{"name": ') + tagged(CALL), ["error", {"x": "a"}]),
+        (tagged(f"{json.dumps(CALL)} please") + tagged(CALL), [{"x": "a"}, "error", {"x": "a"}]),
+        (tagged(f"{json.dumps(CALL)};\n{json.dumps(CALL)}"), [{"x": "a"}] * 2),
+        (tagged(function(n="1") + "\n" + function(n="2")), [{"n": 1}, {"n": 2}]),
+        (f"So: {function(n='1')} and {function(n='2')}.", [{"n": 1}, {"n": 2}]),
+        (f"<tool_call>{json.dumps(CALL)}", ["error"]),
+        (f"<tool_call>{json.dumps(CALL)}{tagged(CALL)}", ["error", {"x": "a"}]),
+        (tagged({"name": "add", "arguments": {"x": "</tool_call>"}}), [{"x": "</tool_call>"}]),
+        ('{"name": "Ada", "age": 36}', []),
+        ('{"name": "add", "parameters": {"x": "a </think> <tool_call>"}}', [{"x": "a </think> <tool_call>"}]),
+        (
+            '<think>a</think>\n{"name": "add", "parameters": {"x": "a"}}; {"name": "add", "arguments": {}}',
+            [{"x": "a"}, {}],
+        ),
+        ('{"name": "add", "parameters": {"x": ', ["error"]),
+        ('{"name": "Ada", ', []),
+        ('<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [{}]),
+        (tagged({"name": "add", "arguments": '{"x": "a"}'}), [{"x": "a"}]),
+        (tagged({"name": "add"}), [{}]),
+        ("<function=>", ["error"]),
+        ("A function call like f(x) = <tool> is none.", []),
         ("", []),
     ],
-)  # fmt: skip
-def test_calls_are_found_in_each_form(text, expected):
-    assert tool_calls(text) == expected
+)
+def test_thoughts_answers_and_broken_calls_stand_apart(text: str, expected: list[Any]) -> None:
+    assert read(text) == expected
 
 
 @pytest.mark.parametrize(
@@ -185,26 +240,36 @@ def test_calls_are_found_in_each_form(text, expected):
     [
         ('<tool_call>{"name": "add"}', "no </tool_call>"),
         ("<tool_call></tool_call>", "not JSON"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "not JSON: Expecting"),
-        ('<tool_call>{"name": "add"} please</tool_call>', "not JSON"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "an object"),
-        ("<tool_call>[1]</tool_call>", "an object"),
-        ('<tool_call>{"arguments": {}}</tool_call>', "a text"),
-        ("<tool_call>" + 10**5 * "[" + "</tool_call>", "not JSON: .*recursion"),
+        (tagged({"name": "add", "arguments": [1]}), "an object"),
+        (tagged([1]), "an object"),
+        (tagged({"arguments": {}}), "a text"),
+        (tagged(10**5 * "["), "not JSON: .*recursion"),
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
         ("<|python_tag|>print(1)", "not JSON"),
         (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
-        ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no finite number"),
-        ('<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "inf is no finite number"),
+        (r'<tool_call>{"name": "\ud83d", "arguments": {"\udfff": 1}}</tool_call>', "surrogates"),
         (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
+        (tagged('{"name": "add", "arguments": {"a": NaN}}'), "NaN is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": -1e999}}'), "inf is no finite number"),
+        (tagged('{"name": "add", "arguments": {"a": ' + 5000 * "9" + "}}"), "not JSON"),
         ('{"name": "add", "arguments": {"a": ' + 45 * "[" + 45 * "]" + "}}", "too many levels"),
         ('{"name": "add", "arguments": {"a": ' + 978 * "[" + 978 * "]" + "}}", "too many levels|recursion"),
-        ('{"name": "add"', "not JSON"),
     ],
 )
-def test_a_call_that_does_not_parse_has_a_message_for_the_model(text, message):
-    *_, error = tool_calls(text, [{"function": {"name": "add"}}])
+def test_a_call_that_does_not_parse_has_a_message_for_the_model(text: str, message: str) -> None:
+    *_, error = tool_calls(text, TOOLS)
     assert re.search(message, str(error))
     assert failed_call(error) == f"Error: ValueError: {error}"
+
+
+def test_what_a_model_is_told_of_a_failed_call_is_short_and_has_whole_characters() -> None:
     assert len(failed_call(KeyError("x" * 10**6))) == 1000
     assert failed_call(OSError("\ud800")) == "Error: OSError: ?"
+
+
+def test_tags_that_are_control_tokens_stay_in_a_completion_s_text() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    text = decode(tokenizer, tokenizer.encode(f"<|im_start|>{tagged(CALL)}<|im_end|>", add_special_tokens=False))
+    assert read(text) == [{"x": "a"}]
+    assert text == tagged(CALL)

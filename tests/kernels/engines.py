@@ -8,7 +8,7 @@ tiles in two chunks, of each the last not full, and 128 features two slabs. In p
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import strict_tpu
+from cases import Problem, random_problem
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
-from lm_head_cases import Problem, random_problem
 
 from lm_head import chunked_logits, xla
 from lm_head.gpu import tiles as gpu_tiles
@@ -104,9 +104,13 @@ ONE_EACH = (FULL, CHUNKED, XLA, TPU, GPU)
 EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
 
 
-def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
+KERNELS = ("mosaic_tpu", "mosaic_gpu")
+
+
+def parameter(engine: Engine, *others: Any, nightly: bool = False, slow: bool = False) -> Any:
     """The engine, and other arguments, as one case of a test."""
-    marks = [needs_interpreter] * (engine.impl == "mosaic_gpu") + [pytest.mark.slow] * slow
+    marks = [needs_interpreter] * (engine.impl == "mosaic_gpu")
+    marks += [pytest.mark.nightly] * nightly + [pytest.mark.slow] * slow
     name = f"{engine.impl} {jnp.dtype(engine.dtype).name}"
     return pytest.param(
         engine, *others, id=", ".join([name, *(getattr(one, "__name__", str(one)) for one in others)]), marks=marks
@@ -116,3 +120,18 @@ def parameter(engine: Engine, *others: Any, slow: bool = False) -> Any:
 def engines(*chosen: Engine) -> Any:
     """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
     return pytest.mark.parametrize("engine", list(map(parameter, chosen or ONE_EACH)))
+
+
+def every(ways: Sequence[Any], *rows: Any, daily: bool = True) -> list[Any]:
+    """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
+
+    Interpreted kernels are slow: the last way of each has the first row daily, and all else nightly; without `daily`
+    nothing else.
+    """
+    ways = [way if type(way) is tuple else (way,) for way in ways]
+    quick = {way[0].impl: (way, row) for way in ways for row in rows[:1] if daily}
+    return [
+        parameter(*way, *row, nightly=way[0].impl in KERNELS and quick.get(way[0].impl) != (way, row))
+        for row in rows or [()]
+        for way in ways
+    ]

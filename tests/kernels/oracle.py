@@ -1,49 +1,69 @@
 """The oracle: what the head must compute, in float64 NumPy with full logits, and how near an answer has to come.
 
 docs/head.md has the formulas. Rows that don't count are never read. It shares no code with an engine.
+
+Suffixes: R rows that count, V tokens of the vocabulary, D features. p is the student's softmax, q the teacher's.
 """
 
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
-# Two orders of the same sum round differently: an error may exceed the plain computation's by this factor ...
+EPS = float(np.finfo(np.float32).eps)
 SLACK = 1.25
-# ... and, where the plain computation is right by luck, by so many times the result's resolution (see `Exact`).
-HAIR = 4.0
-_EPS = float(np.finfo(np.float32).eps)
+"""By this factor an error may exceed that of rounding a product's operands and results: sums have other orders."""
 
 
-class Rows(NamedTuple):
-    """The statistics, and both gradients of a scalar of them; or one number for each of the five."""
+class Answer(NamedTuple):
+    """The statistics of each token, and both gradients of a scalar of them; None what nobody asks for."""
 
     logprob: Any  # [N], as the next two
     lse: Any
     entropy: Any
     hidden: Any  # [N, D]: the gradient by hidden
     weight: Any  # [V, D]: the gradient by weight
+    divergence: Any = None  # [N], as the next two
+    mean_logit: Any = None
+    collision: Any = None
 
 
-class Cotangents(NamedTuple):
-    """The three statistics' derivatives at each token; the entropy's may be None, which isn't even zeros."""
+class Slopes(NamedTuple):
+    """A scalar's derivatives by each token's statistics, [N] each; None: it doesn't depend on them."""
 
-    logprob: Any
-    lse: Any
-    entropy: Any
+    logprob: Any = None
+    lse: Any = None
+    entropy: Any = None
+    divergence: Any = None
+    mean_logit: Any = None
+
+
+class Teacher(NamedTuple):
+    """What the head is told of a teacher."""
+
+    hidden: Any
+    weight: Any
+    kind: str = "jsd"
+    beta: float = 0.3
+    temperature: float | None = None  # None: the student's
+    softcap: float | str | None = "same"  # as the student's
 
 
 class Exact(NamedTuple):
-    """What is right, and how far each result moves, at most, when logits and results are rounded to float32 once."""
+    """What is right, and how near an answer in float32, with products in another dtype, has to come."""
 
-    logprob: Float[np.ndarray, " N"]
-    lse: Float[np.ndarray, " N"]
-    entropy: Float[np.ndarray, " N"]
-    hidden: Float[np.ndarray, "N D"]
-    weight: Float[np.ndarray, "V D"]
-    resolution: Rows
+    answer: Answer
+    resolution: Answer
+    """A number each: how far a result moves, at most, with float32's roundings of products and results.
+
+    They are 4, or the root of a product's number of terms, whose sum is rounded as often, up and down.
+    """
+    rounded: tuple[Float[np.ndarray, "N D"], Float[np.ndarray, "V D"]]
+    """Both gradients from operands and results that were rounded to the products' dtype and their own."""
 
 
 class ExactLoss(NamedTuple):
@@ -53,51 +73,97 @@ class ExactLoss(NamedTuple):
 
 
 Objective = Callable[..., jax.Array]
-"""(logprob, entropy, *operands) of one token, or of all, to its part of the loss."""
+"""(logprob, entropy, *operands) of a token to its part of the loss; what it names beside them, it gets."""
+
+
+class Model(NamedTuple):
+    """One model's hidden states, weight, log-probabilities and the largest sum of a product's absolute terms."""
+
+    hidden_RD: np.ndarray
+    weight_VD: np.ndarray
+    z_RV: np.ndarray
+    slope_RV: np.ndarray  # of the logits by the products
+    lse_R1: np.ndarray
+    log_p_RV: np.ndarray
+    largest: float
 
 
 def exact(
     hidden: Any,
     weight: Any,
     labels: Any,
-    cotangents: Callable[..., tuple[Any, Any, Any]],
+    slopes: Callable[[Answer], Slopes] = lambda _: Slopes(),
     *,
-    where: Bool[Any, " N"] | None = None,
-    temperature: float = 1.0,
+    where: Any = None,
+    temperature: Any = 1.0,
     softcap: float | None = None,
+    vocabulary: int | None = None,
+    teacher: Teacher | None = None,
+    dtype: Any = np.float32,
 ) -> Exact:
-    """The head's outputs and the gradients of any scalar of them.
+    """The head's outputs, and the gradients of the scalar that has these slopes by them.
 
     Args:
         hidden: [N, D] of any dtype, as `weight` [V, D]; labels: [N] integers.
-        cotangents: takes (logprob, lse, entropy), [N] each, to the scalar's derivatives by the three, [N] each.
         where: [N], the rows that count; None: all.
+        dtype: that of the products' operands.
     """
-    live = np.arange(len(labels)) if where is None else np.flatnonzero(np.asarray(where))
-    h_RD, w_VD = np.asarray(hidden)[live].astype(np.float64), np.asarray(weight).astype(np.float64)
-    at_label = np.arange(len(live)), np.asarray(labels)[live]
-    y_RV = h_RD @ w_VD.T
-    tanh_RV = 0 if softcap is None else np.tanh(y_RV / softcap)
-    z_RV = (y_RV if softcap is None else softcap * tanh_RV) / temperature
-    top_R1 = z_RV.max(axis=1, keepdims=True)
-    log_sum_R1 = np.log(np.exp(z_RV - top_R1).sum(axis=1, keepdims=True))
-    log_p_RV = (z_RV - top_R1) - log_sum_R1
-    p_RV = np.exp(log_p_RV)
-    statistics, dh = np.zeros((3, len(labels))), np.zeros(np.shape(hidden))
-    statistics[:, live] = log_p_RV[at_label], (top_R1 + log_sum_R1)[:, 0], -(p_RV * log_p_RV).sum(axis=1)
+    live = np.flatnonzero(np.ones(len(labels)) if where is None else where)
+    columns = vocabulary or min(len(x) for x in (weight, weight if teacher is None else teacher.weight))
+    model = functools.partial(_model, live, columns)
+    h_RD, w_VD, z_RV, slope_RV, lse_R1, log_p_RV, largest = model(hidden, weight, temperature, softcap)
+    p_RV, at_label = np.exp(log_p_RV), (np.arange(len(live)), np.asarray(labels)[live])
 
-    g_logprob, g_lse, g_entropy = (np.asarray(g, np.float64)[live] for g in cotangents(*statistics))
-    by_entropy_RV = -p_RV * (log_p_RV + statistics[2, live, None])
-    dz_RV = (g_lse - g_logprob)[:, None] * p_RV + g_entropy[:, None] * by_entropy_RV
-    dz_RV[at_label] += g_logprob
-    dy_RV = dz_RV * (1 - tanh_RV**2) / temperature
-    dh[live], dw = dy_RV @ w_VD, dy_RV.T @ h_RD
+    def rows(x_R: np.ndarray) -> np.ndarray:
+        x_N = np.zeros(len(labels))
+        x_N[live] = x_R
+        return x_N
 
-    largest = 1 + np.abs(z_RV).max(initial=0)
-    steepness = np.abs(by_entropy_RV * z_RV).sum(axis=1).max(initial=0)
-    of_entropy = 1 + steepness + statistics[2].max(initial=0)
-    moves = (largest, largest, of_entropy, *(largest * np.abs(x).max(initial=0) for x in (dh, dw)))
-    return Exact(*statistics, dh, dw, Rows(*(_EPS * float(x) for x in moves)))
+    entropy_R1 = -(p_RV * log_p_RV).sum(axis=1, keepdims=True)
+    found = Answer(rows(log_p_RV[at_label]), rows(lse_R1[:, 0]), rows(entropy_R1[:, 0]), None, None)
+    found = found._replace(mean_logit=rows(z_RV.mean(axis=1)), collision=rows((p_RV**2).sum(axis=1)))
+    value_R1, by_z_RV, by_teacher_RV, mass_RV = 0 * lse_R1, 0 * z_RV, 0 * z_RV, 0 * z_RV
+    if teacher is not None:
+        teacher_cap = softcap if teacher.softcap == "same" else teacher.softcap
+        theirs = model(teacher.hidden, teacher.weight, teacher.temperature or temperature, teacher_cap)
+        value_R1, by_z_RV, by_teacher_RV, mass_RV = _divergence(teacher, log_p_RV, theirs.log_p_RV)
+        found = found._replace(divergence=rows(value_R1[:, 0]))
+        largest = max(largest, theirs.largest)
+        by_teacher_RV = by_teacher_RV * theirs.z_RV
+
+    given = slopes(found)
+    by_logprob, by_lse, by_entropy, by_divergence, by_mean = (
+        np.zeros((len(live), 1)) if x is None else np.asarray(x, np.float64)[live, None] for x in given
+    )
+    spread_RV, hit_RV = -p_RV * (log_p_RV + entropy_R1), 0 * p_RV
+    hit_RV[at_label] = 1
+    factors = by_logprob, by_lse - by_logprob, by_entropy, by_mean / columns, by_divergence
+    terms = hit_RV, p_RV, spread_RV, 1, by_z_RV
+    dy_RV = slope_RV * sum(factor * term for factor, term in zip(factors, terms, strict=True))
+    # The absolute terms whose sum a slope is, without the factor of a softcap, 1 - tanh^2, which is rounded as 1 is;
+    # the divergence's own terms are larger than their difference.
+    sizes_RV = sum(abs(factor * x) for factor, x in zip(factors, (*terms[:4], mass_RV), strict=True)) / temperature
+    gradients = _gradients(hidden, weight, live, dy_RV, h_RD, w_VD)
+    narrow_RV = dy_RV.astype(np.float32).astype(dtype).astype(np.float64)
+    rounded = _gradients(hidden, weight, live, narrow_RV, h_RD, w_VD)
+    rounded = tuple(x.astype(own.dtype).astype(np.float64) for x, own in zip(rounded, (hidden, weight), strict=True))
+
+    sums = sizes_RV @ np.abs(w_VD), sizes_RV.T @ np.abs(h_RD)
+    moves = [largest * np.abs(x).max(initial=0) + y.max(initial=0) for x, y in zip(gradients, sums, strict=True)]
+    steepness, apart = (np.abs(x).sum(axis=1).max(initial=0) for x in (spread_RV * z_RV, by_z_RV * z_RV))
+    apart += np.abs(by_teacher_RV).sum(axis=1).max(initial=0)
+    resolution = Answer(
+        logprob=largest,
+        lse=largest,
+        entropy=1 + steepness + entropy_R1.max(initial=0),
+        hidden=moves[0],
+        weight=moves[1],
+        divergence=1 + apart + np.abs(value_R1).max(initial=0),
+        mean_logit=largest,
+        collision=largest,
+    )
+    answer, hair = found._replace(hidden=gradients[0], weight=gradients[1]), EPS * max(4, np.sqrt(h_RD.shape[1]))
+    return Exact(answer, Answer(*(hair * float(x) for x in resolution)), rounded)
 
 
 def exact_loss(
@@ -109,18 +175,84 @@ def exact_loss(
     """
     live = np.asarray(weights) != 0
     w, *given = (np.where(live, np.asarray(x, np.float64), 0) for x in (weights, *operands))
+    parameters = inspect.signature(objective).parameters.values()
+    names = [x.name for x in parameters if x.kind == x.KEYWORD_ONLY]
 
-    def values_and_slopes(logprob: np.ndarray, entropy: np.ndarray) -> list[np.ndarray]:
+    def of_token(statistics: Slopes, *operands: Any) -> jax.Array:
+        named = {name: getattr(statistics, name) for name in names}
+        return objective(statistics.logprob, statistics.entropy, *operands, **named)
+
+    def values_and_slopes(found: Answer) -> tuple[np.ndarray, Slopes]:
         with jax.enable_x64(True):
-            values, slopes = jax.vmap(jax.value_and_grad(objective, (0, 1)))(logprob, entropy, *given)
-            return [w * np.asarray(x) for x in (values, *slopes)]
+            statistics = Slopes(*(getattr(found, name) for name in Slopes._fields))
+            return jax.tree.map(lambda x: w * x, jax.vmap(jax.value_and_grad(of_token))(statistics, *given))
 
-    def cotangents(logprob: np.ndarray, lse: np.ndarray, entropy: np.ndarray) -> tuple[Any, Any, Any]:
-        _, by_logprob, by_entropy = values_and_slopes(logprob, entropy)
-        return by_logprob, 0 * w, by_entropy
+    rows = exact(hidden, weight, labels, lambda found: values_and_slopes(found)[1], where=live, **options)
+    values, slopes = values_and_slopes(rows.answer)
+    moves = {name: x for name, x in slopes._asdict().items() if x is not None}
+    moved = sum(getattr(rows.resolution, name) * np.abs(x) for name, x in moves.items())
+    return ExactLoss(float(values.sum()), float((EPS * np.abs(values) + moved).sum()), rows)
 
-    rows = exact(hidden, weight, labels, cotangents, where=live, **options)
-    values, by_logprob, by_entropy = values_and_slopes(rows.logprob, rows.entropy)
-    moves = rows.resolution
-    resolution = _EPS * np.abs(values) + moves.logprob * np.abs(by_logprob) + moves.entropy * np.abs(by_entropy)
-    return ExactLoss(float(values.sum()), float(resolution.sum()), rows)
+
+def assert_as_accurate_as_rounding(got: Answer, right: Exact, largest: float = SLACK) -> None:
+    """The criterion: of each of the results, the root-mean-square and the largest error.
+
+    Neither may be larger than the error of the rounded gradients and the resolution. NaN anywhere in `got` fails. By
+    the factor `largest` the largest error may be larger than theirs; 0: it is not judged.
+    """
+    rounded = right.answer._replace(hidden=right.rounded[0], weight=right.rounded[1])
+    for name, ours in got._asdict().items():
+        if ours is None:
+            continue
+        want, ours, theirs = (
+            np.asarray(x, np.float64) for x in (getattr(right.answer, name), ours, getattr(rounded, name))
+        )
+        assert ours.shape == want.shape, f"{name} has shape {ours.shape}, not {want.shape}"
+        hair = getattr(right.resolution, name)
+        for norm, slack in ((lambda x: np.sqrt(np.mean(x**2)), SLACK), (lambda x: np.abs(x).max(initial=0), largest)):
+            error, of_rounding = norm(ours - want), norm(theirs - want)
+            assert error <= slack * of_rounding + hair or (slack == 0 and not np.isnan(error)), (
+                f"{name}: {error:.3g}; rounding has {of_rounding:.3g}, and the resolution is {hair:.3g}"
+            )
+
+
+def _model(live: np.ndarray, columns: int, hidden: Any, weight: Any, temperature: Any, softcap: float | None) -> Model:
+    h_RD, w_VD = np.asarray(hidden)[live].astype(np.float64), np.asarray(weight)[:columns].astype(np.float64)
+    y_RV = h_RD @ w_VD.T
+    tanh_RV = 0 * y_RV if softcap is None else np.tanh(y_RV / softcap)
+    z_RV = (y_RV if softcap is None else softcap * tanh_RV) / temperature
+    top_R1 = z_RV.max(axis=1, keepdims=True)
+    log_sum_R1 = np.log(np.exp(z_RV - top_R1).sum(axis=1, keepdims=True))
+    largest = 1 + (np.abs(h_RD) @ np.abs(w_VD).T).max(initial=0) / temperature
+    slope_RV = (1 - tanh_RV**2) / temperature
+    return Model(h_RD, w_VD, z_RV, slope_RV, top_R1 + log_sum_R1, z_RV - top_R1 - log_sum_R1, largest)
+
+
+def _divergence(teacher: Teacher, log_p_RV: np.ndarray, log_q_RV: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A row's value, its slopes by the student's and the teacher's logits, and the first one's absolute terms."""
+
+    def kl(log_a_RV: np.ndarray, log_b_RV: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """KL(a||b) [R, 1], and its slopes by the logits of a, where b is given."""
+        ratio_RV = log_a_RV - log_b_RV
+        value_R1 = (np.exp(log_a_RV) * ratio_RV).sum(axis=1, keepdims=True)
+        return value_R1, np.exp(log_a_RV) * (ratio_RV - value_R1)
+
+    p_RV, q_RV, beta = np.exp(log_p_RV), np.exp(log_q_RV), teacher.beta
+    if teacher.kind == "forward_kl":
+        value_R1, by_teacher_RV = kl(log_q_RV, log_p_RV)
+        return value_R1, p_RV - q_RV, by_teacher_RV, p_RV + q_RV
+    if teacher.kind == "reverse_kl":
+        value_R1, by_z_RV = kl(log_p_RV, log_q_RV)
+        return value_R1, by_z_RV, q_RV - p_RV, p_RV * (1 + value_R1)
+    log_m_RV = np.logaddexp(np.log(beta) + log_q_RV, np.log1p(-beta) + log_p_RV)
+    of_teacher, of_student = kl(log_q_RV, log_m_RV), kl(log_p_RV, log_m_RV)
+    # Through log m the slope is -sum m dm/m = -d(sum m) = 0, so that m counts as given.
+    by_z_RV, by_teacher_RV = (1 - beta) * of_student[1], beta * of_teacher[1]
+    value_R1 = beta * of_teacher[0] + (1 - beta) * of_student[0]
+    return value_R1, by_z_RV, by_teacher_RV, (1 - beta) * p_RV * (1 + of_student[0])
+
+
+def _gradients(hidden: Any, weight: Any, live: np.ndarray, dy_RV: Any, h_RD: Any, w_VD: Any) -> Any:
+    dh, dw = np.zeros(np.shape(hidden)), np.zeros(np.shape(weight))
+    dh[live], dw[: len(w_VD)] = dy_RV @ w_VD, dy_RV.T @ h_RD
+    return dh, dw

@@ -7,11 +7,10 @@ their largest value. This adds to the interpreter, in its internals:
 - A warpgroup's product is computed as it is waited for: operands that were overwritten until then give other numbers.
 - TMA stores that add: the sum is written to the copy's source ahead of the copy.
 - Speed: threads share compiled programs, and callbacks get NumPy arrays.
-- Devices of a mesh, which must all run the same kernels, run each one after the other: as a cluster ends, jax 0.12
-  resets the clocks of all devices, and sees races where there are none on those in the midst of theirs.
 
-Left out, as only a GPU can test it: layouts of registers and shared memory, fences, and reordering by the hardware;
-multicast (each block makes its own copy); clusters that run at the same time (they run one after the other).
+Left out are meshes, on which jax 0.12 sees races where there are none; and, as only a GPU can test it: layouts of
+registers and shared memory, fences, and reordering by the hardware; multicast (each block makes its own copy); clusters
+that run at the same time (they run one after the other).
 """
 
 import contextlib
@@ -48,8 +47,6 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
         (callbacks, "wgmma", _begin_product),
         (callbacks, "wgmma_accumulator_deref", _read_accumulator),
         (callbacks, "copy_smem_to_gmem", _copy_or_add),
-        (callbacks, "_update_clocks_for_device_barrier", _begin_turn),
-        (callbacks, "_assert_no_barriers_allocated", _end_turn),
         (jaxpr_interpret, "gpu_primitives", waits),
         (jaxpr_interpret.JaxprInterpreter, "_interpret_wait_load_tmem_p", _interpret_wait),
         (thread_map, "_run_jaxpr", _run_compiled_once),
@@ -70,7 +67,6 @@ def strict_interpreter(multiprocessors: int = 4) -> Iterator[None]:
         raise AssertionError(str(error)) from error
     finally:
         _in_flight.clear()
-        _running.clear()
         callbacks.reset_gpu_interpret_mode_state()
         jax.config.update("jax_disable_most_optimizations", unoptimised)
 
@@ -138,36 +134,6 @@ def _copy_or_add(*, reduction_op: Any, **arguments: Any) -> Any:
             old = callbacks._pad_to_requested(old, there[1].shape, dtype, 0)
             memory.store_buffer_content(key, access, np.asarray(old + new, new.dtype), thread)
         return _copy(reduction_op=None, **arguments)
-
-
-# --- several devices ---
-
-_assert_no_barriers = callbacks._assert_no_barriers_allocated
-_turn = threading.Condition()
-_running: list[int] = []
-"""The device whose clusters run."""
-
-
-@callbacks.fail_on_exception
-def _begin_turn(token: Any, device: Any) -> Any:
-    """What each device calls before its first cluster, and once more after its last."""
-    memory = callbacks._get_shared_memory()
-    with _turn:
-        while _running not in ([], [device.device_id]):
-            _turn.wait(0.1)
-            memory.check_failed()
-        _running[:] = [device.device_id]
-    memory.update_clocks_for_device_barrier(device)
-    return token
-
-
-def _end_turn(token: Any) -> Any:
-    """What each device calls as a kernel is done: its barriers are gone, and no other device's are there yet."""
-    token = _assert_no_barriers(token)
-    with _turn:
-        _running.clear()
-        _turn.notify_all()
-    return token
 
 
 # --- speed ---

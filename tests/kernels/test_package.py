@@ -36,6 +36,13 @@ def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none
     assert {name: os.environ[name] for name in OWN if name in os.environ} == found
 
 
+def test_its_files_import_jax_numpy_and_python_alone() -> None:
+    """In words, daily; at night the package runs where nothing else is."""
+    files = (ROOT / "kernels/lm_head").rglob("*.py")
+    imported = {name for x in files for name in re.findall(r"^(?:import|from) (\w+)", x.read_text(), re.MULTILINE)}
+    assert {"jax", "numpy"} == imported - sys.stdlib_module_names
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of packages: JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
@@ -59,23 +66,36 @@ def run(site: Path, program: str) -> str:
     return subprocess.run(command, cwd=site, env=environment, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.nightly
 def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is_named_kernels(site: Path) -> None:
     [lines] = re.findall(r"^```python\n(.*?)^```", (ROOT / "kernels/README.md").read_text(), re.DOTALL | re.MULTILINE)
     said = run(
         site,
         f"{lines}\nimport sys, lm_head, kernels\n"
         "print(float(value) > 0, dh.shape, dw.shape, kernels.get_kernel(), lm_head.__file__)\n"
-        "print(*sorted({'absl', 'jaxtyping', 'mllm', 'jax.experimental.pallas'} & sys.modules.keys()))",
+        "print(*sorted({'absl', 'jaxtyping', 'mllm', 'jax.experimental.pallas'} & sys.modules.keys()))\n"
+        "import lm_head.tpu.engine, lm_head.tpu.divergence, lm_head.logits_tpu",
     )
     assert said == f"True (64, 32) (1000, 32) of another project {site / 'lm_head/__init__.py'}\n\n"
 
 
-def test_the_tpu_s_engine_needs_jax_alone(site: Path) -> None:
-    assert run(site, "import lm_head.tpu.engine, lm_head.tpu.divergence; print('imported')") == "imported\n"
-
-
+@pytest.mark.nightly
 def test_it_requires_jax_and_installs_one_package(site: Path) -> None:
     [metadata] = site.glob("lm_head-*.dist-info/METADATA")
     required = re.findall(r"^Requires-Dist: (?!.*extra)(\w+)", metadata.read_text(), re.MULTILINE)
     assert required == ["jax"]
     assert (metadata.parent / "top_level.txt").read_text().split() == ["lm_head"]
+
+
+# --- pages ---
+
+PAGE = ROOT / "docs/head.md"
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+assert SNIPPETS, f"{PAGE} has no snippet"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_a_snippet_of_the_page_on_the_head_runs(snippet: str) -> None:
+    """Snippets over a mesh take four of the tests' virtual devices."""
+    exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})

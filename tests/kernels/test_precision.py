@@ -9,9 +9,9 @@ from typing import Any
 import head_programs as head
 import jax
 import pytest
+from cases import equations
 from engines import V6E
 from jax import lax
-from lm_head_cases import equations
 from tiny import ARCHITECTURE, config
 
 from mllm.config.model import MeshConfig
@@ -37,13 +37,19 @@ def allowed(dtype: str) -> set[Any]:
 
 OTHER = "tensorfloat32"
 """A setting that names none of the allowed precisions."""
-each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
-@each_dtype
-@pytest.mark.parametrize("kernel", ["xla", "splash"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [
+        ("xla", "float32"),
+        ("splash", "bfloat16"),
+        pytest.param("xla", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("splash", "float32", marks=pytest.mark.nightly),
+    ],
+)
 def test_sampler_and_trainer_multiply_at_the_same_precision(
-    dtype: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+    kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
@@ -56,7 +62,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
             assert precisions(getattr(programs, name)()) <= allowed(dtype) | merged, name
 
 
-@each_dtype
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("impl", ["xla", "full_logits", "chunked_logits", "mosaic_tpu"])
 def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}

@@ -120,10 +120,10 @@ def made(*kinds: str) -> tuple[Architecture, nnx.State]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [(61, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lengths", [(70, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
 def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(lengths: Sequence[int]) -> None:
     sizes, params = made(LINEAR, FULL)
-    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, remat="full"))[0]
+    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, sum(lengths))))
 
     @jax.jit
@@ -170,23 +170,31 @@ def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [(FULL, LINEAR, FULL, FULL, LINEAR), (FULL, FULL)])
+@pytest.mark.parametrize(
+    "kinds", [(FULL, LINEAR, FULL, FULL, LINEAR), pytest.param((FULL, FULL), marks=pytest.mark.nightly)]
+)
 def test_any_order_of_layers_gives_what_its_layers_give_one_after_the_other(kinds: tuple[str, ...]) -> None:
     sizes, params = made(*kinds)
-    model = nnx.merge(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], params)
+    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, 12)))
     positions, ones = jnp.arange(12)[None], jnp.ones((1, 12), int)
-    found, kept = model.apply_layers(tokens, positions, ones, keep=True)
-    stream, stacks = model.look_up(tokens), {"layers": model.layers, "delta": model.delta}
-    for name, place in sizes.stack_of_layer:
-        graphdef, stack = nnx.split(stacks[name])
-        layer = nnx.merge(graphdef, jax.tree.map(lambda x, place=place: x[place], stack))
-        if name == "delta":
-            stream, _ = layer.add_delta(stream, ones, empty_state(1, sizes.delta_net, jnp.float32))
-        else:
-            *projected, gate = layer.project(stream, rotary(positions, sizes.kinds[0], sizes.rotary_dim))
-            stream = layer.add_attention(stream, masked_attention(*projected, segments=ones), gate)
-        stream = layer.add_feed_forward(stream)
+
+    @jax.jit
+    def run(params: nnx.State) -> Any:
+        model = nnx.merge(graphdef, params)
+        stream, stacks = model.look_up(tokens), {"layers": model.layers, "delta": model.delta}
+        for name, place in sizes.stack_of_layer:
+            own, stack = nnx.split(stacks[name])
+            layer = nnx.merge(own, jax.tree.map(lambda x, place=place: x[place], stack))
+            if name == "delta":
+                stream, _ = layer.add_delta(stream, ones, empty_state(1, sizes.delta_net, jnp.float32))
+            else:
+                *projected, gate = layer.project(stream, rotary(positions, sizes.kinds[0], sizes.rotary_dim))
+                stream = layer.add_attention(stream, masked_attention(*projected, segments=ones), gate)
+            stream = layer.add_feed_forward(stream)
+        return stream, *model.apply_layers(tokens, positions, ones, keep=True)
+
+    stream, found, kept = run(params)
     np.testing.assert_allclose(found, stream, rtol=0, atol=1e-5)
     assert [len(kept[name][0]) for name in kept] == [
         kinds.count({"layers": FULL, "delta": LINEAR}[name]) for name in kept

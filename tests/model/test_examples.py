@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from random import Random
@@ -14,8 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mllm.errors import UserError
-from mllm.model import examples
-from mllm.model.examples import Span, encode_example, encode_text
+from mllm.model.examples import encode_example, encode_text
 from mllm.model.tokenizer import Renderer, control_tokens, encode_prompt, load_tokenizer, render
 
 TEXTS = ["Yes", " Yes\n", "Yes.\n\nNo", "user\nYes", "USER: Yes ASSISTANT: No", "assistant", "\n\nä, b?", "</s"]
@@ -114,37 +112,6 @@ def test_the_assistant_s_turns_of_random_chats_and_nothing_else_are_learned(name
         judge(renderer, chat, first)
 
 
-@pytest.mark.parametrize(
-    ("name", "bug"),
-    [
-        ("turn_end", lambda right, *given: right(*given) + 1),
-        ("turn_end", lambda right, *given: given[-1].end),
-        ("turn_end", lambda right, *given: given[-2].find("<|im_end|>") + 10),
-        ("turn_start", lambda right, *given: right(*given) - 1),
-        ("turn_start", lambda right, *given: len(render(given[0], given[1][: given[2]]))),
-        ("content_span", lambda right, *given, **_: found(*given)),
-        ("ends_turns", lambda right, *given: True),
-        ("encode_after", lambda right, tokenizer, before, text: right(tokenizer, before, text.strip())),
-    ],
-)
-def test_the_judge_finds_planted_bugs(name: str, bug: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examples, name, partial(bug, getattr(examples, name)))
-    caught = 0
-    for template in PUBLIC:
-        for renderer, chat, first in chats(template, 20):
-            try:
-                judge(renderer, chat, first)
-            except (AssertionError, UserError):
-                caught += 1
-    assert caught
-
-
-def found(renderer: Renderer, messages: list[dict[str, Any]], turn: int, text: str) -> Span:
-    """Where the message's content stands in the text at first."""
-    content = messages[turn]["content"].strip()
-    return Span(start := max(0, text.find(content)), start + len(content))
-
-
 def learned(tokenizer: Any, chat: list[dict[str, Any]], first: int = 0) -> list[str]:
     """The learned pieces of a chat."""
     ids, mask = encode_example(Renderer(tokenizer), chat, first)
@@ -154,12 +121,6 @@ def learned(tokenizer: Any, chat: list[dict[str, Any]], first: int = 0) -> list[
 
 def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
-
-
-def test_a_question_that_repeats_an_answer_is_not_learned() -> None:
-    thought = "<think>\nhm\n</think>\n\nYes"
-    chat = turns("a", thought, f"You said {thought}?", thought)
-    assert learned(PUBLIC["qwen3"].tokenizer(), chat) == ["Yes<|im_end|>", f"{thought}<|im_end|>"]
 
 
 def test_a_marked_template_learns_a_first_message_of_the_assistant_and_the_same_as_without_marks() -> None:
@@ -179,10 +140,6 @@ def test_a_mark_in_a_macro_that_transformers_counts_wrongly_is_an_error() -> Non
     )
     with pytest.raises(UserError, match="generation %} in a macro"):
         learned(PUBLIC["qwen3"].tokenizer(template), turns("a", "Yes"))
-
-
-def test_only_the_chat_s_end_ends_a_turn_where_the_template_writes_it_there_alone() -> None:
-    assert learned(PUBLIC["vicuna"].tokenizer(), turns("a", "Yes", "b", "No")) == ["Yes", "No</s>"]
 
 
 def test_a_template_without_tool_calls_is_an_error_and_one_that_trims_changes_nothing() -> None:

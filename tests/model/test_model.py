@@ -1,10 +1,11 @@
 """Every family's decoder against transformers' own, padded and rematerialised; what it rounds, and what decoding holds.
 
-Expected logits: tests/fixtures/README.md; tests/train/test_packed_update.py has packed rows, and
+Expected logits: tests/fixtures/README.md; tests/algorithms/test_packed_update.py has packed rows, and
 tests/sampler/test_rollout.py what decode steps compute.
 """
 
 import dataclasses
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,26 +15,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tiny import ARCHITECTURE, config, load_weights, logits
 from tiny import config as tiny_config
-from tiny import load_weights, logits
 
+from mllm.config.model import ModelConfig
+from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.architecture import SMALLEST, Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layer import linear, rms_norm
 from mllm.model.layout import parameter_name
-from mllm.model.load import load_policy
+from mllm.model.load import find_model, load_policy
+from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
 from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weights, apply_tokens, decoding_weights
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
-FAST_FIRST = [
-    "qwen3",
-    "gemma3",
-    "qwen3_5",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES if name not in ("qwen3", "gemma3", "qwen3_5")),
-]
+DAILY = ("qwen3", "gemma3", "qwen3_5")
+FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in DAILY)]
 
 
 class Fixture(NamedTuple):
@@ -76,7 +76,7 @@ def padded_segments(tokens: jax.Array) -> jax.Array:
     return jnp.ones_like(tokens).at[0, :4].set(0).at[1].set(0)
 
 
-@pytest.mark.parametrize("name", FAST_FIRST)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_agree_with_transformers(name: str) -> None:
     config, params, tokens, positions, expected = fixture(name)
     found = logits_of(config, params, tokens, positions)
@@ -205,3 +205,72 @@ def test_embedding_and_norm_are_copied_only_where_decoding_reads_them_in_another
     _, shared = abstract_decoding_weights(nnx.merge(policy.graphdef, policy.params), policy.params)
     assert set(shared) == ({"embed", "norm"} if "tp" in mesh else set())
     assert {name for name in outer if outer[name][...] is params[name][...]} == set(shared)
+
+
+# The model that a configuration asks for (tests/run/bad_models.py has what a config.json may not say)
+
+SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
+FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
+
+
+def policy_of(settings):
+    return load_policy(settings, make_mesh(settings.mesh))
+
+
+def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
+    """tests/tools/test_tools.py loads what a folder holds."""
+    model = ModelConfig(init="random", source=str(FIXTURE), tokenizer="bytes")
+    folder, sizes = find_model(model)
+    assert (folder, sizes.vocab_size) == (FIXTURE, 96)
+
+
+def test_a_random_model_of_an_unknown_name_is_refused():
+    with pytest.raises(UserError, match=r"model.source: Qwen/Qwen9 is neither a folder nor one of"):
+        find_model(ModelConfig(init="random", source="Qwen/Qwen9"))
+
+
+def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():
+    settings = config(), config(mesh={"dp": 2, "fsdp": 2, "tp": 2}), config(seed=1)
+    first, again, other = (policy_of(one).initial_params() for one in settings)
+    jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (again, first)))
+    assert not np.array_equal(other["embed"][...], first["embed"][...])
+
+
+@pytest.mark.parametrize("section", [{"data": {"max_length": 49}}, {"rollout": {"max_prompt_length": 45}}], ids=str)
+def test_rows_longer_than_the_models_positions_are_refused(section):
+    architecture = {**ARCHITECTURE, "max_position_embeddings": 48}
+    assert policy_of(config("sft", model={"architecture": architecture})).architecture.max_position_embeddings == 48
+    with pytest.raises(UserError, match=r"49 tokens, but the model has max_position_embeddings 48"):
+        policy_of(config("sft", model={"architecture": architecture}, **section))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [{"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}],
+    ids=["on top, as before transformers 5", "nested, as since"],
+)
+def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
+    assert Architecture.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
+
+
+@pytest.mark.parametrize(
+    ("published", "parameters"),
+    [
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-3B", 3_085_938_688),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("Qwen/Qwen3-8B", 8_190_735_360),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
+        ("meta-llama/Llama-3.1-8B", 8_030_261_248),
+    ],
+)
+def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:
+    assert published in PRESETS
+    for name in {published, f"{published}-Instruct"} & PRESETS.keys():
+        leaves = jax.tree.leaves(nnx.state(Decoder.abstract(PRESETS[name])))
+        assert sum(math.prod(leaf.shape) for leaf in leaves) == parameters

@@ -1,15 +1,31 @@
-"""One table maps logical axes to mesh axes, and a size that its mesh axis does not divide is refused by name."""
+"""What devices hold and exchange: one table of axes, and the compiled programs of a rollout and a log-prob pass."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
+from compiled_program import arrays, exchanged, text
+from runs import changed
+from tiny import ARCHITECTURE, config, forward_of, random_batch
 
+from lm_head import xla
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model.layout import Layout
+from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
-from mllm.parallel.mesh import make_mesh
+from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
+from mllm.plan.programs import Programs
+from mllm.sampler.decoding import merge_and_gather
+from mllm.sampler.pages import page_size
+from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
+from mllm.sampler.slots import CHUNK, insert, resize
+from mllm.training import room
+from mllm.training.room import room_that_fits
+from mllm.training.step import make_logprob_pass
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
@@ -40,3 +56,110 @@ def test_several_processes_must_use_all_of_their_devices(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
         make_mesh(MeshConfig(dp=2, tp=2))
+
+
+HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
+SETTINGS = config(
+    batch_size=ROWS,
+    mesh={"fsdp": 4, "tp": 2},
+    grpo={"num_generations": 4, "beta": 0.1, "reference": "initial"},
+    rollout={"max_prompt_length": PROMPT, "max_completion_length": LIMIT},
+)
+MOST = SETTINGS.rollout.total_length
+PAGE = page_size(MOST)
+KV_HEADS, HEAD_DIM = ARCHITECTURE["num_key_value_heads"], HIDDEN // ARCHITECTURE["num_attention_heads"]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(SETTINGS, make_mesh(SETTINGS.mesh))
+
+
+@pytest.fixture(scope="module")
+def programs(policy):
+    """The compiled programs of a rollout."""
+    shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
+    layout, layer = shapes.layout, shapes.cache()[0]
+    per_row, places = (layout.abstract(shape, jnp.int32, ("batch",)) for shape in ((ROWS,), (ROWS, 2)))
+    per_page = layout.abstract(shapes.cache()[0].keys.shape[:1], jnp.int32, ("batch",))
+    gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout, int8=False)
+    called = {
+        "gather": gathered,
+        "insert": insert.lower(layer, shapes.prefilled().cache[0], per_row, places, layout=layout),
+        "resize": resize.lower(layer, per_page, layout=layout),
+        **{name: getattr(shapes, name)()[0].lower(*getattr(shapes, name)()[1]) for name in ("prefill", "decode")},
+    }
+    return SimpleNamespace(**{name: lowered.compile() for name, lowered in called.items()})
+
+
+def test_a_layer_s_decoding_weights_are_sharded_over_tp_alone(policy, programs):
+    axes = {axis for sharding in jax.tree.leaves(programs.gather.output_shardings) for axis in sharding.spec}
+    assert axes == {"tp", None}
+    assert {array.kind for array in exchanged(programs.gather)} == {"all-gather"}
+    # q_bias, k_bias and v_bias have no dim along fsdp.
+    assert len(exchanged(programs.gather)) == len(jax.tree.leaves(policy.params["layers"])) - 3
+
+
+def test_a_decode_step_gathers_no_parameters_and_sums_its_own_rows_over_tp(programs):
+    moved = [array for array in exchanged(programs.decode) if HIDDEN in array.shape]
+    assert {array.kind for array in moved} == {"all-reduce"}
+    assert {array.shape for array in moved if array.shape[-1] == HIDDEN} == {(ROWS // 4, 1, HIDDEN)}
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode", "insert", "resize"])
+def test_devices_exchange_no_keys_or_values(programs, name):
+    shapes = {array.shape for array in exchanged(getattr(programs, name)) if len(array.shape) == 4}
+    assert not [shape for shape in shapes if shape[1] <= KV_HEADS and shape[3] == HEAD_DIM]
+
+
+def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
+    """So the program is compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
+    for info, one in zip(
+        *map(jax.tree.leaves, (programs.decode.in_avals[0][3], programs.decode.input_shardings[0][3])), strict=True
+    ):
+        assert one.shard_shape(info.shape) == (ROWS // 4 * -(-MOST // PAGE), KV_HEADS // 2, PAGE, HEAD_DIM)
+    before, after = programs.decode.input_shardings[0][1], programs.decode.output_shardings[2]
+    carried = 0
+    for info, one, other in zip(*map(jax.tree.leaves, (programs.decode.out_info[2], before, after)), strict=True):
+        assert one.is_equivalent_to(other, len(info.shape))
+        assert other.shard_shape(info.shape) == (ROWS // 4, KV_HEADS // 2, CHUNK, HEAD_DIM)
+        carried += math.prod(other.shard_shape(info.shape)) * info.dtype.itemsize
+    assert programs.decode.memory_analysis().alias_size_in_bytes == carried
+
+
+def fitting_room(policy, memory=None):
+    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
+
+
+def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
+    """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
+    least, most = (fitting_room(policy, memory) for memory in (2**20, 2**30))
+    assert least.slots == 4  # one for each device that has rows of its own, with its tokens
+    assert least.tokens >= 4 * MOST
+    evaluated = changed(SETTINGS, rollout={"max_slots": most.slots}, eval={}, task={"heldout": 16})
+    shapes = Programs(evaluated, make_mesh(SETTINGS.mesh))
+    assert shapes.slots == 16
+    token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
+    assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30
+    assert most.tokens / most.slots == pytest.approx(MEAN_LENGTH * MOST, rel=0.01)
+
+
+def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
+    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])
+    assert fitting_room(policy) == fitting_room(policy, 2**28)
+
+
+@pytest.mark.slow
+def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
+    called = []
+    for name in ("forward", "gradients", "loss_and_gradients"):
+        own = getattr(xla, name)
+        monkeypatch.setattr(xla, name, lambda *given, name=name, own=own: called.append(name) or own(*given))
+    mesh = make_mesh(SETTINGS.mesh)
+    logprob_pass = make_logprob_pass(forward_of(policy.graphdef, mesh, SETTINGS))
+    program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
+    assert called == ["forward"]
+    shapes = {array.shape for array in arrays(text(program))}
+    assert (SETTINGS.rows.micro // 4, PROMPT, HIDDEN) in shapes
+    assert (SETTINGS.rows.micro, PROMPT, HIDDEN) not in shapes
+    assert program.output_shardings.is_equivalent_to(sharding(mesh, ("batch",)), 2)

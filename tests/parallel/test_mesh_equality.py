@@ -61,7 +61,7 @@ def compute_results(family, shape):
     [
         pytest.param("qwen3", MESHES["qwen3"], marks=pytest.mark.slow),
         pytest.param("qwen2", MESHES["qwen2"], marks=pytest.mark.nightly),
-        pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.slow),
+        pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.nightly),
     ],
 )
 def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):

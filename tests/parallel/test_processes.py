@@ -1,10 +1,13 @@
-"""Two processes with four devices each give what one process with eight gives, and write it once."""
+"""Processes begin together, give what one gives, write it once, and end together with one line and one exit code."""
 
 import json
 import math
 import os
 import pickle
+import re
 import signal
+import socket
+import subprocess
 import tempfile
 import time
 from contextlib import nullcontext
@@ -20,30 +23,30 @@ from runs import (
     arguments,
     assert_same_metrics,
     changed,
-    checkpoints,
+    free_address,
     join_group,
     newest,
     outputs,
     records,
     run,
+    spawn,
     start_group,
-    start_two,
 )
 from states import like, make_state, opened, save
 from tiny import METHODS, config
 
 import train
 from mllm.config.data import DataConfig
-from mllm.config.load import load
 from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
 from mllm.data.source import Fixed
-from mllm.errors import StepError, UserError
+from mllm.errors import RESTART, StepError, UserError
 from mllm.model import tensors, weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel import group as group_module
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import (
     RowShare,
@@ -74,7 +77,7 @@ GRPO = config(
         "importance_sampling": "sequence_mask",
         "dual_clip": 3.0,
     },
-    task={"rewards": [{"name": "user_rewards:seldom"}], "reward_timeout": 600},  # it holds the run for a while
+    task={"rewards": [{"name": "user_rewards:seldom"}]},
     rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
     checkpoint={"every": 2},
     log={"samples": 6},
@@ -101,34 +104,42 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
     assert newest(many).position == newest(one).position
 
 
+LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+RUNS = {
+    "grpo": GRPO,
+    "turns": METHODS["turns"],
+    "distill": METHODS["distill"],
+    "dpo": config(
+        "dpo",
+        steps=2,
+        mesh=MESH,
+        dpo={"loss_type": "kto"},  # with a reference, an estimate of the divergence and a validation
+        data={"source": "labelled.jsonl", "max_length": 32, "validation": {"share": 0.2, "every": 2}},
+        **dict.fromkeys(("task", "eval", "rollout")),
+    ),
+}
+
+
 @pytest.mark.nightly
-def test_grpo_in_two_processes_stops_at_a_signal_to_one_and_equals_a_run_of_one_after_it_continued(tmp_path):
-    one, two = (changed(GRPO, run_dir=str(tmp_path / name)) for name in ("one", "two"))
-    processes = start_group(["train.py", *arguments(two)], 2, 2, REWARD_HOLDS=two.run_dir)
-    while len(records(two)) < 2:
-        assert processes[0].poll() is None
-        time.sleep(0.01)
-    processes[1].send_signal(signal.SIGTERM)
-    while "SIGTERM: saving" not in processes[1].stdout.readline():
-        assert processes[1].poll() is None
-    Path(two.run_dir, "go").touch()
-    said = outputs(processes, 143)
-    (*_, stopped) = checkpoints(two)
-    assert stopped < two.steps
-    assert all(f"stopped by a signal after step {stopped}" in output for output in said)
-    assert run(two) == 0
+@pytest.mark.parametrize("method", RUNS)
+def test_two_processes_log_what_one_logs(method, tmp_path):
+    """A signal to one of them: tests/faults/test_campaign.py."""
+    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+    one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
+    devices = math.prod(one.mesh.model_dump().values()) // 2
+    outputs(start_group(["train.py", *arguments(two)], 2, devices))
     assert run(one) == 0
     assert_same_metrics(two, one)
-    samples = (Path(settings.run_dir, "samples.jsonl").read_bytes() for settings in (two, one))
-    assert next(samples) == next(samples)
-    lines = records(one)
-    assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
-    assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
-    assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
-    learned = [line for line in lines if line["sampling/masked_sequences"] is not None]  # where rewards differ
-    # What top-p cuts away is no difference between sampler and trainer, which both compute in float32 here.
-    assert 0 < max(line["sampling/sampling_logp_difference/mean"] for line in learned) < 1e-5
-    assert all(line["sampling/masked_sequences"] == 0 for line in learned)
+    assert tool_run(one.run_dir).read_log("samples.jsonl") == tool_run(two.run_dir).read_log("samples.jsonl")
+    if method == "grpo":
+        lines = records(one)
+        assert max(line["dynamic_sampling/rounds"] for line in lines) == 3
+        assert any(0 < line["dynamic_sampling/frac_groups_kept"] < 0.5 for line in lines)
+        assert all(0.5 < line["sampling/kept_probability/mean"] < 1 for line in lines)
+        learned = [line for line in lines if line["sampling/masked_sequences"] is not None]  # where rewards differ
+        # What top-p cuts away is no difference between sampler and trainer, which both compute in float32 here.
+        assert 0 < max(line["sampling/sampling_logp_difference/mean"] for line in learned) < 1e-5
+        assert all(line["sampling/masked_sequences"] == 0 for line in learned)
 
 
 # Rows of each process
@@ -163,16 +174,9 @@ def test_processes_share_json_and_arrays_to_the_bit_and_run_nothing_that_they_re
     assert not Path("executed").exists()
 
 
-def train_and_check(configs, path):
-    """Runs in each of two processes, whose start is most of the time that any check takes."""
-    join_group()
-    for one in configs:
-        assert train.train(load(one)) == 0
-    check_rows_and_reading(path)
-
-
 def check_rows_and_reading(path):
-    """Values are gathered, rows shared, and each process reads its part of data and weights."""
+    """In each of two processes: values are gathered, rows shared, and each reads its part of data and weights."""
+    join_group()
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
@@ -270,28 +274,130 @@ def check_rows_and_reading(path):
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
-LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+# How they end
+
+
+def join_and_end(what):
+    """In each of two processes: join, with other settings in one of them, and end."""
+    options = train.make_parser().parse_args(["--config", ""])
+    group, number = (options.coordinator, options.processes, options.process), options.process
+    group_module.join(group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}}, 60)
+    end(what)
+
+
+def end(what):
+    """In each of two processes: work, and let process 1 fail in the midst of it."""
+    number = jax.process_index()
+    with group_module.watched(2.0 if what == "stall" else None) as watch:
+        for step in range(1000):
+            watch.mark(step, "update")
+            gather_objects(step)
+            if step == 3 and number == 1:
+                match what:
+                    case "error":
+                        raise UserError("a line")
+                    case "bug":
+                        raise KeyError("a key")
+                    case "killed":
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    case "stall":
+                        time.sleep(600)
+
+
+ENDS = {
+    "settings": (2, r"error: seed: process 1 has 1, process 0 0: give all the same"),
+    "error": (2, "error: process 1: a line"),
+    "bug": (1, "error: process 1: KeyError: 'a key'"),
+    "killed": (RESTART, r"error: another process was lost \(.*\): the same command goes on from the newest checkpoint"),
+    "stall": (
+        RESTART,
+        r"error: process [01]: --stall-limit: no new phase for 2 s \(after step [34], update\): the same .*",
+    ),
+}
+"""What goes wrong in process 1; the exit code with which all end, and the line."""
+
+
+def assert_all_end(what, call):
+    """Two processes that call this end with the exit code and the line."""
+    code, line = ENDS[what]
+    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
+    processes = start_group(["-c", script], 2, 4)
+    said = [process.communicate(timeout=300)[0] for process in processes]
+    codes = [code, -signal.SIGKILL if what == "killed" else code]
+    assert [process.returncode for process in processes] == codes, said
+    for output in said[: 1 if what == "killed" else 2]:
+        assert len(re.findall(f"^{line}$", output, re.MULTILINE)) == output.count("error: ") == 1, output
+    assert ('raise KeyError("a key")' in said[1]) == (what == "bug")  # its traceback
 
 
 @pytest.mark.slow
-def test_each_process_trains_on_its_rows_and_reads_its_part_of_data_and_weights(tmp_path):
-    """Runs of DPO, with a reference and validation, and of GRPO with an environment log what one process logs."""
-    labelled = tmp_path / "labelled.jsonl"
-    labelled.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
-    data = {"source": str(labelled), "max_length": 32, "validation": {"share": 0.2, "every": 2}}
-    parts = {"task": None, "eval": None, "rollout": None, "data": data}
-    runs = {"dpo": config("dpo", steps=2, dpo={"loss_type": "kto"}, **parts)}
-    runs["turns"] = changed(METHODS["turns"], steps=2)
-    one, two = (
-        [changed(runs[name], run_dir=str(tmp_path / f"{where}_{name}"), mesh=mesh) for name in runs]
-        for where, mesh in (("one", {}), ("two", MESH))
-    )
-    files = [arguments(settings)[1] for settings in two]
-    script = f"import test_processes; test_processes.train_and_check({files}, {str(tmp_path / 'run')!r})"
-    processes = start_two(["-c", script])
-    assert [run(settings) for settings in one] == [0, 0]
-    outputs(processes)
-    for mine, yours in zip(two, one, strict=True):
-        assert_same_metrics(mine, yours, 2e-4, 2e-5)
-    samples = [tool_run(settings.run_dir).read_log("samples.jsonl") for settings in (one[1], two[1])]
-    assert samples[0] == samples[1]
+def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights_and_all_end_when_one_fails(tmp_path):
+    """One start for both, which takes most of the time."""
+    path = str(tmp_path / "run")
+    assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("what", ["settings", "bug", "killed", "stall"])
+def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
+    assert_all_end(what, f"test_processes.join_and_end({what!r})")
+
+
+@pytest.mark.nightly
+def test_a_stalled_process_that_trains_alone_ends_and_only_then():
+    script = "import time; from mllm.parallel.group import *\nwith watched(1.0) as watch:\n    {}\n    print('done')"
+    for body, code, said in (
+        ("[(time.sleep(0.3), watch.mark(step, 'data')) for step in range(6)]", 0, "done\n"),
+        (
+            "watch.mark(3, 'update'); time.sleep(600)",
+            RESTART,
+            "error: --stall-limit: no new phase for 1 s (after step 3, ",
+        ),
+    ):
+        (output,) = outputs([spawn(["-c", script.format(body)], subprocess.STDOUT)], code)
+        assert output.startswith(said)
+
+
+@pytest.mark.nightly
+def test_missing_processes_and_a_port_that_is_taken_are_an_error_in_one_line(tmp_path):
+    settings = config("sft", run_dir=str(tmp_path / "run"), mesh={"dp": 2, "fsdp": 2, "tp": 2})
+    command = ["train.py", *arguments(settings), "--wait", "2", "--processes", "2"]
+    alone = [spawn([*command, "--coordinator", free_address(), "--process", i], subprocess.STDOUT) for i in "01"]
+    for output in outputs(alone, RESTART):
+        assert re.fullmatch(r"error: --coordinator: not all processes came to .* within 2 s \(--wait\)\n", output)
+    with socket.create_server(("", 0)) as taken:
+        address = f"localhost:{taken.getsockname()[1]}"
+        (said,) = outputs([spawn([*command, "--coordinator", address, "--process", "0"], subprocess.STDOUT)], 2)
+    assert re.fullmatch(rf"error: --coordinator {address}, .*: \[Errno \d+\] Address already in use.*\n", said)
+    assert not Path(settings.run_dir).exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((None, None, 1), "--process 1: coordinator_address should be defined"),
+        (("host:http", 2, 0), "--coordinator host:http, .* invalid literal"),
+        (("host:1", 2, 2), "--process 2: process_id and num_processes must be nonnegative, with process_id < num_proc"),
+        ((None, None, None), "--coordinator None, .*; --cluster finds what is not given"),
+    ],
+)
+def test_an_impossible_flag_is_refused_with_what_was_given(flags, message, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
+    with pytest.raises(UserError, match=message):
+        group_module.join(flags, {})
+
+
+def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone(monkeypatch):
+    def found(*flags):
+        options = train.make_parser().parse_args(["--config", "any.yaml", *flags])
+        return options.coordinator, options.processes, options.process
+
+    assert found() == (None, None, None)
+    for name, value in (("COORDINATOR_ADDRESS", "a:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
+        monkeypatch.setenv(f"JAX_{name}", value)
+    assert found() == ("a:1", 2, 1)
+    assert found("--coordinator", "b:2", "--processes", "4", "--process", "3") == ("b:2", 4, 3)
+    monkeypatch.setenv("JAX_PROCESS_ID", "one")
+    with pytest.raises(UserError, match="--process: invalid int value: 'one'"):
+        found()

@@ -1,6 +1,7 @@
 """Conversations of a rollout: exact tokens, limits, failures that lose nothing else, several processes."""
 
 import json
+import re
 from array import array
 from contextlib import contextmanager
 from itertools import chain
@@ -50,8 +51,8 @@ def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings
     """Makes the conversations of a rollout, one after the other, with the same processes."""
     with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
 
-        def talk(step=0, first_sequence=0, **limits):
-            where = {"step": step, "first_sequence": first_sequence}
+        def talk(step=0, first_sequence=0, fixed=False, **limits):
+            where = {"step": step, "first_sequence": first_sequence, "fixed": fixed}
             return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, **where)
 
         yield talk
@@ -110,14 +111,16 @@ def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
 
 
 def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others():
+    """Where they are fixed, as problems that are held out, each step is the same."""
+    prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
+    wheres = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
     with opened(group=4) as made:
-        first, again, other, later = (
-            [one.values["number"] for one in play(made(*where), [prompt(largest=10**6)] * 8, ["0"] * 8)]
-            for where in ((3,), (3,), (4,), (3, 8))
+        first, again, other, later, fixed, same = (
+            [one.values["number"] for one in play(made(*where), prompts, ["0"] * 8)] for where in wheres
         )
-    assert first == again
+    assert (first, fixed) == (again, same)
     assert first == [first[0]] * 4 + [first[4]] * 4
-    assert len({*first, *other, *later}) == 6
+    assert len({*first, *other, *later, *fixed}) == 8
 
 
 def test_a_prompt_that_grows_too_long_fails_alone():
@@ -151,7 +154,7 @@ def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts()
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
     barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
 
@@ -253,3 +256,112 @@ def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counte
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
     assert metrics["rewards/environment/raised"] == 1
     assert "reward environment raised: ValueError" in caplog.text
+
+
+# Whatever a model or an environment does costs its own conversation, and at worst those of its process
+
+TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
+
+
+# What an environment does
+
+LASTING = {
+    "if os.fork() == 0: raise ValueError": None,
+    "result = 'on', 'jax' not in sys.modules, False": None,
+    "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
+    "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
+    "result = None, 0.0, False": "raised TypeError: it is not done, and there is no observation.*",
+    "result = 'on', 0.0": "raised TypeError: expected observation, reward and done.*",
+    "result = 'x' * 10**7, 0.0, False": TOO_MUCH,
+    "self.board = 'x' * 10**7; result = '', 0, True": TOO_MUCH,
+    "result = 'on', float('nan'), False": "not_a_number returned nan",
+    "result = ' \\ud800<|im_end|>', 1.0, False": None,
+    "self.board = float('inf')": None,
+    "self.board = functools.reduce(lambda board, _: [board], range(10**5), 0)": None,
+}
+"""What an environment does in its first turn, and how it is counted; None: it is not, and each of its turns gives 1."""
+HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
+DEADLY = {
+    "os._exit(3)": "raised ended its process with exit code 3",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.5 s",
+}
+"""What ends the process, and the other environments in it."""
+GOOD = ["pass"]
+
+
+def counted(found):
+    return [" ".join(one.failure) if one.failure else None for one in found]
+
+
+@pytest.mark.slow
+def test_a_hostile_environment_is_counted():
+    with opened("Hostile", reward_timeout=60) as made:
+        prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
+        found = play(made(), prompts, [GOOD, *([does, *GOOD] for does in LASTING)])
+    expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
+    for said, pattern in zip(counted(found), expected, strict=True):
+        assert said is pattern is None or re.fullmatch(pattern, said)
+    assert {one.played.reward for one in found if one.failure is None} == {("value", 3)}
+
+
+@pytest.mark.slow
+def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
+    """Even conversations are in one process, odd ones in another."""
+    with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:
+        late = "timed_out took longer than 0.5 s"
+        assert (
+            counted(play(made(), [prompt()] * 4, [*([does] for does in HANGING), GOOD, GOOD]))
+            == [late] * 2 + [None] * 2
+        )
+        for does, said in DEADLY.items():
+            lost = "raised LookupError: its environment was lost with its process"
+            assert counted(play(made(), [prompt()] * 4, [[does], GOOD, GOOD, GOOD])) == [said, None, lost, None]
+        assert counted(play(made(), [prompt()] * 4, [GOOD] * 4)) == [None] * 4
+
+
+# Tool calls
+
+
+def call(arguments):
+    return f'<tool_call>{{"name": "double", "arguments": {arguments}}}</tool_call>'
+
+
+def tagged(value):
+    return f"<tool_call><function=double><parameter=number>{value}</parameter></function></tool_call>"
+
+
+NO_JSON = "Error: ValueError: a tool call is not JSON: "
+CALLS = {
+    "1e999": (call('{"number": [-1e999]}'), NO_JSON + "-inf"),
+    "half a character": (call(r'{"number": "\ud800"}'), NO_JSON + ".*surrogates"),
+    "lists": (call(f'{{"number": {10**4 * "[" + 10**4 * "]"}}}'), NO_JSON),
+    "tagged 1e999": (tagged("1e999"), "1e9991e999"),
+    "tagged lists": (tagged(978 * "[" + 978 * "]"), r"\[\["),
+    "two megabytes": (call(f'{{"number": "{2**20 * "x"}"}}'), None),
+    "20,000 calls": (20_000 * call('{"other": 1}'), None),
+}
+"""What a model writes, and what it is answered; None: the conversation fails, since that is too much.
+
+tests/data/test_turns.py has more of what can't be read.
+"""
+
+
+@pytest.mark.slow
+def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_process_lasts():
+    good = call('{"number": 4}')
+    says = [says for text, _ in CALLS.values() for says in ([text, "pass"], [good, "pass"])]
+    with opened("Hostile", tools=["own_environments:double"], reward_timeout=60) as made:
+        talk = made(max_turns=2, max_total_length=10**7)
+        (process,) = [worker.process.pid for worker in talk.runner.environments]
+        found = play(talk, [prompt()] * len(says), says)
+        assert [worker.process.pid for worker in talk.runner.environments] == [process]
+    hostile, others = found[::2], found[1::2]
+    for (_, pattern), one in zip(CALLS.values(), hostile, strict=True):
+        if pattern is None:
+            assert re.fullmatch(TOO_MUCH, counted([one])[0])
+        else:
+            assert one.failure is None
+            assert re.match(pattern, one.messages[1]["content"])
+    assert counted(others) == [None] * len(CALLS)
+    assert {one.messages[1]["content"] for one in others} == {"8"}
+    json.dumps([one.messages for one in found], allow_nan=False, ensure_ascii=False).encode()

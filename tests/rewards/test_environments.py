@@ -3,16 +3,19 @@
 import json
 import re
 import sys
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
 import own_environments
 import pytest
 
+from mllm.config.task import TaskConfig
+from mllm.data.tasks.load import load
 from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.rewards.calls import answers
-from mllm.rewards.environments import Move, players
+from mllm.rewards.environments import Move, Player, players
 
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCKS = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", (DOCS / "environments.md").read_text(), re.DOTALL))
@@ -113,6 +116,7 @@ def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs
         ("double", [], "task.environment: own_environments:double is not a class"),
         ("Undescribed", [], "task.environment: the tool tool can't be described"),
         (None, ["USED"], "task.tools: own_environments:USED is not a function"),
+        (None, ["double", "double"], "task.tools: two tools are named double"),
     ],
 )
 def test_what_is_no_environment_or_tool_is_an_error_of_one_line(environment, tools, message):
@@ -188,3 +192,39 @@ def test_a_server_answers_by_the_class_of_the_docs(documented, monkeypatch):
         (["you said 6"], 2.0, True),
     ]
     assert own_environments.CLOSED[-1] == "TextArena"
+
+
+# Tools, and games
+
+
+def test_a_call_that_can_not_be_read_is_answered_beside_one_that_is_run():
+    readable = "<function=double><parameter=number>4</parameter></function>"
+    text = f"{call('double', number=3)}<tool_call>{{</tool_call>{readable}"
+    _, turn = held(None, "double")(begun(), Move(0, completion=text))
+    texts, _, _, done, calls, errors, _ = said(turn)
+    assert (texts[0], texts[2], done, errors) == ("6", "8", False, 1)
+    assert texts[1].startswith("Error: ValueError: a tool call is not JSON")
+    assert [one["arguments"] for one in calls] == [{"number": 3}, {"number": 4}]
+
+
+def test_a_changed_file_of_a_tool_is_another_code(tmp_path, monkeypatch):
+    file, codes = tmp_path / "a_tool.py", []
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for returned in (1, 2):
+        file.write_text(
+            f'def tool(x: int) -> int:\n    """Do.\n\n    Args:\n        x: It.\n    """\n    return {returned}\n'
+        )
+        codes.append(Player("own_environments:Guess", ["a_tool:tool"], 1.0).code)
+    assert "" not in codes
+    assert codes[0] != codes[1]
+
+
+def test_the_documented_game_starts_with_problems_that_differ_in_a_field_alone(tmp_path, monkeypatch):
+    (tmp_path / "my_env.py").write_text(BLOCKS["my_env"])
+    lines = [f'{{"prompt": "Guess my number.", "largest": {largest}}}\n' for largest in range(10, 30)]
+    (tmp_path / "games.jsonl").write_text("".join(lines))
+    config = TaskConfig(name="jsonl", train=str(tmp_path / "games.jsonl"), environment="my_env:Guess", heldout=4)
+    task = load(config, seed=0)
+    largest = [[example.fields["largest"] for example in part] for part in (task.train, task.heldout)]
+    assert sorted(chain(*largest)) == [*range(10, 30)]
+    assert len(task.heldout) == 4

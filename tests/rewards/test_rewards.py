@@ -97,24 +97,24 @@ def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and
 @pytest.mark.slow
 def test_several_processes_give_what_one_gives():
     mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
-    with opened("late", "batch", "exact_match", seconds=2) as one:
+    with opened("late", "batch", "exact_match", seconds=0.7) as one:
         alone = score(one, *mixed)
-    with opened("late", "batch", "exact_match", seconds=2, workers=3) as three:
+    with opened("late", "batch", "exact_match", seconds=0.7, workers=3) as three:
         assert score(three, *mixed) == alone
     assert [late for late, *_ in alone if late[0] != "value"] == [
         ("raised", "ValueError: no (own_rewards.py:6)"),
-        ("timed_out", "took longer than 2 s"),
+        ("timed_out", "took longer than 0.7 s"),
         ("raised", "ValueError: no (own_rewards.py:6)"),
     ]
 
 
 def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_kind_is_logged(caplog):
-    with opened("no_list", "half_hanging_batch", "batch", "late", seconds=1.5) as runner:
+    with opened("no_list", "half_hanging_batch", "batch", "late", seconds=0.5) as runner:
         scores = score(runner, "four", "", "raise")
         score(runner, "raise")
     no_list, half, batch, late = zip(*scores, strict=True)
     assert no_list == (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3
-    assert half == (("value", 1.0), *[("timed_out", "took longer than 4.5 s")] * 2)
+    assert half == (("value", 1.0), *[("timed_out", "took longer than 1.5 s")] * 2)
     assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
     assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
     (failed,) = [record.getMessage() for record in caplog.records if "reward late" in record.getMessage()]
@@ -252,7 +252,7 @@ def test_a_process_that_has_left_the_worker_s_session_with_its_connection_delays
     os.kill(daemon, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("does", [FOREVER, CATCHES])
+@pytest.mark.parametrize("does", [FOREVER, pytest.param(CATCHES, marks=pytest.mark.nightly)])
 def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_what_that_has_started(does, noted):
     """A pattern hangs in C and holds Python's lock, so that no thread of its process could end it."""
     killed = trainer(f"{STARTS}\n{does}")
@@ -313,20 +313,6 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
             assert scoring.finish(samples) == expected
 
 
-def test_a_rollout_that_ends_early_stops_its_functions():
-    with opened(HOSTILE) as runner:
-        sample = Sample(SEVEN, FOREVER, array("i", [1]), False)
-
-        def interrupted():
-            with runner.scoring(2) as scoring:
-                scoring.add({0: sample})
-                raise Stop
-
-        with pytest.raises(Stop):
-            interrupted()
-        assert score(runner, "7") == [[("value", 1)]]
-
-
 # What comes back
 
 
@@ -348,23 +334,17 @@ def test_a_rollout_that_ends_early_stops_its_functions():
             (f'[0, "value", 0.5, ["turn", {turn}]]', None)
             for turn in (
                 "[], true, [], 0",
-                '[{"role": "a"}], true, [], 0, {}',
                 r'[{"role": "a", "content": "\ud800"}], true, [], 0, {}',
                 '[{"role": "a", "content": "b", "reward": 1}], true, [], 0, {}',
                 '[], true, [{"name": "a"}], 0, {}',
-                r'[], true, [{"name": "a", "arguments": {"b": "\ud800"}}], 0, {}',
                 '[], true, [{"name": "a", "arguments": {"b": NaN}}], 0, {}',
                 "[], true, [], -1, {}",
-                "[], true, [], 2, {}",
             )
         ),
-        *(
-            (f'[0, "value", 0.5, {logged}]', None)
-            for logged in ("1", '["extra", "a"]', '["metric", "a", NaN]', '["metric", "a", "1"]', '["extra", "a", []]')
-        ),
-        *((line, None) for line in ("", "[", "5", "[]", "null", '{"0": 1}', "[" * 5000, "\ud800", '[1, "value", 0.5]')),
-        *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "[1.0]", "NaN", "1e19", "-Infinity")),
-        *((f"[0, {answer}]", None) for answer in ('"ready", "x"', '"other", "x"', '"raised", 1', '"value", 1.0, 2')),
+        *((f'[0, "value", 0.5, {logged}]', None) for logged in ('["extra", "a"]', '["metric", "a", NaN]')),
+        *((line, None) for line in ("", "[", "5", "[]", "[" * 5000, "\ud800", '[1, "value", 0.5]')),
+        *((f'[0, "value", {value}]', None) for value in ("true", "1", '"1"', "NaN", "1e19", "-Infinity")),
+        *((f"[0, {answer}]", None) for answer in ('"ready", "x"', '"raised", 1', '"value", 1.0, 2')),
     ],
 )
 def test_an_answer_is_a_number_within_bounds_or_a_failure_with_a_message(line, answer):

@@ -117,14 +117,12 @@ OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
     "--steps=10": "--steps=10: no option; a setting has no dashes: steps=10",
-    "--data.max-length": "--data.max-length: no option; a setting has no dashes: data.max_length=",
     "steps=[": "steps=[: the value is not readable as YAML",
     # of an unknown name, of the wrong type, out of bounds
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
     # what contradicts the machine or the data
-    "mesh.tp=8": "mesh.tp: 8 does not divide the model's num_attention_heads of 4",
     "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
@@ -134,8 +132,7 @@ OVERRIDES = {
     "model.architecture.hiden_size=8": "model.architecture: hiden_size is unknown; did you mean hidden_size?",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
-    # the checkpoint of a run that is the model's source, adapters, a tokenizer
-    "model={source: '.', init: pretrained, step: last}": "model.step: 'last' is none of newest, best and the number",
+    # adapters, a tokenizer
     "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
     "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
     # the run's folder, where something else is
@@ -249,6 +246,7 @@ TOOLS = (
     ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
+    ("memory", "--config tiny_distill", "--config: heads of two models are not compared"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
 )
 """The tool, its command line, and the message."""

@@ -119,6 +119,7 @@ def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp
         assert asked == [True]
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_is_known_again_by_those_of_its_reference_too(tmp_path):
     reference = {"grpo": {"beta": 0.1, "reference": "initial"}, "model": {"lora": {"rank": 2, "alpha": 2}}}
     with Run.build(config(run_dir=str(tmp_path / "run"), **reference)) as run:

@@ -102,28 +102,26 @@ def test_a_change_that_has_no_effect_is_refused(tmp_path, place, what, message):
 
 
 @pytest.mark.slow
-def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(tmp_path, capsys):
-    first = config("sft", run_dir=str(tmp_path / "straight"), eval=None, rollout=None, **DECAYING)
-    assert run(first) == 0
-    new = {"steps": 8, "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "warmup_steps": 2}}
-    straight = changed(first, **new)
-    assert "->" not in capsys.readouterr().err
+def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(
+    finished, tmp_path, capsys
+):
+    first = killed_after(finished("sft"), 4, tmp_path / "straight")
+    straight = changed(first, steps=6, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
+    capsys.readouterr()
     assert run(straight, "--change") == 0
     assert [line for line in capsys.readouterr().err.splitlines() if "->" in line] == [
-        "after step 4: steps 4 -> 8",
+        "after step 4: steps 8 -> 6",
         "after step 4: optimizer.learning_rate 0.01 -> 0.001",
-        'after step 4: optimizer.schedule "linear" -> "cosine"',
+        'after step 4: optimizer.schedule "constant" -> "cosine"',
     ]
     killed = killed_after(straight, 4, tmp_path / "killed")
-
     assert run(killed) == 0
-
     assert_same_end(straight, killed)
     lines = records(killed)
     assert [line["step"] for line in lines if "changed" in line] == [5]
-    expected = {"steps": 8, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
-    assert lines[4]["changed"] == expected
-    assert lines[4]["learning_rate"] < 1e-3 < lines[2]["learning_rate"]
+    expected = {"steps": 6, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
+    assert lines[5]["changed"] == expected
+    assert lines[5]["learning_rate"] < 1e-3 < lines[4]["learning_rate"]
     resolved = yaml.safe_load((tmp_path / "killed" / "config.yaml").read_text())
-    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 4, "new": 8}
+    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 8, "new": 6}
     assert {change["key"]: change["new"] for change in resolved["changes"]} == expected

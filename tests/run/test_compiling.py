@@ -39,18 +39,14 @@ def test_what_a_kill_in_the_middle_of_writing_has_left_is_removed_and_the_oldest
         path.write_bytes(path.read_bytes()[:99])
     sizes = start()
     assert min(sizes) > 99
+    for line, own in (("jax.process_count = lambda: 2", ""), ("", str(tmp_path / "mine"))):
+        other = {"JAX_COMPILATION_CACHE_DIR": own, "XDG_CACHE_HOME": str(tmp_path / "other")}
+        (said,) = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **other)])
+        assert said == f"{own}\n"  # several processes keep none, and a folder that the user names is JAX's
+        assert not (tmp_path / "other").exists()
     few = start(f"from mllm.run import compiling; compiling.LARGEST = {max(sizes) + 99}", factor=3)
     assert 0 < len(few) < len(sizes) + 1
     assert sum(few) <= max(sizes) + 99
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("line", "named"), [("jax.process_count = lambda: 2", ""), ("", "mine")])
-def test_several_processes_keep_none_and_a_folder_that_the_user_names_is_jax_s(tmp_path, line, named):
-    own = {"JAX_COMPILATION_CACHE_DIR": named and str(tmp_path / named), "XDG_CACHE_HOME": str(tmp_path)}
-    (said,) = outputs([spawn(["-c", PROCESS.format(line, 2)], subprocess.STDOUT, **own)])
-    assert said == own["JAX_COMPILATION_CACHE_DIR"] + "\n"
-    assert not (tmp_path / "mllm").exists()
 
 
 def test_seconds_of_compiling_count_once_and_a_long_one_is_said(monkeypatch, capsys):

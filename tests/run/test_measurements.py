@@ -1,6 +1,7 @@
-"""What is measured when, which checkpoint is the best by it, and when a run ends early."""
+"""What is measured when, which checkpoint is the best by it, and when a run ends."""
 
 import json
+import logging
 import math
 import re
 import signal
@@ -9,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import changed, records, run, signal_trainer
+from runs import assert_same_end, changed, checkpoints, killed_after, records, run, signal_trainer
 from tiny import config
 
 import mllm.run.build
+from mllm.algorithms.sft.source import SftSource, load_documents
 from mllm.config.data import ValidationConfig
+from mllm.errors import StepError
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.state import PendingEvaluation, RunState
+from mllm.store.run_store import RunStore
+from mllm.training.optimizer import make_schedule
 from mllm.training.step import TrainState
 
 
@@ -26,6 +32,7 @@ def state(step: int, **fields: Any) -> RunState:
     )
 
 
+BYTES = Renderer(bytes_tokenizer())
 OFTEN = Measurement(lambda params, step: {"often": step}, 2)
 ENDS = Measurement(lambda params, step: {"ends": step}, None)
 
@@ -99,19 +106,13 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
 
 
 @pytest.mark.nightly
-def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch, capsys):
-    """The run goes on with the same problems only, a few of which have prompts that are too long."""
+def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch):
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     for path, start in zip(files.values(), (0, 40), strict=True):
-        prompts = {i: f"{i}+1=" + "?" * 30 * (i in (3, 5, 7, 9, 11)) for i in range(start, start + 20)}
-        lines = [{"prompt": prompt, "answer": str(i + 1)} for i, prompt in prompts.items()]
+        lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + 20)]
         Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = config(
-        run_dir=str(tmp_path / "run"),
-        task={"name": "jsonl", **files, "heldout": 3},
-        steps=8,
-        eval={"every": 4, "test": True},
-    )
+    task = {"name": "jsonl", **files, "heldout": 3}
+    settings = config(run_dir=str(tmp_path / "run"), task=task, steps=8, eval={"every": 4, "test": True})
     tested, seen = [], {}
 
     def make(options, task, problems, *, prefix="eval/", **parts):
@@ -127,24 +128,123 @@ def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off
         return measure_or_stop
 
     monkeypatch.setattr(mllm.run.build, "make_evaluation", make)
-    assert run(settings) == 143
-    assert "stopped by a signal after step 0; nothing to save: the same command begins anew" in capsys.readouterr().err
-    assert run(settings) == 143
-    assert run(settings) == 0
+    assert [run(settings), run(settings), run(settings)] == [143, 143, 0]
     assert tested == ["eval/"] + ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
     samples = records(settings, "samples.jsonl")
-    assert [line["step"] for line in samples] == [step for step in range(1, 9) for _ in range(8)]
     trained = {str(int(re.search(r"(\d+)\+1=", line["prompt"])[1]) + 1) for line in samples}
-    assert len(seen["eval/"]) == 3  # one of which is too long
+    assert len(seen["eval/"]) == 3
     assert not seen["eval/"] & trained
     assert seen["test/"] == {str(answer) for answer in range(41, 61)}
     lines = records(settings)
     assert [line["step"] for line in lines if "test/reward" in line] == [8]
     assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 8]
-    assert f"test accuracy      {lines[-1]['test/greedy_accuracy']:.3f} (" in capsys.readouterr().out
-    long = [line["prompts_skipped"] for line in lines[1:]]
-    assert long == sorted(long)
-    assert 2 <= long[-1] <= 10
-    Path(files["train"]).write_text(Path(files["train"]).read_text().replace('"answer": "9"', '"answer": "8"'))
-    assert run(changed(settings, steps=9)) == 2
-    assert "error: task: the list of problems is not what" in capsys.readouterr().err
+
+
+# Runs on a user's files
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """A function that makes the configuration of a run on 40 examples, 8 of which are held out."""
+    path = tmp_path / "train.jsonl"
+    lines = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = {"source": str(path), "max_length": 16, "packing": False, "validation": {"share": 0.2, "every": 2}}
+
+    def make(**sections):
+        given = {"run_dir": str(tmp_path / "run"), "task": None, "rollout": None, "eval": None, "batch_size": 8}
+        return config("sft", **{**given, "data": data, "optimizer": {"schedule": "linear"}, **sections})
+
+    return make
+
+
+@pytest.mark.nightly
+def test_epochs_give_the_steps_and_what_was_measured_before_data_that_can_not_be_read_is_kept(
+    settings, tmp_path, monkeypatch
+):
+    give = SftSource.next
+
+    def damaged(self, params, step, *others):
+        if step == 4:
+            raise StepError("damaged")
+        return give(self, params, step, *others)
+
+    done = changed(settings(checkpoint={"every": 1, "keep": 20}), steps=None, data={"epochs": 2})
+    assert run(done) == 0
+    lines = records(done)
+    assert [line["step"] for line in lines] == list(range(9))  # 32 examples, 8 a batch, twice
+    assert [line["step"] for line in lines if "validation/loss" in line] == [0, 2, 4, 6, 8]
+    killed = killed_after(done, 2, tmp_path / "killed")
+    with monkeypatch.context() as patch:
+        patch.setattr(SftSource, "next", damaged)
+        assert run(changed(killed, checkpoint={"every": None})) == 2
+    assert checkpoints(killed)[-1] == 4
+    assert RunStore(killed.run_dir).document(4)["score"] == -lines[4]["validation/loss"]
+    assert run(killed) == 0
+    assert_same_end(done, killed)
+
+
+@pytest.mark.slow
+def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(settings, caplog, capsys):
+    done = changed(settings(), steps=100, data={"epochs": 1})
+    with caplog.at_level(logging.WARNING):
+        assert run(done) == 0
+    assert "data.epochs: 1 passes over the 32 examples are 4 batches: the run and its schedule end" in caplog.text
+    lines = records(done)
+    assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
+    assert "validation/loss" in lines[-1]
+    assert checkpoints(done) == [4]
+    capsys.readouterr()
+    assert run(done) == 0  # and the same command has nothing to do
+    assert "at step 4" in capsys.readouterr().out
+    assert records(done) == lines
+
+
+@pytest.mark.slow
+def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, tmp_path, capsys):
+    done = changed(settings(), steps=None, data={"epochs": 1}, optimizer={"warmup_steps": 5})
+    assert run(done) == 2
+    assert "optimizer.warmup_steps: 5 are more than the run has (data.epochs: 1 passes over" in capsys.readouterr().err
+    many = {"name": "arithmetic", "arithmetic": {"operands": 4, "digits": 3}}
+    endless = config("sft", run_dir=str(tmp_path / "run"), steps=None, task=many, data={"epochs": 1})
+    assert run(endless) == 2
+    assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings, monkeypatch, capsys):
+    """The learning rate is so large that the loss soon rises. A step whose validation a signal ends is not saved."""
+    measure = Measurements.measure_pending
+
+    def stopped(self, state, *given):
+        if state.step == 2:
+            signal_trainer(signal.SIGTERM)
+        return measure(self, state, *given)
+
+    learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}
+    validation = {"share": 0.2, "every": 1, "patience": 3}
+    done = changed(settings(**learning), steps=60, data={"validation": validation})
+    done = changed(done, checkpoint={"every": 1, "keep": 1, "keep_best": True})
+    with monkeypatch.context() as patch:
+        patch.setattr(Measurements, "measure_pending", stopped)
+        assert run(done) == 143
+    assert checkpoints(done) == [1]
+    reason = "the validation loss has not fallen in 3 validations (data.validation.patience)"
+    for _ in range(2):  # the second time it knows that it has ended
+        assert run(done) == 0
+        losses = [line["validation/loss"] for line in records(done)]
+        assert f"\nended              after step {len(losses) - 1} of 60: {reason}\n" in capsys.readouterr().out
+        assert min(losses) == losses[-4]
+        assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
+
+
+def test_what_is_held_out_has_a_name_of_its_own_and_so_has_what_is_left_by_each_share(settings):
+    """A resume tells by it that data are others."""
+    data = settings().data
+    whole = load_documents(data.model_copy(update={"validation": None}), BYTES, None)[0].content
+    names = {whole}
+    for share in (0.2, 0.3):
+        validation = data.validation.model_copy(update={"share": share})
+        parts = load_documents(data.model_copy(update={"validation": validation}), BYTES, None)
+        names |= {part.content for part in parts}
+    assert len(names) == 5

@@ -1,17 +1,23 @@
-"""What a run writes of itself is whole JSON, and what it says on the terminal."""
+"""What a run writes of itself is whole JSON, and what it says on the terminal and to Weights & Biases."""
 
 import io
 import math
 import re
+import shutil
+import sys
 import time
 
 import pytest
+from runs import arguments, changed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import config
 
+import train
 from mllm.algorithms.grpo.algorithm import Grpo
 from mllm.run import report
 from mllm.run.events import Events
 from mllm.run.metrics import RunLog, last_logged_step
+from mllm.run.wandb import run_id
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
 
@@ -167,6 +173,30 @@ def test_the_summary_of_a_grpo_run_shows_what_each_reward_function_gave(tmp_path
     ]
 
 
-def test_progress_is_the_mean_of_the_first_and_of_the_last_tenth_of_the_steps():
-    lines = dict(report.progress([{"step": step, "loss": float(step)} for step in range(1, 31)], {"loss": "loss"}))
-    assert lines == {"loss": "2.000 in the first tenth, 29.000 in the last of 30 steps"}
+# Weights & Biases
+
+SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
+
+
+def test_a_moved_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
+    first, copied, moved = (RunStore(tmp_path / name) for name in ("first", "copied", "moved"))
+    first.folder.mkdir()
+    number = run_id(first)
+    shutil.copytree(first.folder, copied.folder)
+    other = run_id(copied)
+    assert (run_id(first), run_id(copied)) == (number, other)
+    first.folder.rename(moved.folder)
+    copied.folder.rename(first.folder)
+    assert (run_id(moved), run_id(first)) == (number, other)
+    restored = shutil.copytree(moved.folder, tmp_path / "restored")  # from a copy, at the place where it was
+    shutil.rmtree(moved.folder)
+    restored.rename(moved.folder)
+    assert run_id(moved) == number
+    assert len({number, other}) == 2
+
+
+def test_without_the_package_nothing_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    assert train.main(arguments(changed(SETTINGS, run_dir=str(tmp_path / "mine")))) == 2
+    assert capsys.readouterr().err.startswith("error: log.wandb: the package is missing: pip install wandb")
+    assert not (tmp_path / "mine").exists()

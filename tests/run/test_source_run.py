@@ -1,5 +1,6 @@
-"""A run is another one's `model.source`: parameters, sizes, tokenizer and stop tokens come from it as they are."""
+"""What a run begins with: another run as its model, and models and data in a bucket."""
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -7,42 +8,36 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow
 import pytest
-from runs import arguments, changed, newest, records, run
+from object_store import object_store
+from pyarrow import parquet
+from runs import arguments, assert_same_end, changed, checksums, killed_after, newest, run
 from tiny import config
 from transformers import AutoConfig, AutoTokenizer
 
 import train
 from mllm.config.load import read
+from mllm.config.model import MeshConfig
 from mllm.errors import UserError
+from mllm.model import weights
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name, restore_params
-from mllm.run.measurements import Measurements
 from mllm.run.source_run import SourceRun, load_policy
-from mllm.store.run_store import RunStore
-from tools import export, generate
+from mllm.store.bucket import cache_folder
+from mllm.store.fetch import fetch_folder, send
+from mllm.store.run_store import RunStore, tool_run
+from tools import export, generate, plot, samples
 
-STOP = "+"
+STOP = "~"
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """A run with checkpoints 2, 4 and 6, the best of which is 2."""
-    folder = tmp_path_factory.mktemp("first") / "run"
-    settings = config(
-        "sft",
-        run_dir=str(folder),
-        steps=6,
-        rollout={"stop": [STOP]},
-        eval={"every": 2},
-        checkpoint={"every": 2, "keep": 2, "keep_best": True},
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Measurements, "score", lambda self, metrics: -1.0 * metrics["num_tokens"])
-        assert run(settings) == 0
-    return settings
+@pytest.fixture
+def first(finished):
+    """A run with checkpoints 4 and 8, in which a stop token is set."""
+    return finished("sft")
 
 
 def following(first, folder, algorithm="sft", **model):
@@ -66,9 +61,12 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "number"), [("newest", 6), ("best", 2), (4, 4)])
-def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, step, number):
-    settings = following(first, tmp_path, step=step)
+@pytest.mark.parametrize(("step", "number"), [("newest", 8), ("best", 4), (4, 4)])
+def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, monkeypatch, step, number):
+    copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
+    run_dir.write(RunStore(copy.run_dir), copy)
+    monkeypatch.setattr(RunStore, "score", lambda self, step: -step)
+    settings = following(copy, tmp_path / "run", step=step)
     source = SourceRun.open(settings.model)
     assert source is not None
     begun = source.pin(settings)
@@ -76,6 +74,7 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
     params = load_policy(settings, make_mesh(settings.mesh)).initial_params()
     _, theirs = restore_params(source.store, load_policy(first, make_mesh(first.mesh)).trained, number)
     np.testing.assert_array_equal(params["embed"], theirs["embed"])
+    Path(settings.run_dir).mkdir()
     run_dir.write(RunStore(settings.run_dir), begun)
     with run_dir.claim(settings) as (_, resumed):
         assert resumed == begun
@@ -84,16 +83,13 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
 @pytest.mark.slow
 def test_a_run_begins_where_its_source_ends_and_is_a_model_folder_without_it(first, tmp_path):
     shutil.copytree(first.run_dir, source := tmp_path / "source")
-    second = following(first, tmp_path / "second", "grpo", dtype="float32", source=str(source))
-    second = changed(second, eval={"every": None}, grpo={"beta": 0.1, "reference": "initial"})
+    second = changed(following(first, tmp_path / "second", source=str(source)), eval=None, rollout=None)
     assert run(second) == 0
-    assert records(second)[0]["eval/greedy_accuracy"] == records(first)[-1]["eval/greedy_accuracy"]
-    assert read(Path(second.run_dir, "config.yaml"))["model"]["step"] == 6
+    assert read(Path(second.run_dir, "config.yaml"))["model"]["step"] == 8
     shutil.rmtree(source)
     assert AutoConfig.from_pretrained(second.run_dir).hidden_size == 32
     assert AutoTokenizer.from_pretrained(second.run_dir)("1+2=")["input_ids"] == [*b"1+2="]
     assert export.main([second.run_dir]) == 0
-    assert generate.main([second.run_dir, "1+2=", "--max-tokens", "2"]) == 0
     third = following(second, tmp_path / "third")
     assert train.main([*arguments(third), "--plan"]) == 0
     policy = load_policy(third, make_mesh(third.mesh))
@@ -118,7 +114,7 @@ def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_pro
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"step": 3}, r".*run has no checkpoint 3; there are \[2, 4, 6\]"),
+        ({"step": 3}, r".*sft has no checkpoint 3; there are \[4, 8\]"),
         ({"source": "nowhere", "step": 3}, "no run is at nowhere: give its run_dir, or remove the step"),
         ({"source": "empty"}, r"empty has no checkpoint newest; there are \[\]"),
         ({"source": "empty", "step": "best"}, "empty has no checkpoint best, as checkpoint.keep_best keeps one;"),
@@ -131,7 +127,58 @@ def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, mode
     Path("empty").mkdir()
     run_dir.write(RunStore("empty"), config(run_dir="empty"))
     shutil.copytree(first.run_dir, "worse")
-    run_dir.write(RunStore("worse"), changed(first, checkpoint={"keep_best": False}))
     settings = following(first, tmp_path / "run", **model)
     with pytest.raises(UserError, match=f"^model.step: {message}"):
         SourceRun.open(settings.model).pin(settings)
+
+
+# In a bucket
+
+LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
+PROBLEMS = [json.dumps({"prompt": f"{i}+{i % 5}=", "answer": i + i % 5}) + "\n" for i in range(12)]
+
+
+@pytest.mark.nightly
+def test_a_run_in_a_bucket_of_a_model_and_data_there_is_that_of_their_files_and_tools_and_other_runs_read_it(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    files = tmp_path / "files"
+    policy = load_policy(config("sft"), make_mesh(MeshConfig()))
+    save = policy.tokenizer.save_pretrained
+    weights.save(files / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
+    (files / "train-1.jsonl.gz").write_bytes(gzip.compress("".join(LINES[:20]).encode()))
+    (files / "train-2.jsonl").write_text("".join(LINES[20:]))
+    (files / "problems.jsonl").write_text("".join(PROBLEMS))
+    parquet.write_table(pyarrow.Table.from_pylist([*map(json.loads, LINES[:9])]), files / "heldout.parquet")
+
+    def settings(place):
+        model = {"init": "pretrained", "architecture": None, "source": f"{place}/model"}
+        data = {"source": f"{place}/train-*.jsonl*", "validation": {"source": f"{place}/heldout.parquet"}}
+        parts = {"model": model, "data": data, "task": None, "rollout": None, "eval": None}
+        return config("sft", run_dir=f"{place}/run", **parts)
+
+    with object_store() as store:
+        send(files, store.url, [str(path.relative_to(files)) for path in files.rglob("*") if path.is_file()])
+        on_disk, in_bucket = settings(files), settings(store.url)
+        assert run(on_disk) == run(in_bucket) == 0
+        assert_same_end(on_disk, in_bucket)
+        assert len([*cache_folder().glob("*/summary")]) == 2  # the documents are found again
+
+        for options in ([on_disk.run_dir], [in_bucket.run_dir]):
+            assert export.main(options) == 0
+        fetched = checksums(fetch_folder(f"{in_bucket.run_dir}/export", ("*",), "model.source"))
+        fetched = {name: checksum for name, checksum in fetched.items() if name[0] != "."}
+        of_disk = checksums(Path(on_disk.run_dir, "export"))
+        assert fetched == of_disk | {"README.md": fetched["README.md"]}  # which names the run
+        for settings in (on_disk, in_bucket):
+            assert generate.main([settings.run_dir, "1+2=", "--max-tokens", "4"]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[-1] == said[-2]
+
+        model = {"init": "pretrained", "architecture": None, "source": in_bucket.run_dir}
+        task = {"name": "jsonl", "train": f"{store.url}/problems.jsonl", "heldout": None}
+        next_one = config(run_dir=f"{store.url}/grpo", steps=1, model=model, task=task)
+        assert run(next_one) == 0
+        assert samples.main([next_one.run_dir, "--print"]) == plot.main([next_one.run_dir, in_bucket.run_dir]) == 0
+        assert str(tool_run(next_one.run_dir).folder / "curves.png") in capsys.readouterr().out

@@ -1,39 +1,43 @@
 """The trainer end to end: what stops a run changes nothing of its end, and its folder holds all of its results."""
 
+import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from object_store import object_store
 from runs import (
-    arguments,
     assert_same_end,
-    assert_same_metrics,
     changed,
     checkpoints,
     checksums,
     environment,
     killed_after,
     newest,
-    outputs,
     records,
     run,
     signal_trainer,
-    start_group,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import METHODS, config
 
+import mllm
 from mllm import stopwatch
 from mllm.config import load as configs
+from mllm.config.load import load
 from mllm.parallel import group
 from mllm.run.checkpoint import Checkpoints
+from mllm.run.state import RunState
 from mllm.store.run_store import RunStore, tool_run
+from mllm.training.step import TrainState
 
 EVEN = "user_rewards:even_characters"
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
@@ -42,11 +46,29 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 # A run that is killed, is told to stop, or has lost its newest checkpoint
 
 
-@pytest.mark.parametrize("method", ["dpo", *(pytest.param(name, marks=slow) for name in ("turns", "distill"))])
+@pytest.mark.parametrize(
+    "method",
+    ["dpo", *(pytest.param(name, marks=slow) for name in ("turns", "distill")), pytest.param("delta", marks=nightly)],
+)
 def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
-    """SFT and GRPO: in the next two tests."""
+    """SFT and GRPO: in the next three tests."""
     whole = finished(method)
     killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")
+    assert run(killed) == 0
+    assert_same_end(killed, whole)
+
+
+@slow
+def test_a_kill_before_the_first_checkpoint_is_whole_does_not_show_in_the_end(finished, tmp_path):
+    """In a bucket: tests/faults/test_campaign.py."""
+    killed = changed(whole := finished("sft"), run_dir=str(tmp_path / "killed"))
+    folder = Path(shutil.copytree(whole.run_dir, killed.run_dir))
+    for checkpoint in checkpoints(whole):
+        shutil.rmtree(folder / "checkpoints" / str(checkpoint))
+    for name in ("metrics.jsonl", "samples.jsonl", "timings.jsonl"):
+        lines = (folder / name).read_bytes().splitlines(keepends=True)
+        (folder / name).write_bytes(b"".join(lines[:3])[:-2])
+    (folder / "checkpoints/4.orbax-checkpoint-tmp/state/d").mkdir(parents=True)
     assert run(killed) == 0
     assert_same_end(killed, whole)
 
@@ -61,7 +83,7 @@ STOPS = {
 """The phase in which a signal comes, how often it was entered by then, and the checkpoints that are left."""
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=slow if name == "sft" else nightly) for name in METHODS])
+@pytest.mark.parametrize("method", [pytest.param(name, marks=slow if name == "sft" else nightly) for name in STOPS])
 def test_a_run_in_a_bucket_that_a_signal_stops_and_that_loses_a_checkpoint_ends_as_one_on_a_disk(
     method, finished, tmp_path, monkeypatch
 ):
@@ -91,41 +113,24 @@ def run_with_signal(settings, monkeypatch, phase, count, number):
         return run(settings)
 
 
-@pytest.mark.parametrize(
-    ("phase", "number", "saved", "logged"),
-    [
-        # between a rollout's updates, so that the next one's evaluation is left
-        pytest.param("update", signal.SIGTERM, 6, 5, marks=slow),
-        pytest.param("reward", signal.SIGINT, 6, 6, marks=nightly),
-    ],
-)
-def test_a_signal_saves_the_last_complete_step_and_the_same_command_resumes(
-    phase, number, saved, logged, finished, tmp_path, monkeypatch, capsys
+@slow
+def test_a_signal_between_the_updates_of_a_rollout_saves_the_step_and_leaves_its_evaluation(
+    finished, tmp_path, monkeypatch, capsys
 ):
     whole = finished("grpo")
     settings = changed(killed_after(whole, 4, tmp_path / "run"), checkpoint={"every": None})
     capsys.readouterr()
-    assert run_with_signal(settings, monkeypatch, phase, 1 if phase == "update" else 3, number) == 128 + number
-    assert checkpoints(settings)[-1] == saved
-    assert records(settings)[-1]["step"] == logged
-    assert (newest(settings).pending_evaluation is not None) == (logged < saved)
-    if logged < saved:  # as a kill would leave it after the evaluation and before the next checkpoint
-        with Path(settings.run_dir, "metrics.jsonl").open("a") as log:
-            log.write(f'{{"step": {saved}}}\n')
+    assert run_with_signal(settings, monkeypatch, "update", 1, signal.SIGTERM) == 143
+    assert checkpoints(settings)[-1] == 6
+    assert records(settings)[-1]["step"] == 5
+    assert newest(settings).pending_evaluation is not None
+    with Path(settings.run_dir, "metrics.jsonl").open("a") as log:
+        log.write('{"step": 6}\n')  # as a kill would leave it after the evaluation and before the next checkpoint
     output, errors = capsys.readouterr()
-    assert f"stopped by a signal after step {saved}; saved: the same command resumes" in errors
+    assert "stopped by a signal after step 6; saved: the same command resumes" in errors
     assert output == ""
     assert run(settings) == 0
     assert_same_end(settings, whole)
-
-
-@nightly
-@pytest.mark.parametrize("method", ["turns", "distill"])  # DPO: tests/parallel/test_processes.py
-def test_two_processes_log_what_one_logs(method, finished, tmp_path):
-    two = changed(one := finished(method), run_dir=str(tmp_path / "run"))
-    outputs(start_group(["train.py", *arguments(two)], 2, 1))
-    assert_same_metrics(two, one)
-    assert tool_run(two.run_dir).read_log("samples.jsonl") == tool_run(one.run_dir).read_log("samples.jsonl")
 
 
 # A finished run
@@ -269,7 +274,8 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
 
 
 COMMANDS = """
-import sys, train
+import sys, mllm, train
+assert callable(mllm.train) and mllm.load_config("tiny_sft.yaml")
 for command in (["--print-config", "seed=7"], ["--help"], ["stepz=3"], ["--config"]):
     try:
         print("exit code", train.main(["--config", "tiny_sft.yaml", *command]))
@@ -289,3 +295,57 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
     modules = process.stdout.split("imported")[1].split()
     assert {"jax", "numpy", "transformers", "orbax", "flax", "grain", "lm_head"}.isdisjoint(modules)
     assert process.stderr.count("error: ") == 2, unknown
+
+
+@pytest.mark.slow
+def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(tmp_path, capsys):
+    """The first update throws the parameters to where nothing can be computed any more; no other changes any."""
+    settings = config(
+        "sft",
+        run_dir=str(tmp_path / "run"),
+        steps=8,
+        optimizer={"learning_rate": 9e18, "max_skipped": 1},
+        eval=None,
+        rollout=None,
+    )
+    for step, skipped in ((3, 2), (4, 3)):
+        assert run(settings) == 2
+        why = f"the last {skipped} updates were not finite and skipped"
+        said = f"error: optimizer.max_skipped: {why} (saved after step {step}: the same command resumes)"
+        assert capsys.readouterr().err.splitlines()[-1] == said
+        assert newest(settings).step == step
+    lines = records(settings)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
+    assert lines[1]["loss"] is None
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
+
+
+def test_a_finite_update_ends_a_row_of_skipped_ones():
+    train = TrainState({}, {}, 0)
+    state, counts = RunState(0, train, {}), []
+    for skipped in (True, True, False, True):
+        state = state.after_update(train, {}, skipped)
+        counts.append(state.skipped_in_a_row)
+    assert counts == [1, 2, 0, 1]
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_notebook_trains_as_the_command_does(finished, tmp_path):
+    going_on = killed_after(finished("dpo"), 2, tmp_path / "run")
+    config = mllm.load_config(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
+    assert config == load(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
+    assert mllm.train(config) == 0
+    assert_same_end(config, finished("dpo"))
+
+
+def test_the_console_command_is_train_py(monkeypatch, capsys):
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"mllm-train": "mllm:main"}
+    monkeypatch.setattr(sys, "argv", ["mllm-train", "--config", "tiny_sft.yaml", "--print-config"])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # where it leaves one that writes into this test's stderr
+    with pytest.raises(SystemExit, match="0"):
+        mllm.main()
+    assert "algorithm: sft" in capsys.readouterr().out

@@ -1,13 +1,14 @@
-"""A checkpoint is Orbax's, restored to the bit; damage costs one checkpoint, never the run."""
+"""A checkpoint is Orbax's, restored to the bit, and knows the logs before it; damage or a full disk costs it alone."""
 
 import errno
-import json
 import logging
+import resource
 import shutil
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+import time
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -21,9 +22,11 @@ from etils import epath
 from states import OPTIMIZER, POSITION, damaged, like, make_state, opened, restored, save
 
 from mllm.config.model import MeshConfig
+from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
-from mllm.run.checkpoint import restore_params
+from mllm.run.checkpoint import Checkpoints, restore_params
+from mllm.run.metrics import RECORDS, RunLog
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store.run_store import RunStore, files_below
 from mllm.training.step import abstract_state, init_state
@@ -87,19 +90,6 @@ def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store)
     program = program.replace("runs/demo_seed0/sft", str(store.folder))
     said = subprocess.run([sys.executable, "-c", program], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert said.stdout == "embed (64, 64) float32\nnorm (64,) float32\n", said.stderr
-
-
-@disk
-def test_orbax_s_own_readers_open_a_checkpoint(store):
-    save(store, 1, 2, accuracies={1: 0.5, 2: 0.25}, keep_best=True)
-    with ocp.CheckpointManager(store.folder.absolute() / "checkpoints") as manager:
-        assert manager.all_steps() == [1, 2]
-        assert manager.metrics(1) == {"score": 0.5}
-    for reader in (ocp.StandardCheckpointer(), ocp.PyTreeCheckpointer()):
-        found = reader.restore(store.folder.absolute() / "checkpoints" / "2" / "state")
-        np.testing.assert_array_equal(found["params"]["embed"], make_state(2).train.params["embed"])
-        assert sorted(found) == ["opt_state", "params", "step"]
-    assert json.loads((store.folder / "checkpoints/2/document/metadata").read_text())["position"] == POSITION
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(store):
@@ -215,28 +205,91 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
     assert "damaged_2" in entries(store)
 
 
+# Logs
+
+
+def logged(store, steps):
+    """Write lines of steps, and save each of them; only the last two checkpoints stay."""
+    store.folder.mkdir()
+    with opened(store, keep=2, keep_best=True) as checkpoints:
+        log = RunLog(store, -1, 9)
+        for step in steps:
+            log.write(step, {"loss": 1.0}, [{"completion": str(step)}])
+            log.write_timings(step, {"tokens_per_second": 1.0}, {})
+            checkpoints.save(make_state(step), "", step / 8)
+        checkpoints.wait()
+        log.close()
+
+
+def go_on(store):
+    """Restore a checkpoint, and open the logs where it ends."""
+    with opened(store, keep_best=True) as checkpoints:
+        state = checkpoints.restore(like())
+        RunLog(store, state.step, 9, ends=checkpoints.ends).close()
+    return state
+
+
 @disk
-@pytest.mark.parametrize(
-    "trials", [pytest.param(40, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("name", "how"), [("metrics.jsonl", "flip"), ("samples.jsonl", "cut")])
+def test_lines_that_are_lost_or_changed_are_made_again_from_the_checkpoint_before(store, name, how, caplog):
+    logged(store, [1, 2])
+    log, first = store.folder / name, (store.folder / name).read_bytes().splitlines(keepends=True)[0]
+    change(log, how)
+    content = log.read_bytes()
+    assert go_on(store).step == 1
+    fault = "has changed" if how == "flip" else "lacks its last"
+    assert f"checkpoint 2 can't be read ({name} {fault}" in caplog.text
+    assert log.read_bytes() == first
+    assert (store.folder / f"{name}.until_2").read_bytes() == content
+
+
+@disk
+def test_timings_that_changed_are_kept_beside_and_the_run_goes_on(store, caplog):
+    logged(store, [1, 2])
+    log = store.folder / "timings.jsonl"
+    log.write_bytes(content := log.read_bytes()[:-5])
+    assert go_on(store).step == 2
+    assert "timings.jsonl lacks its last 5 bytes since checkpoint 2" in caplog.text
+    assert (store.folder / "timings.jsonl.until_2").read_bytes() == content
+
+
+@disk
+@pytest.mark.nightly
+@pytest.mark.parametrize("trials", [240])
 def test_damage_of_any_file_is_found_or_changes_nothing(store, trials):
-    """One bit, a cut, or zeros, anywhere in the state, the document and Orbax's own metadata: never other numbers."""
-    save(store, 1, 2, keep_best=True, accuracies={1: 0.5, 2: 0.75})
-    undamaged, dice, found = store.folder.with_name("undamaged"), np.random.default_rng(0), dict[str, int]()
+    """One bit, a cut, or zeros, anywhere in logs, state, document and Orbax's own metadata: never other numbers.
+
+    Lines are made again from the checkpoint before, and what was there is kept.
+    """
+    logged(store, [1, 2])
+    undamaged, dice = store.folder.with_name("undamaged"), np.random.default_rng(0)
     shutil.copytree(store.folder, undamaged)
-    names = [path.relative_to(store.checkpoints) for path in files(store, 2, "")]
+    names = [*RECORDS, *(path.relative_to(store.folder) for path in files(store, 2, ""))]
+    found = dict.fromkeys(map(str, names), 0)
     for trial in range(trials):
-        path = store.checkpoints / (name := names[trial % len(names)])
-        path.write_bytes(damaged(path.read_bytes(), trial // len(names), dice))
-        with opened(store, keep_best=True) as checkpoints:
-            state = checkpoints.restore(like())
-        assert_equal(state, make_state(state.step))
-        found[name.parts[1]] = found.get(name.parts[1], 0) + (state.step == 1)
+        path = store.folder / (name := names[trial % len(names)])
+        whole = path.read_bytes()
+        path.write_bytes(content := damaged(whole, trial // len(names), dice))
+        state = None
+        with suppress(UserError):
+            state = go_on(store)
+        if state is None:
+            assert name in RECORDS  # the lines of both checkpoints
+            assert store.steps() == [1, 2]
+        else:
+            assert_equal(state, make_state(state.step))
+            found[str(name)] += state.step == 1
+            if name in RECORDS:
+                size, _ = store.document(state.step)["logs"][name]
+                assert name == "timings.jsonl" or path.read_bytes() == whole[:size]
+        if name in RECORDS:
+            aside = path.with_name(f"{name}.until_2")
+            assert (aside if aside.exists() else path).read_bytes() == content
         shutil.rmtree(store.folder)
         shutil.copytree(undamaged, store.folder)
-    print(f"of {trials}, put aside for damage in", found)
-    assert found["state"] > trials // 10
-    assert found["document"] > trials // 40
+    print(f"of {trials}, a checkpoint was put aside for damage in", found)
+    for part in ("state/d", "document", "metrics", "samples"):
+        assert sum(count for name, count in found.items() if part in name) > trials // 60, part
 
 
 # What is refused
@@ -303,3 +356,32 @@ def test_a_damaged_checkpoint_that_can_not_be_put_aside_is_an_error(tmp_path):
         restored(store)
     assert store.steps() == [1, 2]
     assert restored(store).step == 1
+
+
+@contextmanager
+def limited_files(size):
+    """Let no file of this process grow past `size` bytes: writing fails with EFBIG, as it would on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    caching = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", caching)
+
+
+@pytest.mark.parametrize("method", ["timings", "wait"])
+def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method):
+    store = RunStore(tmp_path)
+    save(store, 1)
+    checkpoints = Checkpoints(store, CheckpointConfig())
+    with limited_files(200):
+        checkpoints.save(make_state(2), "")
+        while checkpoints.manager.is_saving_in_progress():
+            time.sleep(0.01)
+    with pytest.raises(UserError, match=r"checkpoints: can't be written \(.*\).* goes on from checkpoint 1$"):
+        getattr(checkpoints, method)()
+    checkpoints.close()
+    assert store.steps() == [1]

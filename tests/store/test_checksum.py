@@ -50,7 +50,7 @@ def test_the_checksum_of_each_array_does_not_depend_on_the_layout():
 
 
 def test_every_bit_changes_both_sums():
-    for dtype, shape in product(DTYPES, [(), (2, 3, 5)]):
+    for dtype, shape in [("float32", ()), *product(DTYPES, [(2, 3, 5)])]:
         array = random_bits(dtype, shape)
         bits = 1 if array.dtype == bool else 8 * array.dtype.itemsize
         places = product({0, array.size // 2, array.size - 1}, {0, bits // 2, bits - 1})

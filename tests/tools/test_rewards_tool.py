@@ -6,37 +6,31 @@ import sys
 
 import pytest
 from runs import environment
+from tiny import config
 
+from mllm.config.load import dump
 from tools import rewards
 
-CONFIG = """
-algorithm: grpo
-run_dir: never
-steps: 1
-batch_size: 2
-model: {source: ./absent}
-optimizer: {learning_rate: 1.0e-3}
-task:
-  name: jsonl
-  train: problems.jsonl
-  heldout: 1
-  answer_form: hashes
-  rewards: [{name: "rewards:share"}, {name: exact_match, weight: 2}]
-rollout: {max_prompt_length: 8, max_completion_length: 4}
-grpo: {num_generations: 2}
-"""
 REWARDS = """
 def share(completion, length, truncated, log_metric, log_extra):
     log_metric("length", length)
     log_extra("cut", str(truncated))
     return 1 / len(completion)
 """
+TASK = {
+    "name": "jsonl",
+    "train": "problems.jsonl",
+    "heldout": 1,
+    "answer_form": "hashes",
+    "rewards": [{"name": "rewards:share"}, {"name": "exact_match", "weight": 2}],
+}
 
 
 @pytest.fixture
 def tried(tmp_path, monkeypatch, capsys):
     """A function that calls the tool, with the lines of a file of samples, and returns exit code, output and error."""
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    model = {"init": "pretrained", "architecture": None, "source": "./absent"}
+    (tmp_path / "config.yaml").write_text(dump(config(model=model, task=TASK)))
     (tmp_path / "rewards.py").write_text(REWARDS)
     problems = [{"prompt": f"{n}+{n}=", "answer": 2 * n} for n in (1, 2, 3)]
     (tmp_path / "problems.jsonl").write_text("".join(f"{json.dumps(problem)}\n" for problem in problems))
@@ -59,20 +53,22 @@ def test_without_samples_problems_are_answered_right_and_with_nothing():
     """The user's module may be called as the tool is."""
     command = [sys.executable, rewards.__file__, "config.yaml"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    assert "error" not in done.stderr
-    answered, blocks = 0, done.stdout.split("\n\n")
+    blocks = done.stdout.split("\n\n")
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):
         prompt, completion, *given = right.splitlines()
         assert completion.split(maxsplit=1)[1] == f"#### {2 * int(prompt.split()[1][0])}"
         share = ["share", "0.167", "length:", "4.0", "cut:", "True"]
         assert [line.split() for line in given] == [share, ["exact_match", "1.000"], ["reward", "2.167"]]
         assert "raised ZeroDivisionError: division by zero (rewards.py:5)  length: 1.0  cut: False" in empty
-        answered += 1
-    assert (done.returncode, answered) == (1, 2)
-    metrics = {name.removeprefix("rewards/"): value for name, value in map(str.split, blocks[4].splitlines())}
+    metrics = dict(map(str.split, blocks[4].splitlines()))
     share = {"length": "2.5", "mean": "0.167", "std": "0", "raised": "2"}
-    exact = {"exact_match/mean": "0.5", "exact_match/std": "0.5"}
-    assert metrics == {**{f"share/{name}": value for name, value in share.items()}, **exact}
+    exact = {"mean": "0.5", "std": "0.5"}
+    expected = {
+        f"rewards/{kind}/{name}": x
+        for kind, all_ in (("share", share), ("exact_match", exact))
+        for name, x in all_.items()
+    }
+    assert (done.returncode, metrics) == (1, expected)
     assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in done.stderr
 
 
@@ -87,24 +83,25 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
         *("1+1=", "0.000", "0.500"),
     ]
     assert "3\\x1b" in printed
-    _, printed, _ = tried(
-        *[{"prompt": "1+1=", "completion": "#### 2"}] * 6, *[{"prompt": "1+1=", "completion": "2"}] * 3
-    )
+    right, wrong = ({"prompt": "1+1=", "completion": completion} for completion in ("#### 2", "2"))
+    _, printed, _ = tried(*[right] * 6, *[wrong] * 3)
     assert printed.count("prompt") == 8
     assert "the first 8 of 9 completions; of all:\n" in printed
     assert ["rewards/exact_match/mean", "0.667"] in map(str.split, printed.splitlines())
 
 
-def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
-    assert tried({"prompt": "4+4=", "completion": "8"})[::2] == (
-        2,
-        "error: samples.jsonl: task jsonl has no problem with the prompt '4+4=': remove it\n",
-    )
-    assert tried()[::2] == (2, "error: samples.jsonl: there is no sample in it\n")
-    assert tried({"prompt": "1+1=", "text": "8"})[::2] == (
-        2,
-        "error: SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields there are prompt, text\n",
-    )
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ([{"prompt": "4+4=", "completion": "8"}], "samples.jsonl: task jsonl has no problem with the prompt '4+4=':"),
+        ([], "samples.jsonl: there is no sample in it"),
+        ([{"prompt": "1+1=", "text": "8"}], "SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields"),
+    ],
+)
+def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried, samples, message):
+    code, _, error = tried(*samples)
+    assert (code, error.count("\n")) == (2, 1)
+    assert error.startswith(f"error: {message}")
 
 
 @pytest.mark.usefixtures("tried")

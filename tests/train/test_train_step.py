@@ -9,12 +9,17 @@ import numpy as np
 import optax
 import pytest
 from runs import changed
-from tiny import config, forward_of, make_trainer, random_batch, with_inputs
+from tiny import ARCHITECTURE, config, forward_of, make_trainer, random_batch, with_inputs
 
+from mllm.algorithms.sft.algorithm import make_validation
+from mllm.algorithms.sft.source import SftBatches
+from mllm.data.batch import Batch
+from mllm.data.tokenizing import Document, Documents
 from mllm.errors import UserError
 from mllm.model.layout import parameter_name
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
+from mllm.parallel.processes import RowShare
 from mllm.training import head
 from mllm.training.head import States
 from mllm.training.optimizer import make_optimizer
@@ -85,7 +90,7 @@ def expected():
 
 @pytest.mark.slow
 def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
-    """tests/train/test_packed_update.py has gspo."""
+    """tests/algorithms/test_packed_update.py has gspo."""
     full_logits = changed(SETTINGS["grpo"], head={"impl": "full_logits"})
     metrics, gradients = gradient_of(full_logits, padding=LENGTH // 2)(initial_params())
     exact_metrics, exact = expected()
@@ -98,8 +103,12 @@ def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [changed(SETTINGS["sft"], model={"dtype": "bfloat16"}), changed(SETTINGS["grpo"], rollout={"temperature": 1.0})],
-    ids=["sft in bfloat16", "grpo"],
+    [
+        pytest.param(changed(SETTINGS["grpo"], rollout={"temperature": 1.0}), id="grpo"),
+        pytest.param(
+            changed(SETTINGS["sft"], model={"dtype": "bfloat16"}), id="sft in bfloat16", marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_softmaxes_that_are_certain_give_finite_gradients(settings):
     """A large vocabulary matrix or large hidden states give logits from 1e4 to 1e11."""
@@ -112,6 +121,17 @@ def test_softmaxes_that_are_certain_give_finite_gradients(settings):
         metrics, gradients = compute(jax.tree_util.tree_map_with_path(scale, initial_params()))
         assert 0 <= metrics["entropy"] < 1e-3
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((metrics, gradients)))
+
+
+def test_gradients_of_bfloat16_parameters_are_summed_in_float32_over_micro_batches():
+    """512 gradients of 1: from 256 on bfloat16 has no odd numbers."""
+
+    def loss(params, micro):
+        return params["w"].astype(jnp.float32).sum(), micro.weights
+
+    batch = random_batch(512, 20)
+    (_, _, gradients) = jax.jit(lambda *given: accumulate(loss, *given, 1))({"w": jnp.ones(3, jnp.bfloat16)}, batch)
+    np.testing.assert_array_equal(gradients["w"], 512)
 
 
 def test_the_reported_norm_is_that_of_the_whole_gradient():
@@ -184,3 +204,69 @@ def test_a_head_for_tpus_is_refused_on_other_devices():
     settings = changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"})
     with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
         make_trainer(settings)
+
+
+# Validation measures every learned token once, as full logits in float64 would
+
+COUNT = 21
+"""With 8 rows the last batch is incomplete, packed or not."""
+RNG = np.random.default_rng(0)
+SHARP_MODEL = {"architecture": {**ARCHITECTURE, "initializer_range": 0.2}}
+
+
+def validation_settings(packing=True, **sections):
+    return config("sft", micro_batch_size=4, data={"max_length": 24, "packing": packing}, model=SHARP_MODEL, **sections)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """The documents, half of whose labels are the model's likeliest, and their metrics from logits in float64."""
+    one = validation_settings()
+    mesh = make_mesh(one.mesh)
+    policy = load_policy(one, mesh)
+    params, hidden_of = policy.initial_params(), jax.jit(forward_of(policy.graphdef, mesh, one).states)
+    tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
+    places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
+    for place in range(1, 21):  # the last logits are those of the documents as they are
+        batch = Batch(tokens, places, np.ones_like(tokens), tokens, np.ones(tokens.shape, np.float32))
+        hidden, weight, _ = hidden_of(params, shard_batch(mesh, batch))
+        logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
+        if place < 20:
+            tokens[:, place] = np.where(RNG.random(COUNT) < 0.5, logits[:, place - 1].argmax(-1), tokens[:, place])
+    documents, logprobs, correct = [], [], []
+    for ids, own in zip(tokens, logits, strict=True):
+        length = int(RNG.integers(2, 20))
+        learned = RNG.random(length) < 0.6
+        learned[:2] = False, True
+        documents.append(Document(ids[:length], learned))
+        before = own[:length][np.flatnonzero(learned) - 1]
+        of_label = np.take_along_axis(before, ids[:length][learned, None], 1)[:, 0]
+        logprobs.extend(of_label - np.log(np.exp(before).sum(1)))
+        correct.extend(of_label == before.max(1))
+    loss = -np.mean(logprobs)
+    metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": np.mean(correct)}
+    assert 0.3 < metrics["token_accuracy"] < 0.7
+    sizes = [document.size for document in documents]
+    listed = Documents(sizes, lambda indices: [documents[index] for index in indices])
+    return listed, {f"validation/{name}": value for name, value in metrics.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sections", [{"packing": False}, pytest.param({"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}, marks=pytest.mark.nightly)]
+)
+def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, sections):
+    documents, metrics = measured
+    one = validation_settings(**sections)
+    mesh = make_mesh(one.mesh)
+    policy = load_policy(one, mesh)
+    params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    polls = []
+    batches = SftBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
+    validate = make_validation(forward_of(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
+    found = validate(params, 0)
+    assert found.keys() == metrics.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, metrics[name], rtol=2e-6, err_msg=name)
+    assert validate(params, 7) == found
+    assert len(polls) == 2 * (2 if one.data.packing else 3)

@@ -38,10 +38,10 @@ def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) 
     expected = f"{'0 or more' if zero else 'a number above 0'}{f', at most {most:g}' if most < math.inf else ''}"
 
     def number(text: str) -> Number:
-        found = kind(text)
-        if not 0 <= found <= most or found == math.inf or (found == 0 and not zero):
+        value = kind(text)
+        if not 0 <= value <= most or value == math.inf or (value == 0 and not zero):
             raise argparse.ArgumentTypeError(f"{text} is not {expected}")
-        return found
+        return value
 
     number.__name__ = kind.__name__
     return number

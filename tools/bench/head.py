@@ -53,15 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tools.bench.methods import methods as known_methods
 
     with tempfile.TemporaryDirectory() as cache:
-        found, failure = start(CHILD, {}, options.timeout, cache)
+        answers, failure = start(CHILD, {}, options.timeout, cache)
         if failure:
             raise UserError(f"JAX finds no device to measure on: {failure}")
-        platform, kind = found[0]["platform"], found[0]["kind"]
+        platform, kind = answers[0]["platform"], answers[0]["kind"]
         cpu = platform == "cpu"
         methods = chosen_methods(options.methods, known_methods(platform))
         lives = sorted(set(options.live or [1.0, 0.25]), reverse=True)
         dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
-        installed = {found.name.replace("_", "-"): found.version for found in importlib.metadata.distributions()}
+        installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
         versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
         print(f"{platform} {kind}, {versions}; {dtype}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
         shape = options.shape or (SMALL if cpu else LARGE)
@@ -70,15 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for method in methods:
             print(f"{title(shape)}: {method.name}", file=sys.stderr)
             obstacle = method.obstacle(platform)
-            given = {**task, "method": method.name}
-            measured[method.name] = ([], obstacle) if obstacle else start(CHILD, given, options.timeout, cache)
+            case = {**task, "method": method.name}
+            measured[method.name] = ([], obstacle) if obstacle else start(CHILD, case, options.timeout, cache)
             for figures in measured[method.name][0]:
                 print(line([f"{method.name}, {figures['live']:.0%}", *cells(figures)]), file=sys.stderr)
     for live in lives:
         print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
         print(text(live, measured))
     print(f"\n{title(shape)}, {dtype}, to choose by\n{summary(lives, measured)}")
-    if not any(found for found, _ in measured.values()):
+    if not any(figures for figures, _ in measured.values()):
         raise UserError("--shape, --methods: nothing could be measured")
     return 0
 
@@ -111,12 +111,12 @@ def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> li
 def text(live: float, measured: Mapping[str, Measured]) -> str:
     """The table at a share of rows that count; below it stands what wasn't measured, with the reason."""
     rows, measured_here, reasons = list[list[str]](), list[Figures](), dict[str, list[str]]()
-    for name, (found, reason) in measured.items():
-        here = [figures for figures in found if figures["live"] == live]
-        for figures in here:
+    for name, (answers, reason) in measured.items():
+        shown = [figures for figures in answers if figures["live"] == live]
+        for figures in shown:
             measured_here.append(figures)
             rows.append([name, *cells(figures)])
-        if not here:
+        if not shown:
             reasons.setdefault(reason, []).append(name)
     for number in (4, 3) if measured_here else ():
         seconds = statistics.median(statistics.median(bare_seconds(figures, number)) for figures in measured_here)
@@ -128,28 +128,28 @@ def text(live: float, measured: Mapping[str, Measured]) -> str:
 
 def summary(lives: Sequence[float], measured: Mapping[str, Measured]) -> str:
     """The table of the methods that were measured at every share: the ratios to three bare products, and memory."""
-    whole = {name: list(map(cells, found)) for name, (found, _) in measured.items() if len(found) == len(lives)}
-    rows = [[name, *(each[1] for each in found), found[0][4]] for name, found in whole.items()]
+    full = {name: list(map(cells, figures)) for name, (figures, _) in measured.items() if len(figures) == len(lives)}
+    rows = [[name, *(cell[1] for cell in texts), texts[0][4]] for name, texts in full.items()]
     return table(("method", *(f"/three, {live:.0%}" for live in lives), "temp MiB"), rows)
 
 
-def bare_seconds(found: Figures, number: int) -> list[float]:
+def bare_seconds(figures: Figures, number: int) -> list[float]:
     """Seconds of 3 or 4 bare products in each round; of four, h Wᵀ counts twice."""
-    rounds = found["rounds"]
+    rounds = figures["rounds"]
     return [(number - 2) * hw + gw + gh for hw, gw, gh in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
 
 
-def cells(found: Figures) -> list[str]:
+def cells(figures: Figures) -> list[str]:
     """A method's figures in the table."""
-    rounds = found["rounds"]["method"]
+    rounds = figures["rounds"]["method"]
     seconds = statistics.median(rounds)
-    ratios = ([a / b for a, b in zip(rounds, bare_seconds(found, number), strict=True)] for number in (3, 4))
-    errors = [format(x, ".1e") for x in found["errors"]]
+    ratios = ([a / b for a, b in zip(rounds, bare_seconds(figures, number), strict=True)] for number in (3, 4))
+    errors = [format(x, ".1e") for x in figures["errors"]]
     return [
         f"{1e3 * seconds:.2f}",
-        *(f"{statistics.median(each):.2f}" for each in ratios),
-        f"{found['products'] * found['flops'] / seconds / 1e12:.3g}",
-        f"{found['temp_bytes'] / 2**20:.1f}",
+        *(f"{statistics.median(ratio):.2f}" for ratio in ratios),
+        f"{figures['products'] * figures['flops'] / seconds / 1e12:.3g}",
+        f"{figures['temp_bytes'] / 2**20:.1f}",
         *errors,
         *[""] * (3 - len(errors)),
     ]

@@ -64,21 +64,21 @@ def methods(platform: str, blocks: Sequence[int]) -> dict[str, Callable[..., Any
 
 
 def run(options: argparse.Namespace) -> int:
-    """What the options ask for; the exit code."""
+    """Do what the options ask for; returns the exit code."""
     platform = "tpu" if options.target else jax.default_backend()
     rows, vocabulary = options.shape or (SMALL if platform == "cpu" else LARGE)
     print(f"logits [1, {rows}, {vocabulary}], bfloat16, {options.target or jax.devices()[0].device_kind}")
-    found = methods(platform, options.blocks)
+    functions = methods(platform, options.blocks)
     if options.check:
-        return check(found, problem(rows, vocabulary))
+        return check(functions, problem(rows, vocabulary))
     if options.target:
-        print(table(("method", "temp MiB"), compiled_for(options.target, found, rows, vocabulary)))
+        print(table(("method", "temp MiB"), compiled_for(options.target, functions, rows, vocabulary)))
         return 0
     from tools.bench.measure import in_turns
 
-    given = problem(rows, vocabulary)
-    programs = {name: jax.jit(function).lower(*given).compile() for name, function in found.items()}
-    calls = {name: partial(program, *given) for name, program in programs.items()}
+    inputs = problem(rows, vocabulary)
+    programs = {name: jax.jit(function).lower(*inputs).compile() for name, function in functions.items()}
+    calls = {name: partial(program, *inputs) for name, program in programs.items()}
     seconds = in_turns(calls, jax.block_until_ready, rounds=options.rounds, least=0.05, queue=1)
     lines = []
     for name, program in programs.items():
@@ -90,14 +90,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def check(found: dict[str, Callable[..., Any]], given: tuple[Array, ...]) -> int:
+def check(functions: dict[str, Callable[..., Any]], batch: tuple[Array, ...]) -> int:
     """Prints the largest differences to float64; 1 if one is too large."""
     with jax.enable_x64(True):
-        right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(given[0].astype(float), *given[1:])]
+        right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(batch[0].astype(float), *batch[1:])]
     largest, lines, failed = np.abs(right[1]).max(), [], False
-    for name, function in found.items():
+    for name, function in functions.items():
         off = [
-            np.abs(np.asarray(x, np.float64) - y).max() for x, y in zip(jax.jit(function)(*given), right, strict=True)
+            np.abs(np.asarray(x, np.float64) - y).max() for x, y in zip(jax.jit(function)(*batch), right, strict=True)
         ]
         well = off[0] <= LOGPROB and off[1] <= GRADIENT * largest and not any(map(math.isnan, off))
         failed |= not well
@@ -106,7 +106,7 @@ def check(found: dict[str, Callable[..., Any]], given: tuple[Array, ...]) -> int
     return int(failed)
 
 
-def compiled_for(target: str, found: dict[str, Callable[..., Any]], rows: int, vocabulary: int) -> list[list[str]]:
+def compiled_for(target: str, functions: dict[str, Callable[..., Any]], rows: int, vocabulary: int) -> list[list[str]]:
     from mllm.plan import targets
 
     try:
@@ -114,8 +114,8 @@ def compiled_for(target: str, found: dict[str, Callable[..., Any]], rows: int, v
     except (ModuleNotFoundError, ValueError) as error:
         raise UserError(f"--target: {error}") from None
     shapes = ((1, rows, vocabulary), jnp.bfloat16), *(((1, rows), dtype) for dtype in (jnp.int32, *[jnp.float32] * 2))
-    given, lines = [jax.ShapeDtypeStruct(*x) for x in shapes], []
-    for name, function in found.items():
-        temporaries = targets.memory(targets.compiled(function, given, mesh))["temp"]
+    inputs, lines = [jax.ShapeDtypeStruct(*x) for x in shapes], []
+    for name, function in functions.items():
+        temporaries = targets.memory(targets.compiled(function, inputs, mesh))["temp"]
         lines.append([name, f"{temporaries / 2**20:.1f}"])
     return lines

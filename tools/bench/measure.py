@@ -117,9 +117,9 @@ class Program:
         self.method, self.problem = method, problem
         self.queue = 1 if jax.default_backend() == "cpu" else 2  # calls that may be under way while it is timed
         hidden, weight, labels = problem.fixed
-        given = (hidden, np.ascontiguousarray(weight.T) if method.transposed else weight, labels)
-        self.program = jax.jit(method.call).lower(*given, *problem.per_token(False, 1)).compile()
-        self.fixed = [jnp.asarray(x) for x in given]
+        arguments = (hidden, np.ascontiguousarray(weight.T) if method.transposed else weight, labels)
+        self.program = jax.jit(method.call).lower(*arguments, *problem.per_token(False, 1)).compile()
+        self.fixed = [jnp.asarray(x) for x in arguments]
 
     def call(self, live: float) -> Callable[[], tuple[Any, ...]]:
         """The method at this share of rows that count."""
@@ -190,19 +190,19 @@ def tilings(task: Figures) -> Iterator[Figures]:
     platform = jax.default_backend()
     if platform == "gpu":
         blocks = [(256, 2), (256, 1), (128, 1)]  # columns of a tile, and a cluster's blocks, which divide them
-        each = [gpu.Tiles(columns=c, slots=s, cluster=n) for c, n in blocks for s in (6, 5, 4, 3)]
-        each = sorted((x for x in each if gpu.shared_memory(x) <= gpu.SHARED_MEMORY), key=lambda x: x != gpu.Tiles())
-        found = [{"columns": x.columns, "slots": x.slots, "cluster": x.cluster, "chunk": 2048} for x in each]
-        found += [{**found[0], "chunk": chunk} for chunk in GPU_CHUNKS if chunk != 2048]
-        yield {"impl": "mosaic_gpu", "kernel": "loss", "way": "workspace 0", "tilings": found}
+        tiles = [gpu.Tiles(columns=c, slots=s, cluster=n) for c, n in blocks for s in (6, 5, 4, 3)]
+        tiles = sorted((x for x in tiles if gpu.shared_memory(x) <= gpu.SHARED_MEMORY), key=lambda x: x != gpu.Tiles())
+        listed = [{"columns": x.columns, "slots": x.slots, "cluster": x.cluster, "chunk": 2048} for x in tiles]
+        listed += [{**listed[0], "chunk": chunk} for chunk in GPU_CHUNKS if chunk != 2048]
+        yield {"impl": "mosaic_gpu", "kernel": "loss", "way": "workspace 0", "tilings": listed}
     tokens, features, vocabulary = task["shape"]
     narrow, wide = jnp.dtype("bfloat16"), jnp.dtype("float32")
     for name, (kernel, mean, keep, way) in TPU_KERNELS.items() if platform == "tpu" else ():
         gradient = wide if kernel == "forward" else narrow
         case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
         best = tpu.candidates(case, tpu.vmem())[: task["most"]]
-        found = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in best]
-        yield {"impl": "mosaic_tpu", "kernel": name, "way": way, "tilings": found}
+        listed = [{"kernel": kernel, "rows": x.rows, "columns": x.columns, "step": x.step} for x in best]
+        yield {"impl": "mosaic_tpu", "kernel": name, "way": way, "tilings": listed}
 
 
 def traced_with(tiles: Figures) -> AbstractContextManager[None]:
@@ -216,9 +216,9 @@ def traced_with(tiles: Figures) -> AbstractContextManager[None]:
 
 
 def main(task: Figures) -> Iterator[Figures]:
-    """The figures of the method that a task names; of none the tilings for its shape, or what JAX runs on.
+    """The figures of the method that a task names; without one the tilings for its shape, or what JAX runs on.
 
-    Those of a method, at each share of rows that count, are seconds of each round, temporaries in bytes, errors, and
+    A method's figures, at each share of rows that count, are seconds of each round, temporaries in bytes, errors, and
     the products that it has to make, each of so many flops.
     """
     if "most" in task:
@@ -226,8 +226,8 @@ def main(task: Figures) -> Iterator[Figures]:
         return
     if "method" not in task:
         device = jax.devices()[0]
-        found = {"platform": device.platform, "kind": device.device_kind}
-        yield found | {"devices": jax.device_count(), "jax": jax.__version__}
+        figures = {"platform": device.platform, "kind": device.device_kind}
+        yield figures | {"devices": jax.device_count(), "jax": jax.__version__}
         return
     [method] = [method for method in methods(jax.default_backend()) if method.name == task["method"]]
     problem = Problem(tuple(task["shape"]), task["dtype"])
@@ -242,11 +242,11 @@ def main(task: Figures) -> Iterator[Figures]:
         if method.transposed:
             results[2] = results[2].T
         errors = []  # the largest difference over the largest magnitude expected; NaN if a number is
-        for got, expected in zip(results, problem.expected(method.general, live), strict=False):
-            difference = jnp.abs(jnp.asarray(got).astype(jnp.float32) - expected)
+        for result, expected in zip(results, problem.expected(method.general, live), strict=False):
+            difference = jnp.abs(jnp.asarray(result).astype(jnp.float32) - expected)
             errors.append(float(jnp.max(difference) / jnp.max(jnp.abs(expected))))
-        found = {"live": live, "rounds": seconds, "temp_bytes": program.temporaries(), "errors": errors}
-        yield found | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
+        figures = {"live": live, "rounds": seconds, "temp_bytes": program.temporaries(), "errors": errors}
+        yield figures | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
 
 
 if __name__ == "__main__":

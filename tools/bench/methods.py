@@ -91,7 +91,7 @@ def fused(entropy: float = 0.0, **options: Any) -> Loss:
     """The cross-entropy less `entropy` times the entropy, by `token_loss` with these options."""
 
     def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
-        objective = (lambda logprob, found: -logprob - entropy * found) if entropy else (lambda logprob, _: -logprob)
+        objective = (lambda logprob, nats: -logprob - entropy * nats) if entropy else (lambda logprob, _: -logprob)
         return token_loss(hidden, weight, labels, objective, weights=weights, **options)[0]
 
     return loss
@@ -101,8 +101,8 @@ def general(**options: Any) -> Loss:
     """The sum of logprob and lse by `token_logprobs`, each times a cotangent."""
 
     def loss(hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array) -> Array:
-        found = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
-        return jnp.sum(by_logprob * found.logprob + by_lse * found.lse)
+        values = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
+        return jnp.sum(by_logprob * values.logprob + by_lse * values.lse)
 
     return loss
 

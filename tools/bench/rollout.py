@@ -1,7 +1,7 @@
-"""Rollouts of the engine beside those of google-tunix's sampler, if it is installed: python tools/bench rollout
+"""Rollouts of the engine beside google-tunix's sampler, if it is installed: python tools/bench rollout
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
-stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens are those up to the
+stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens count up to the
 first stop token. In conversations (`--turns`) each turn but the last is answered with 8 to 24 tokens, which the engine
 prefills; beside it whole conversations are prefilled anew for each turn, as google-tunix's sampler must. The methods
 take turns, each in a process of its own that is warmed up. Medians over these:
@@ -9,7 +9,7 @@ take turns, each in a process of its own that is warmed up. Medians over these:
     ratio      of the seconds a token to the engine's beside it, and its range
     useful     tokens over slot-steps: what was computed a token for
     bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
-    prefilled  tokens, with padding, over those of conversations
+    prefilled  tokens, with padding, over the tokens of conversations
     programs   that decode
     compiling  the seconds of these, the most: later processes read what earlier ones compiled
 """
@@ -64,7 +64,7 @@ def prompts(options: Figures) -> list[list[int]]:
 
 
 def answers(options: Figures) -> list[list[list[int]]]:
-    """What follows each turn but the last of each sequence."""
+    """The answers to each turn but the last of each sequence."""
     rng, rows, turns = np.random.default_rng(1), options["rows"] // 8 * 8, options["turns"]
     return [[rng.integers(4, 128, rng.integers(8, ANSWER + 1)).tolist() for _ in range(turns - 1)] for _ in range(rows)]
 
@@ -77,14 +77,14 @@ def longest(options: Figures) -> int:
 class Talk:
     """Answers turns at once."""
 
-    def __init__(self, given: Sequence[Sequence[list[int]]]) -> None:
-        self.left = [iter(one) for one in given]
+    def __init__(self, answers: Sequence[Sequence[list[int]]]) -> None:
+        self.left = [iter(turns) for turns in answers]
 
-    def send(self, found: Mapping[int, Any]) -> None:
+    def send(self, ended: Mapping[int, Any]) -> None:
         pass
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
-        return {one: next(self.left[one], None) for one in sequences}
+        return {number: next(self.left[number], None) for number in sequences}
 
 
 def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
@@ -110,7 +110,7 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
         limits["max_prompt_length"] = longest(options) - options["limit"]
     elif options["turns"] > 1:
         limits |= {"max_turns": options["turns"], "max_total_length": longest(options)}
-    config, rows, given = RolloutConfig.model_validate(limits), prompts(options), answers(options)
+    config, rows, replies = RolloutConfig.model_validate(limits), prompts(options), answers(options)
     trees = jax.tree.leaves(params), jax.tree.leaves(abstract_cache(model, [1], 1))
     weights, token = (sum(x.size * x.dtype.itemsize for x in tree) for tree in trees)
     compiling = 0.0
@@ -127,18 +127,18 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
         if anew:
             talks = [[*row] for row in rows]
             for turn in range(options["turns"]):
-                for talk, one, own in zip(talks, sampler.complete(params, talks, step=turn), given, strict=True):
-                    talk += [*one.tokens, *chain(*own[turn : turn + 1])]
-            whole = sum(map(len, talks))
+                for talk, made, reply in zip(talks, sampler.complete(params, talks, step=turn), replies, strict=True):
+                    talk += [*made.tokens, *chain(*reply[turn : turn + 1])]
+            total = sum(map(len, talks))
         else:
-            conversations = Talk(given) if options["turns"] > 1 else None
-            found = sampler.complete(params, rows, step=0, conversations=conversations)
-            whole = sum(len(row) + len(one.tokens) for row, one in zip(rows, found, strict=True))
+            conversations = Talk(replies) if options["turns"] > 1 else None
+            completions = sampler.complete(params, rows, step=0, conversations=conversations)
+            total = sum(len(row) + len(completion.tokens) for row, completion in zip(rows, completions, strict=True))
         return {
             "tokens": work.tokens,
             "useful": work.tokens / work.slot_steps,
             "bytes": work.bytes_over_least(weights, token),
-            "prefilled": work.prefilled / whole,
+            "prefilled": work.prefilled / total,
             "programs": len(work.programs),
             "compiling": compiling,
         }
@@ -177,19 +177,19 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
     cache = sampler.CacheConfig(longest(options), config.num_layers, config.num_kv_heads, head_dim=64)
     sample = sampler.Sampler(net, bytes_tokenizer(), cache)
     settings = {"max_generation_steps": options["limit"], "eos_tokens": list(STOPS), "temperature": 1.0, "top_p": 1.0}
-    rows, given = prompts(options), answers(options)
+    rows, replies = prompts(options), answers(options)
 
     def roll_out(seed: int) -> Figures:
         tokens, talks = 0, [[*row] for row in rows]
         for turn in range(options["turns"]):
             text = ["".join(map(chr, talk)) for talk in talks]
             width = max(map(len, talks)) if turn else PROMPT
-            found = sample(text, **settings, max_prompt_length=width, seed=seed * options["turns"] + turn).tokens
-            for talk, row, own in zip(talks, found, given, strict=True):
+            samples = sample(text, **settings, max_prompt_length=width, seed=seed * options["turns"] + turn).tokens
+            for talk, row, reply in zip(talks, samples, replies, strict=True):
                 # It returns the stop token of no row; a token from 128 on would be two in the next turn's text.
                 made = [4 + int(token) % 124 for token in row] + [4] * (len(row) < options["limit"])
                 tokens += len(made)
-                talk += [*made, *chain(*own[turn : turn + 1])]
+                talk += [*made, *chain(*reply[turn : turn + 1])]
         return {"tokens": tokens}
 
     return roll_out
@@ -203,13 +203,13 @@ METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
 
 
 def measure(task: Figures) -> Iterator[Figures]:
-    """What a rollout of the task's method with the task's seed takes, after one to warm up."""
+    """The figures of a rollout by the task's method with the task's seed, after one to warm up."""
     roll_out = METHODS[task["method"]](task)
     roll_out(task["seed"])
     start = time.perf_counter()
-    found = roll_out(task["seed"])
+    figures = roll_out(task["seed"])
     seconds = time.perf_counter() - start
-    yield {"seconds": seconds, "tokens/s": found["tokens"] / seconds, **found}
+    yield {"seconds": seconds, "tokens/s": figures["tokens"] / seconds, **figures}
 
 
 @errors.command
@@ -232,21 +232,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(sizes.pop("repeats")):
             for method in methods:
-                found, failure = start("tools.bench.rollout", {"method": method, "seed": seed, **sizes}, cache=cache)
+                figures, failure = start("tools.bench.rollout", {"method": method, "seed": seed, **sizes}, cache=cache)
                 if failure:
                     raise UserError(f"{method}: {failure}")
-                turns[method] += found
-                print(f"turn {seed + 1}: {method}: {found[-1]['seconds']:.2f} s", file=sys.stderr)
+                turns[method] += figures
+                print(f"turn {seed + 1}: {method}: {figures[-1]['seconds']:.2f} s", file=sys.stderr)
     print(compared(turns))
     return 0
 
 
-def compared(found: Mapping[str, Sequence[Figures]]) -> str:
+def compared(measured: Mapping[str, Sequence[Figures]]) -> str:
     """The table, a row for each method: medians over the turns, and ratios to the first, which has all columns."""
-    first = next(iter(found.values()))
+    first = next(iter(measured.values()))
     rows = []
-    for name, turns in found.items():
-        ratios = [other["tokens/s"] / own["tokens/s"] for own, other in zip(turns, first, strict=True)]
+    for name, turns in measured.items():
+        ratios = [base["tokens/s"] / turn["tokens/s"] for turn, base in zip(turns, first, strict=True)]
         cells = [name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
         for key in first[0]:
             middle = (max if key == "compiling" else statistics.median)(turn.get(key, math.nan) for turn in turns)

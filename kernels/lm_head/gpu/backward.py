@@ -113,8 +113,8 @@ def hidden_gradient(
     sums: Ref, dy: Float[Array, "B C"], weight: Float[Array, "V D"], block: Block, chunk: Chunk, *, tiles: Tiles
 ) -> None:
     """Adds dy @ weight[chunk] to the block's rows of `sums`, float32 [M, D], in place."""
-    places = block.first, block.number, chunk.first_row, chunk.columns
-    _product("lm_head_hidden", tiles, Operand(dy, False), weight, sums, places, add=True)
+    ranges = block.first, block.number, chunk.first_row, chunk.columns
+    _product("lm_head_hidden", tiles, Operand(dy, False), weight, sums, ranges, add=True)
 
 
 def weight_gradient(
@@ -130,10 +130,10 @@ def weight_gradient(
 ) -> None:
     """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
 
-    The chunk's columns that count must reach to its end, or to that of `out`. `before` is added before writing.
+    The chunk's columns that count must reach to its end, or to the end of `out`. `before` is added before writing.
     """
-    places = chunk.first, chunk.columns, block.first, block.number
-    _product("lm_head_weight", tiles, Operand(dy, True), hidden, out, places, add, before)
+    ranges = chunk.first, chunk.columns, block.first, block.number
+    _product("lm_head_weight", tiles, Operand(dy, True), hidden, out, ranges, add, before)
 
 
 def _product(
@@ -142,13 +142,13 @@ def _product(
     left: Operand,
     right: Float[Array, "_ D"],
     out: Ref,
-    places: tuple[Scalar | int, ...],
+    ranges: tuple[Scalar | int, ...],
     add: bool,
     before: Float[Array, "C _"] | None = None,
 ) -> None:
     """Writes `left` @ `right` to rows of `out`, or adds it there; `before` is added ahead of that.
 
-    `places` are the first of the result's rows and their number, and the same of the right factor's rows.
+    `ranges` are the first of the result's rows and their number, then the first of the right factor's rows and theirs.
     """
 
     def body(counts: Ref, dy: Ref, right: Ref, *refs: Ref) -> None:
@@ -161,11 +161,11 @@ def _product(
 
         def strip(stages: Ref, place: Place, product: Product, step: Scalar) -> Scalar:
             y, step = product(place.tile, step)
-            own, width = pl.ds(place.row, tiles.rows_each), stages.shape[-1]
+            row_slice, width = pl.ds(place.row, tiles.rows_each), stages.shape[-1]
             for i, piece in enumerate(products.pieces_of(y, width)):
                 columns = pl.ds(place.tile * tiles.columns + i * width, width)
                 if earlier:
-                    piece += products.load(earlier[0].at[own, columns])
+                    piece += products.load(earlier[0].at[row_slice, columns])
                 to = out.at[pl.ds(first + place.row, tiles.rows_each), columns]
                 products.store_piece(stages, place, i, piece, to, add)
             return step
@@ -174,10 +174,10 @@ def _product(
         operands = left._replace(ref=dy), Operand(right, True, 0, first_depth)
         products.run(tiles, work, *operands, multiplier, [products.piece_stages(out.dtype)])
 
-    counts = jnp.stack(places).astype(jnp.int32)
+    counts = jnp.stack(ranges).astype(jnp.int32)
     products.kernel(body, tiles, name)(counts, left.ref, right, *([] if before is None else [before]), out)
 
 
-def _aligned(tiles: Tiles, counts: Ref, *places: int) -> tuple[Scalar, ...]:
+def _aligned(tiles: Tiles, counts: Ref, *indices: int) -> tuple[Scalar, ...]:
     """Numbers from `counts` that are known to be multiples of a cluster's rows."""
-    return tuple(pl.multiple_of(counts[i], tiles.cluster_rows) for i in places)
+    return tuple(pl.multiple_of(counts[i], tiles.cluster_rows) for i in indices)

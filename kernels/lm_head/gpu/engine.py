@@ -4,8 +4,8 @@ docs/head.md describes the passes and their number of products. Where the object
 keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
 rows, if that is less work (`make_plan`).
 
-Suffixes: N rows, M those in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
-of a chunk, K those kept of each of P parts; U tiles of columns, T columns of a tile.
+Suffixes: N rows, M rows in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
+of a chunk, K columns kept of each of P parts; U tiles of columns, T columns of a tile.
 """
 
 from typing import Any
@@ -63,8 +63,8 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         rows = _gather_rows(inputs, options, plan.sizes, row_R, live_R.sum(dtype=jnp.int32))
         running, kept = _forward_pass(inputs, options, plan, rows)
         softmax_R = _finish(inputs, options, running, live_R)
-        own = inputs._replace(live=live_R)
-        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
+        wave_inputs = inputs._replace(live=live_R)
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), wave_inputs, options)
         dh_RD, dw_VD = _backward_pass(inputs, options, plan, rows, softmax_R, slopes_R, kept, dw_VD)
         return softmax_R, dh_RD, dw_VD, None
 
@@ -100,8 +100,8 @@ def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> t
             return running, jax.tree.map(lambda x: x[None], kept)
 
         def part(running: Running, i: Array) -> tuple[Running, KeptLogits | None]:
-            found, kept = kernel(start + i * chunk, chunk)
-            return combine(running, found, rows.scale), kept
+            added, kept = kernel(start + i * chunk, chunk)
+            return combine(running, added, rows.scale), kept
 
         nothing = contract.no_columns(contract.zeros(inputs, len(rows.labels)), options)
         return lax.scan(part, nothing, jnp.arange(-(-(end - start) // chunk)))
@@ -154,8 +154,8 @@ def _backward_pass(
             if kept is None:
                 dy = logit_gradient(rows, weight, factors, block, chunk, options, size=(size, columns), sizes=sizes)
             else:
-                own = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
-                dy = _kept_logit_gradient(options, rows, factors, own, block, chunk)
+                kept_block = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
+                dy = _kept_logit_gradient(options, rows, factors, kept_block, block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
@@ -192,10 +192,10 @@ def _chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tupl
 
 
 def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
-    """What is kept of the chunk of that number, and of a block of rows from `row` on; `size` is their product's."""
-    part, place = (number, 0) if len(kept.below) > 1 else (0, number)
-    below_BC = lax.dynamic_slice(kept.below, (part, row, place * size[1]), (1, *size))[0]
-    return KeptLogits(lax.dynamic_slice(kept.tops, (part, place * tiles, row), (1, tiles, size[0]))[0], below_BC)
+    """The kept logits of the chunk of that number and a block of rows from `row` on; `size` is the product's shape."""
+    part, index = (number, 0) if len(kept.below) > 1 else (0, number)
+    below_BC = lax.dynamic_slice(kept.below, (part, row, index * size[1]), (1, *size))[0]
+    return KeptLogits(lax.dynamic_slice(kept.tops, (part, index * tiles, row), (1, tiles, size[0]))[0], below_BC)
 
 
 def _kept_logit_gradient(

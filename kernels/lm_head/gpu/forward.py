@@ -2,7 +2,7 @@
 
 A cluster takes a block of rows and a strip of the vocabulary, tile by tile, with the running sums of `softmax.py` in
 registers; XLA combines the strips. On request the kernel stores, for backward, how far each logit is below its row's
-maximum in the tile, in float16. The relative error of a probability is then 2^-12 next to the maximum, 2^-9 (that of
+maximum in the tile, in float16. The relative error of a probability is then 2^-12 next to the maximum, 2^-9 (as in
 bfloat16) where the logit is 4 to 8 below it, 2^-8 up to 16 below; none underflows.
 
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
@@ -164,12 +164,12 @@ def forward(
                     at_label = lax.cond(
                         hit, functools.partial(_at, own_column), lambda *x: jnp.zeros_like(top), *pieces
                     )
-                    found = Running(
+                    tile_sums = Running(
                         *(top, sum_e, sum_e_y, at_label),
                         None if options.mean_over is None else sum_y,
                         sum_e_e if options.collision else None,
                     )
-                    return step, combine(running, found, own_scale)
+                    return step, combine(running, tile_sums, own_scale)
 
                 nothing = no_columns(jnp.zeros((tiles.rows_each,), jnp.float32), options)
                 step, running = lax.fori_loop(place.tile, place.tile + place.tiles, tile, (step, nothing))
@@ -188,8 +188,8 @@ def forward(
     sums, *kept = call(counts, rows.scale[None], rows.hidden, weight, rows.labels, rows.in_tile)
     # Nothing was written for strips beyond the columns that count.
     used = (jnp.arange(strips) * strip * width < chunk.columns)[:, None]
-    found = [jnp.where(used, sums[:, i], 0 if i else FLOOR) for i in range(number_of_sums)]
-    running = combine_all(jax.tree.unflatten(jax.tree.structure(nothing), found), rows.scale)
+    leaves = [jnp.where(used, sums[:, i], 0 if i else FLOOR) for i in range(number_of_sums)]
+    running = combine_all(jax.tree.unflatten(jax.tree.structure(nothing), leaves), rows.scale)
     return running, KeptLogits(*kept) if keep else None
 
 
@@ -200,8 +200,8 @@ def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R
 
 def _at(own_column: Int[Array, "R"], *pieces: Float[Array, "R P"]) -> Float[Array, "R"]:
     """Each row's element of a tile, given in pieces, in the row's own column; 0 where that isn't in the tile."""
-    found = []
+    parts = []
     for i, piece in enumerate(pieces):
         hit = products.column_index(piece, i) == lax.broadcast_in_dim(own_column, piece.shape, (0,))
-        found.append(jnp.where(hit, piece, 0).sum(axis=1))
-    return functools.reduce(jnp.add, found)
+        parts.append(jnp.where(hit, piece, 0).sum(axis=1))
+    return functools.reduce(jnp.add, parts)

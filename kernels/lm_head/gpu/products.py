@@ -72,7 +72,7 @@ Strip = Callable[[Place, Product, Scalar], Scalar]
 def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) -> Any:
     """A Pallas kernel of persistent blocks.
 
-    `body` takes a ref of each argument (refs themselves are changed in place), then one of each array of `out`.
+    `body` takes a ref of each argument (refs themselves are changed in place), then a ref of each array of `out`.
     """
     mesh = plgpu.Mesh(
         grid=(target.multiprocessors() // tiles.cluster,),
@@ -113,9 +113,9 @@ def strips_of(
             block, number = lax.div(strip, across), lax.rem(strip, across)
         else:
             before = lax.div(strip, across * together) * together
-            here = jnp.minimum(together, blocks - before)
+            count = jnp.minimum(together, blocks - before)
             strip -= before * across
-            block, number = before + lax.rem(strip, here), lax.div(strip, here)
+            block, number = before + lax.rem(strip, count), lax.div(strip, count)
         first = number * length
         return block, first, jnp.minimum(length, tiles - first)
 
@@ -126,8 +126,8 @@ def run(tiles: Tiles, work: Work, a: Operand, b: Operand, strip: Callable[..., S
     """Does a kernel's work, called in its body. `strip(*refs of scratch)` makes a multiplier's function of a strip."""
     freed = functools.partial(plgpu.ClusterBarrier, collective_axes=("rank",)) if tiles.cluster > 1 else plgpu.Barrier
 
-    def roles(a_slots: Ref, b_slots: Ref, *others: Ref) -> None:
-        *refs, full, free = others
+    def roles(a_slots: Ref, b_slots: Ref, *remaining: Ref) -> None:
+        *refs, full, free = remaining
         ring = _Ring(tiles, a, b, a_slots, b_slots, full, free)
         warpgroup = lax.axis_index("warpgroup")
 
@@ -171,12 +171,12 @@ def _slots_shape(tiles: Tiles, size: int, operand: Operand) -> tuple[int, int, i
 def _over_strips(work: Work, body: Callable[..., Scalar]) -> Scalar:
     """`step = body(block, tile, tiles, step)` for each of this cluster's strips."""
     cluster, clusters = lax.axis_index("cluster"), lax.axis_size("cluster")
-    mine = lax.div(work.strips - cluster + (clusters - 1), jnp.int32(clusters))
+    strips = lax.div(work.strips - cluster + (clusters - 1), jnp.int32(clusters))
 
-    def one(i: Scalar, step: Scalar) -> Scalar:
+    def strip(i: Scalar, step: Scalar) -> Scalar:
         return body(*work.place(cluster + i * clusters), step)
 
-    return lax.fori_loop(0, mine, one, jnp.int32(0))
+    return lax.fori_loop(0, strips, strip, jnp.int32(0))
 
 
 def _load(ring: _Ring, work: Work) -> None:
@@ -207,8 +207,8 @@ def _load(ring: _Ring, work: Work) -> None:
 
 
 def _slab_ref(operand: Operand, start: Scalar, size: int, at: Scalar, depth: int) -> Ref:
-    own, along = pl.ds(operand.first + start, size), pl.ds(operand.first_depth + at, depth)
-    return operand.ref.at[along, own] if operand.depth_first else operand.ref.at[own, along]
+    across, along = pl.ds(operand.first + start, size), pl.ds(operand.first_depth + at, depth)
+    return operand.ref.at[along, across] if operand.depth_first else operand.ref.at[across, along]
 
 
 def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
@@ -217,7 +217,7 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
     for slot in range(tiles.slots):
         plgpu.barrier_arrive(ring.free.at[slot])
 
-    def one(block: Scalar, first: Scalar, number: Scalar, step: Scalar) -> Scalar:
+    def strip_of_block(block: Scalar, first: Scalar, number: Scalar, step: Scalar) -> Scalar:
         def product(t: Scalar, step: Scalar) -> tuple[Float[Array, "R C"], Scalar]:
             def accumulate(sums: Ref) -> Float[Array, "R C"]:
                 def slab(k: Scalar, step: Scalar) -> Scalar:
@@ -247,7 +247,7 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
         row = (block * tiles.cluster + rank) * tiles.rows + warpgroup * tiles.rows_each
         return strip(Place(row, first, number, warpgroup), product, step)
 
-    _over_strips(work, one)
+    _over_strips(work, strip_of_block)
     plgpu.wait_smem_to_gmem(0)
 
 

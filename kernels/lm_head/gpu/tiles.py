@@ -153,7 +153,7 @@ class Plan(NamedTuple):
     kept_chunk: int = 0  # number of these that backward takes at a time
 
     def chunk(self, vocabulary: int) -> int:
-        """Number of columns that are taken at a time of those that are left."""
+        """Number of the columns left that are taken at a time."""
         return min(self.sizes.chunk, round_up(max(1, vocabulary - self.kept_columns), self.sizes.tiles.columns))
 
     def with_workspace(self, inputs: Inputs, room: int) -> "Plan":

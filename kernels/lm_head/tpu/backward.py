@@ -1,7 +1,7 @@
 """The backward kernels for TPUs: dW and dh from logits that are computed again, dW from exponentials that were kept.
 
 dW's kernel sums a tile in float32 on the chip while the blocks of hidden states pass by. It works on y transposed,
-W hᵀ, so that dW = dyᵀ h needs no transpose. dh's mirrors the forward kernel. With what was kept, dW is the third
+W hᵀ, so that dW = dyᵀ h needs no transpose. dh's kernel mirrors the forward kernel. With what was kept, dW is the third
 product of the single pass.
 
 Suffixes as in `forward.py`. With p = exp(log p), log p = scale (y - top) - log_sum_e, all kernels compute dy, the
@@ -143,13 +143,13 @@ def _dy(y: Array, scale: Array, factors: RowFactors, options: Options) -> Array:
 
 
 def one_ahead(products: Callable[[int], Any], steps: int) -> Iterator[tuple[int, Any]]:
-    """The number of each step and its products; those of the next step are begun before."""
+    """The number of each step and its products; the products of the next step are begun before."""
     following = products(0)
     for s in range(steps):
-        own = following
+        current = following
         if s + 1 < steps:
             following = products(s + 1)
-        yield s, own
+        yield s, current
 
 
 _KERNELS: dict[str, Callable[..., None]] = {
@@ -176,17 +176,17 @@ def gradient(
     case = case_of(inputs, options, name)
     side = inputs.hidden if case.by_rows else inputs.weight
     shape = tile.rows if case.by_rows else tile.columns, side.shape[1]
-    to, own = forward.tile_of_rows(side, shape[0], lambda *step: step[0])
+    to, to_spec = forward.tile_of_rows(side, shape[0], lambda *step: step[0])
     if case.by_rows:
-        to, own = side, pl.BlockSpec(shape, lambda i, *_: (i, 0))
+        to, to_spec = side, pl.BlockSpec(shape, lambda i, *_: (i, 0))
     # The factors as rows of one array, padded to whole sublanes.
-    given = jax.tree.leaves(factors)
-    factors_8M = jnp.stack(given + [jnp.zeros_like(factors.top)] * (SUBLANES - len(given)))
+    vectors = jax.tree.leaves(factors)
+    factors_8M = jnp.stack(vectors + [jnp.zeros_like(factors.top)] * (SUBLANES - len(vectors)))
     others = [(factors_8M, forward.block_spec(case, tile, (SUBLANES, tile.rows), lambda i, j: (0, i), live=True))]
     streamed, scratch = [], {"sum": pltpu.VMEM(shape, jnp.float32)}
     if name == "hidden":
         scratch["label"] = pltpu.VMEM((tile.rows, LANES), jnp.int32)
-        scratch["factors"] = pltpu.VMEM((len(given), tile.rows, LANES), jnp.float32)
+        scratch["factors"] = pltpu.VMEM((len(vectors), tile.rows, LANES), jnp.float32)
     if kept is not None:
         for array, height in ((kept.exponential, tile.columns), (kept.top, SUBLANES)):
             spec = forward.block_spec(case, tile, (height, tile.rows), lambda i, j: (j, i), live=True)
@@ -194,13 +194,13 @@ def gradient(
     if so_far is not None:
         case = dataclasses.replace(case, gradient=so_far.dtype)
         others.append(forward.tile_of_rows(so_far, tile.columns, lambda *step: step[0]))
-    title, outputs = "kept_weight" if name == "kept" else name, {"gradient": Output(to.shape, case.gradient, own)}
+    title, outputs = "kept_weight" if name == "kept" else name, {"gradient": Output(to.shape, case.gradient, to_spec)}
     # The interpreter, off the TPU, returns an aliased output with the last tile's padding.
     aliases = {7: 0} if so_far is not None and target.platform() == "tpu" else {}
     blocks: Any = {"streamed": streamed, "others": others, "outputs": outputs, "scratch": scratch, "aliases": aliases}
     call = forward.kernel_call(_KERNELS[name], case, tile, f"head_{title}_gradient", inputs, options, **blocks)
-    found = call["gradient"]
-    return found if found.shape == side.shape or case.by_rows else found.T
+    result = call["gradient"]
+    return result if result.shape == side.shape or case.by_rows else result.T
 
 
 def hidden_gradient_from_mean(
@@ -217,9 +217,9 @@ def hidden_gradient_from_mean(
     of W's rows that are tokens, which is read once for it.
     """
     alone = slopes._replace(mean_logit=None)
-    own = jnp.where(inputs.labels >= 0, label_slope(softmax, alone, inputs.temperature, options.softcap), 0)
+    at_label = jnp.where(inputs.labels >= 0, label_slope(softmax, alone, inputs.temperature, options.softcap), 0)
     at_mean = share * (slopes.lse - slopes.logprob) / inputs.temperature
-    dh = at_mean[:, None] * mean + own[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
+    dh = at_mean[:, None] * mean + at_label[:, None] * forward.label_rows(inputs.weight, inputs.labels, options.dtype)
     if slopes.mean_logit is None:
         return dh
     tokens = jnp.arange(len(inputs.weight)) < number_of_columns(inputs)

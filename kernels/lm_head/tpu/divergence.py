@@ -61,16 +61,16 @@ class Plan(NamedTuple):
 def forward(inputs: Inputs, options: Options) -> Softmax:
     """The statistics of all rows: 1 + r matrix products, 2 + 2 r for jsd."""
     plan, axis, scales = make_plan(inputs, options), options.vocabulary_axis, contract.scales_of(inputs, options)
-    how, live = options.divergence, live_rows(inputs.live, plan.rows)
+    measure, live = options.divergence, live_rows(inputs.live, plan.rows)
 
     def over(i: Array, all_M: Softmax) -> Softmax:
-        own, _ = _block(inputs, live, plan, i)
-        sums = _call("statistics", own, options, plan).reshape(-1, SUBLANES, plan.rows)
-        running = combine_pairs(_running(sums, options), scales, how)
-        softmax = finish_pair(running, own.live, scales, how, axis, options.mean_over)
-        if not how.in_one_pass:
-            sums_2R = _call("mixture", own, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
-            divergence, to_mixture = jnp.where(own.live, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
+        part, _ = _block(inputs, live, plan, i)
+        sums = _call("statistics", part, options, plan).reshape(-1, SUBLANES, plan.rows)
+        running = combine_pairs(_running(sums, options), scales, measure)
+        softmax = finish_pair(running, part.live, scales, measure, axis, options.mean_over)
+        if not measure.in_one_pass:
+            sums_2R = _call("mixture", part, options, plan, softmax).reshape(2, SUBLANES, -1).sum(axis=1)
+            divergence, to_mixture = jnp.where(part.live, sums_2R if axis is None else lax.psum(sums_2R, axis), 0)
             softmax = softmax._replace(divergence=divergence, to_mixture=to_mixture)
         return write(all_M, softmax, i * plan.rows)
 
@@ -90,15 +90,15 @@ def gradients(inputs: Inputs, softmax: Softmax, slopes: Slopes, options: Options
 
         def over(i: Array, carry: Any) -> Any:
             dh_MD, dw_TD = carry
-            own, row_R = _block(inputs, live, plan, i)
+            part, row_R = _block(inputs, live, plan, i)
             softmax_R, slopes_R = jax.tree.map(lambda x: x[row_R], (softmax, slopes))
-            slopes_R = jax.tree.map(lambda x: jnp.where(own.live, x, 0), slopes_R)
-            dy_TR = _call("slopes", own, options, plan, softmax_R, slopes_R, first, width)
+            slopes_R = jax.tree.map(lambda x: jnp.where(part.live, x, 0), slopes_R)
+            dy_TR = _call("slopes", part, options, plan, softmax_R, slopes_R, first, width)
             if options.wants_hidden:
                 w_TD = lax.dynamic_slice_in_dim(inputs.weight, first, width)
                 dh_MD = add_rows(dh_MD, product(options, dy_TR, w_TD, (0, 0)), i * plan.rows)
             if options.wants_weight:
-                dw_TD += product(options, dy_TR, own.hidden, (1, 0))
+                dw_TD += product(options, dy_TR, part.hidden, (1, 0))
             return dh_MD, dw_TD
 
         dw_TD = contract.zeros(inputs, width, features) if options.wants_weight else None
@@ -111,9 +111,9 @@ def gradients(inputs: Inputs, softmax: Softmax, slopes: Slopes, options: Options
     dh_dtype, dw_dtype = contract.gradient_dtypes(inputs, options)
     dh_MD = contract.zeros(inputs, len(live.row), features) if options.wants_hidden else None
     dw = contract.zeros(inputs, vocabulary, features, dtype=dw_dtype) if options.wants_weight else None
-    whole, rest = divmod(columns, plan.chunk)
-    carry = lax.fori_loop(0, whole, lambda c, carry: chunk(c, plan.chunk, carry), (dh_MD, dw))
-    dh_MD, dw = chunk(whole, rest, carry) if rest else carry
+    count, remainder = divmod(columns, plan.chunk)
+    carry = lax.fori_loop(0, count, lambda c, carry: chunk(c, plan.chunk, carry), (dh_MD, dw))
+    dh_MD, dw = chunk(count, remainder, carry) if remainder else carry
     dh = None if dh_MD is None else jnp.where(inputs.live[:, None], dh_MD[live.place], 0).astype(dh_dtype)
     return dh, dw
 
@@ -124,7 +124,7 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
     vocabulary, features_of_both = min(vocabulary, len(teacher.weight)), features + teacher.weight.shape[1]
 
     def stored(*arrays: Array) -> jnp.dtype:
-        """The dtype of one that isn't the products', if there is one."""
+        """The dtype of an array where it isn't the products', else the products'."""
         return next((x.dtype for x in arrays if x.dtype != options.dtype), options.dtype)
 
     hidden, weight = stored(inputs.hidden, teacher.hidden), stored(inputs.weight, teacher.weight)
@@ -143,7 +143,7 @@ def _teacher(inputs: Inputs) -> contract.Teacher:
 
 
 def _block(inputs: Inputs, live: LiveRows, plan: Plan, i: Array) -> tuple[Inputs, Integer[Array, "R"]]:
-    """The inputs of a block's rows, those that count first, and where the rows are among all."""
+    """The inputs of a block's rows, the rows that count first, and where the rows are among all."""
     (row_R, live_R), teacher = live.block(i, plan.rows), _teacher(inputs)
     local = inputs._replace(labels=contract.local_labels(inputs))
     columns = jnp.minimum(number_of_columns(inputs), len(teacher.weight))
@@ -170,7 +170,7 @@ def _call(
 ) -> Float[Array, "_ R"]:
     """A kernel's result for the `width` columns from `first` on (whole tiles): sums of each sublane's columns, or dy.
 
-    In blocks of rows past those that count, dy is 0.
+    In blocks past the rows that count, dy is 0.
     """
     (case, tile, rows, _), teacher = plan, _teacher(student)
     width = case.vocabulary if width is None else width
@@ -180,10 +180,10 @@ def _call(
     def of_weight(model: Any) -> Given:
         last = pl.cdiv(len(model.weight), tile.columns) - 1
 
-        def place(i: Any, j: Any, ints: Any, _: Any) -> Any:  # past the rows that count, nothing is fetched
+        def index(i: Any, j: Any, ints: Any, _: Any) -> Any:  # past the rows that count, nothing is fetched
             return jnp.minimum(ints[2] + jnp.where(i * tile.rows < ints[0], j, across - 1), last)
 
-        return head.tile_of_rows(model.weight, tile.columns, place)
+        return head.tile_of_rows(model.weight, tile.columns, index)
 
     zeros_R = contract.zeros(student, rows)
     numbers = [zeros_R] * _SOFTMAX if softmax is None else [*softmax[:_SOFTMAX]]
@@ -211,13 +211,13 @@ def _call(
     columns = jnp.clip(number_of_columns(student) - first, 0, width)
     of_chunk = student._replace(weight=chunk, columns=columns)  # type: ignore[arg-type]
     kernel, more = functools.partial(_kernel, part=part), [jnp.int32(first // tile.columns)]
-    given: Any = {"streamed": [of_weight(student)], "others": others, "outputs": {"result": out}, "scratch": scratch}
-    return head.kernel_call(kernel, case, tile, f"head_pair_{part}", of_chunk, options, more=more, **given)["result"]
+    blocks: Any = {"streamed": [of_weight(student)], "others": others, "outputs": {"result": out}, "scratch": scratch}
+    return head.kernel_call(kernel, case, tile, f"head_pair_{part}", of_chunk, options, more=more, **blocks)["result"]
 
 
 def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
     ints, scale, hidden, weight, labels, teacher_hidden, teacher_weight, vectors, outputs, scratch = refs
-    i, j, how = pl.program_id(0), pl.program_id(1), options.divergence
+    i, j, measure = pl.program_id(0), pl.program_id(1), options.divergence
     rows, step, dtype, out = tile.rows, tile.step, options.dtype, outputs["result"]
     counts, scales = i * rows < ints[0], (scale[0], scale[1])
 
@@ -230,25 +230,25 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
 
     @pl.when(counts)
     def compute() -> None:
-        given = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-        for name in [name for name in given if name in scratch]:
+        sides = {"hidden": hidden, "weight": weight, "teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+        for name in [name for name in sides if name in scratch]:
 
             @pl.when((j == 0) | name.endswith("weight"))
             def cast(name: str = name) -> None:
                 if name.endswith("weight"):
-                    head.load_tile(scratch[name], given[name])
+                    head.load_tile(scratch[name], sides[name])
                 else:
-                    scratch[name][...] = given[name][...].astype(dtype)
+                    scratch[name][...] = sides[name][...].astype(dtype)
 
-        h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in given.items())
+        h_RD, w_TD, h_RE, w_TE = (scratch.get(name, ref) for name, ref in sides.items())
         numbers = [vectors[pl.ds(n, 1), :] for n in range(_SOFTMAX + len(Slopes._fields))]
         softmax, slopes = Softmax(*numbers[:_SOFTMAX]), Slopes(*numbers[_SOFTMAX:])
         if options.mean_over is None:
             slopes = slopes._replace(mean_logit=None)
 
         def products(s: int) -> tuple[Float[Array, "C 8 R"], Float[Array, "C 8 R"]]:
-            own = pl.ds(s * step, step)
-            student, teacher = (dot(w[own, :], h[...], (1, 1), dtype) for w, h in ((w_TD, h_RD), (w_TE, h_RE)))
+            slab = pl.ds(s * step, step)
+            student, teacher = (dot(w[slab, :], h[...], (1, 1), dtype) for w, h in ((w_TD, h_RD), (w_TE, h_RE)))
             y = capped(student, options.softcap), capped(teacher, options.teacher_softcap)
             return y[0].reshape(-1, SUBLANES, rows), y[1].reshape(-1, SUBLANES, rows)
 
@@ -261,14 +261,14 @@ def _kernel(*refs: Any, tile: Tiles, options: Options, part: Part) -> None:
             y = tuple(jnp.where(fresh_C8R, x, 0) for x in y)  # past the arrays' ends there may be NaN
             if part == "statistics":
                 running = _running(out[...].reshape(-1, SUBLANES, rows), options)
-                student, teacher, cross = include_tiles(running, y, columns, scales, how, 0)
+                student, teacher, cross = include_tiles(running, y, columns, scales, measure, 0)
                 sum_y = [] if student.sum_y is None else [student.sum_y]
                 out[...] = jnp.concatenate([*student[:4], *teacher[:2], cross, *sum_y])
             elif part == "mixture":
-                terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, how)
+                terms = mixture_terms(both_log_p(y, softmax, scales, 0), fresh_C8R, measure)
                 out[...] += jnp.concatenate([term_C8R.sum(axis=0) for term_C8R in terms])
             else:
-                dy_C8R = divergence_slopes(y, softmax, slopes.divergence, fresh_C8R, scales, how, 0)
+                dy_C8R = divergence_slopes(y, softmax, slopes.divergence, fresh_C8R, scales, measure, 0)
                 if options.token_slopes or options.entropy_slopes:
                     entropy = options.entropy_slopes
                     dy_C8R += logit_slopes(y[0], softmax, slopes, columns, scales[0], entropy=entropy, dim=0)

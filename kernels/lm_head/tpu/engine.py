@@ -57,14 +57,14 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
     tile, rows = _plan(inputs, options, jnp.float32 if options.wants_hidden else None)
     live = live_rows(inputs.live, rows)
 
-    def over(i: Array, others_and_mean: Any) -> Any:
-        own = _rows(inputs, *live.block(i, rows))
-        return write(others_and_mean, forward_kernel(own, options, tile=tile, mean=dtype)[:2], i * rows)
+    def over(i: Array, running_and_mean: Any) -> Any:
+        part = _rows(inputs, *live.block(i, rows))
+        return write(running_and_mean, forward_kernel(part, options, tile=tile, mean=dtype)[:2], i * rows)
 
-    others_M = contract.no_columns(contract.zeros(inputs, len(live.row)), options)
+    running_M = contract.no_columns(contract.zeros(inputs, len(live.row)), options)
     mean_MD = None if dtype is None else contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype)
-    others, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (others_M, mean_MD)))
-    softmax, share = finish(others, inputs, options)
+    running, mean = jax.tree.map(lambda x: x[live.place], live.over_blocks(rows, over, (running_M, mean_MD)))
+    softmax, share = finish(running, inputs, options)
     return softmax, Saved(share, mean) if options.wants_any else None
 
 
@@ -96,19 +96,19 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     count = round_up(len(inputs.labels), rows)
 
     def over(row_R: Array, live_R: Array, dw_VD: Array | None, _: None) -> Any:
-        own = _rows(inputs, row_R, live_R)
-        others, mean_RD, kept = forward_kernel(own, options, tile=tile, mean=mean, keep=keep)
-        softmax_R, share_R = finish(others, own, options)
-        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), own, options)
-        factors_R, dh_RD = _row_factors(own, options, softmax_R, slopes_R), None
+        part = _rows(inputs, row_R, live_R)
+        running, mean_RD, kept = forward_kernel(part, options, tile=tile, mean=mean, keep=keep)
+        softmax_R, share_R = finish(running, part, options)
+        slopes_R = contract.loss_slopes(softmax_R, terms.of_rows(row_R), part, options)
+        factors_R, dh_RD = _row_factors(part, options, softmax_R, slopes_R), None
         if mean_RD is not None:
-            dh_RD = backward.hidden_gradient_from_mean(own, options, softmax_R, slopes_R, share_R, mean_RD)
+            dh_RD = backward.hidden_gradient_from_mean(part, options, softmax_R, slopes_R, share_R, mean_RD)
         elif options.wants_hidden:
-            own_tile = tiles.choose(case_of(own, options, "hidden"))
-            dh_RD = backward.gradient("hidden", own, factors_R, options, own_tile)
+            hidden_tile = tiles.choose(case_of(part, options, "hidden"))
+            dh_RD = backward.gradient("hidden", part, factors_R, options, hidden_tile)
         if kept is not None:
             so_far = None if count == rows else dw_VD
-            dw_VD = backward.gradient("kept", own, factors_R, options, kept.tile, kept, so_far)
+            dw_VD = backward.gradient("kept", part, factors_R, options, kept.tile, kept, so_far)
         return softmax_R, dh_RD, dw_VD, None
 
     sums = dataclasses.replace(options, wants_weight=keep)
@@ -140,8 +140,8 @@ def _hidden_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
 
     def over(i: Array, dh_MD: Array) -> Array:
         row_R, live_R = live.block(i, rows)
-        own, factors_R = _rows(inputs, row_R, live_R), jax.tree.map(lambda x: x[row_R], factors).where(live_R)
-        return write(dh_MD, backward.gradient("hidden", own, factors_R, options, tile), i * rows)
+        part, factors_R = _rows(inputs, row_R, live_R), jax.tree.map(lambda x: x[row_R], factors).where(live_R)
+        return write(dh_MD, backward.gradient("hidden", part, factors_R, options, tile), i * rows)
 
     dtype = contract.gradient_dtypes(inputs, options)[0]
     dh_MD = live.over_blocks(rows, over, contract.zeros(inputs, len(live.row), inputs.hidden.shape[1], dtype=dtype))

@@ -9,7 +9,7 @@ meanwhile. Where there is no second product, a tile's last columns wait for the 
 The label's column is left out of all sums but `sum_y`, and of `top`, which is FLOOR where there is no other; its logit
 is a product with the gathered row of W, FLOOR where the label is in none of these columns. Where the label's p is near
 1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So 1 - p,
-and what follows from it, is as exact as the logits are. Blocks of rows past those that count cost nothing.
+and what follows from it, is as exact as the logits are. Blocks past the rows that count cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
@@ -69,30 +69,30 @@ def forward(
         outputs["mean"] = Output((rows, features), mean, spec((tile.rows, features), lambda i, j: (i, 0)))
         scratch["sum"] = pltpu.VMEM((tile.rows, features), jnp.float32)
     if keep:
-        for name, height, kind in (("kept", tile.columns, dtype), ("kept_top", SUBLANES, jnp.float32)):
-            outputs[name] = Output((across * height, rows), kind, spec((height, tile.rows), lambda i, j: (j, i)))
+        for name, height, out_dtype in (("kept", tile.columns, dtype), ("kept_top", SUBLANES, jnp.float32)):
+            outputs[name] = Output((across * height, rows), out_dtype, spec((height, tile.rows), lambda i, j: (j, i)))
     name = "head_forward" + ("_mean" if mean is not None else "") + ("_keep" if keep else "")
     out = kernel_call(_kernel, case, tile, name, inputs, options, outputs=outputs, scratch=scratch)
     kept = KeptExponentials(out["kept"], out["kept_top"], tile) if keep else None
     y = capped((as_operand(hidden, dtype) * label_rows(weight, labels, dtype)).sum(axis=1), options.softcap)
-    found = dict(zip(sums, out["sums"], strict=False))
-    return Running(label=jnp.where(labels >= 0, y, FLOOR), **found), out.get("mean"), kept
+    named_sums = dict(zip(sums, out["sums"], strict=False))
+    return Running(label=jnp.where(labels >= 0, y, FLOOR), **named_sums), out.get("mean"), kept
 
 
-def finish(others: Running, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
+def finish(running: Running, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
     """The softmax over the columns of all shards of the vocabulary, and this device's share.
 
     The share is the probability of this device's columns but the label's. Both are 0 at rows that don't count. Devices
     exchange two maxima and a row's sums.
     """
     scale, axis = scale_of(inputs.temperature, options.softcap), options.vocabulary_axis
-    top, label = (others.top, others.label) if axis is None else lax.pmax((others.top, others.label), axis)
+    top, label = (running.top, running.label) if axis is None else lax.pmax((running.top, running.label), axis)
     highest = jnp.maximum(top, label)
-    shift, label_z = (others.top - highest) * scale, (label - highest) * scale
-    sum_y: Any = others.sum_y
-    sum_e_e: Any = jnp.exp(2 * shift) * others.sum_e_e if options.collision else None
-    sum_e = own = jnp.exp(shift) * others.sum_e
-    sum_e_z = jnp.exp(shift) * (others.sum_e_y * scale + shift * others.sum_e)
+    shift, label_z = (running.top - highest) * scale, (label - highest) * scale
+    sum_y: Any = running.sum_y
+    sum_e_e: Any = jnp.exp(2 * shift) * running.sum_e_e if options.collision else None
+    sum_e = local_sum_e = jnp.exp(shift) * running.sum_e
+    sum_e_z = jnp.exp(shift) * (running.sum_e_y * scale + shift * running.sum_e)
     if axis is not None:
         sum_e, sum_e_z, sum_y, sum_e_e = lax.psum((sum_e, sum_e_z, sum_y, sum_e_e), axis)
     # Where the label is the maximum, this is log(1 + sum_e), and expm1 is 0.
@@ -103,7 +103,7 @@ def finish(others: Running, inputs: Inputs, options: Options) -> tuple[Softmax, 
         softmax = softmax._replace(mean_logit=sum_y * (scale / options.mean_over))
     if options.collision:
         softmax = softmax._replace(collision=(sum_e_e + jnp.exp(2 * label_z)) * jnp.exp(-2 * log_sum_e))
-    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, own * jnp.exp(-log_sum_e)))
+    return jax.tree.map(lambda x: jnp.where(inputs.live, x, 0), (softmax, local_sum_e * jnp.exp(-log_sum_e)))
 
 
 def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: jnp.dtype) -> Float[Array, "M D"]:
@@ -242,7 +242,7 @@ def kernel_call(
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
-    """The results of a kernel over blocks of rows and tiles of the weight, of which the first rows count.
+    """The results of a kernel over blocks of rows, the first of which count, and tiles of the weight.
 
     Its refs are two arrays of scalars (how many rows and how many columns count, `more`; scales), hidden
     states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
@@ -253,15 +253,15 @@ def kernel_call(
     spec = functools.partial(block_spec, case, tile, live=True)
     across = pl.cdiv(len(inputs.weight), tile.columns)
 
-    def place(*step: Any) -> Any:
+    def index(*step: Any) -> Any:
         if not case.by_rows:
             return step[0]
         i, j, ints, _ = step  # past the rows that count the last tile, so that nothing is fetched
         return jnp.where(i * tile.rows < ints[0], j, across - 1)
 
-    streamed = streamed or [tile_of_rows(inputs.weight, tile.columns, place)]
-    given = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
-    given += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
+    streamed = streamed or [tile_of_rows(inputs.weight, tile.columns, index)]
+    operands = [(hidden, spec((height, features), lambda i, j: (i, 0))), *streamed]
+    operands += [(inputs.labels[None], spec((1, height), lambda i, j: (0, i))), *others]
     if case.hidden != case.product:
         scratch["hidden"] = pltpu.VMEM((height, features), case.product)
     if (case.weight != case.product or tiles.turned(features)) and case.kernel != "kept":
@@ -274,7 +274,7 @@ def kernel_call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
             grid=grid if case.by_rows else grid[::-1],
-            in_specs=[spec for _, spec in given],
+            in_specs=[spec for _, spec in operands],
             out_specs={name: out.spec for name, out in outputs.items()},
             scratch_shapes=[scratch],
         ),
@@ -291,7 +291,7 @@ def kernel_call(
     )(
         jnp.stack([inputs.live.sum(dtype=jnp.int32), number_of_columns(inputs), *more]),
         jnp.stack(scales_of(inputs, options)),
-        *(array for array, _ in given),
+        *(array for array, _ in operands),
     )
 
 

@@ -72,7 +72,7 @@ def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = No
 def turned(features: int) -> bool:
     """Whether XLA keeps a matrix [V, D] transposed, as it does where its rows would be padded to whole lanes.
 
-    Kernels then take its tiles, and give those of dW, as [D, V], and turn them on the chip: XLA copies nothing.
+    Kernels then take its tiles, and give dW's tiles, as [D, V], and turn them on the chip: XLA copies nothing.
     """
     return features % LANES != 0
 
@@ -100,7 +100,7 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     by_rows, by_columns, product = tiles.rows * features, tiles.columns * features, case.product.itemsize
     vectors = 4 + 3 * forward + 2 * case.keep + 18 * pair
     across_lanes = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors
-    logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and those carried to the next tile
+    logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and logits carried to the next tile
     logits *= 1 + pair
     result = by_rows if case.by_rows else by_columns
     return {
@@ -174,7 +174,7 @@ def candidates(case: Case, capacity: int) -> list[Tiles]:
     fit = [
         tiles
         for tiles in tilings
-        if all(sum(terms(each, tiles).values()) + _RESERVE <= capacity for each in (case, *readers))
+        if all(sum(terms(user, tiles).values()) + _RESERVE <= capacity for user in (case, *readers))
     ]
     full = [tiles for tiles in fit if tiles.step >= _LEAST_STEP] or fit
     least = min((traffic(case, tiles) for tiles in full), default=0)
@@ -209,15 +209,15 @@ def limit(case: Case, tiles: Tiles) -> int:
 
 
 def vmem() -> int:
-    """Bytes of VMEM of the TPU that is being traced for; where that isn't known, those of the smallest TPU."""
-    found = _info()
-    return 64 * _MIB if found is None else found.vmem_capacity_bytes
+    """Bytes of VMEM of the TPU that is being traced for; where that isn't known, of the smallest TPU."""
+    info = _info()
+    return 64 * _MIB if info is None else info.vmem_capacity_bytes
 
 
 def cores() -> int:
     """Number of cores of the TPU that is being traced for, as JAX counts devices: a v4 and a v5p have two."""
-    found = _info()
-    return 1 if found is None else found.num_cores
+    info = _info()
+    return 1 if info is None else info.num_cores
 
 
 def _info() -> Any:

@@ -65,34 +65,35 @@ class Distillation(Algorithm):
         def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
             return divergence - coef * logprob if coef else divergence
 
-        how = {"kind": self.distill.kind, "beta": self.distill.mixture}
+        options = {"kind": self.distill.kind, "beta": self.distill.mixture}
         # Otherwise a sampled token that the teacher's vocabulary lacks would be a label out of range.
         labelled = batch if coef else batch._replace(labels=jnp.zeros_like(batch.labels))
-        loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **how)
+        loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **options)
         assert tokens.divergence is not None
-        states, some = jax.lax.stop_gradient(states), self.measured(batch)
-        measured = batch._replace(weights=jnp.float32(some), labels=head.likeliest(states, some))
-        mine, yours = head.logprobs(states, measured), head.logprobs(teacher, measured)
-        return loss, Comparison(tokens.divergence, mine.entropy, yours.entropy, 1.0 * yours.likeliest)
+        states, mask = jax.lax.stop_gradient(states), self.measured(batch)
+        measured = batch._replace(weights=jnp.float32(mask), labels=head.likeliest(states, mask))
+        student, target = head.logprobs(states, measured), head.logprobs(teacher, measured)
+        return loss, Comparison(tokens.divergence, student.entropy, target.entropy, 1.0 * target.likeliest)
 
     def measured(self, batch: Batch) -> Bool[Array, "B T"]:
-        """Where entropies and agreement are measured: at every eighth learned token of a row.
+        """The mask of the tokens at which entropies and agreement are measured: every eighth learned one of a row.
 
-        They take 2 + E / D more products of what is measured; the divergence takes 3 + E / D at least.
+        Measuring takes 2 + E / D more products of the measured tokens; the divergence takes 3 + E / D at least.
         """
         counts = batch.weights > 0
-        begin = batch.tokens.sum(axis=1, keepdims=True)  # else it would be the first token of all short rows
-        return counts & ((jnp.cumsum(counts, axis=1) + begin) % 8 == 0)
+        # Without an offset, the first token of all short rows would be measured.
+        offset = batch.tokens.sum(axis=1, keepdims=True)
+        return counts & ((jnp.cumsum(counts, axis=1) + offset) % 8 == 0)
 
     def metrics(self, batch: Batch, outputs: Comparison) -> Metrics:
-        counts, some = batch.weights > 0, self.measured(batch)
-        found = {
+        counts, mask = batch.weights > 0, self.measured(batch)
+        measures = {
             "kl": (outputs.divergence, counts),
-            "entropy": (outputs.entropy, some),
-            "teacher_entropy": (outputs.teacher_entropy, some),
-            "teacher_agreement": (outputs.agreement, some),
+            "entropy": (outputs.entropy, mask),
+            "teacher_entropy": (outputs.teacher_entropy, mask),
+            "teacher_agreement": (outputs.agreement, mask),
         }
-        return {name: jnp.where(at.any(), masked_mean(x, at), jnp.nan) for name, (x, at) in found.items()}
+        return {name: jnp.where(at.any(), masked_mean(value, at), jnp.nan) for name, (value, at) in measures.items()}
 
     def make_source(self, parts: Parts) -> Source:
         return SftSource(parts)

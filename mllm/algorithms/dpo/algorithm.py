@@ -65,7 +65,7 @@ def make_validation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """The function (parameters, step) -> metrics of `batches`, which have each preference once.
 
-    The metrics are `validation/loss` and those of training, as `validation/rewards/accuracies`: means over all
+    The metrics are `validation/loss` and training's metrics, as `validation/rewards/accuracies`: means over all
     examples. All processes call `poll` between two batches; what it raises ends the validation.
     """
 
@@ -82,11 +82,11 @@ def make_validation(
         return {"loss": (examples * loss, examples), **sums, **kl}
 
     def validate(params: Params, step: int) -> dict[str, float]:
-        found = []
+        batch_sums = []
         for batch in batches(params):
             poll()
-            found.append(validation_pass(params, shard_batch(forward.mesh, batch)))
-        sums = jax.tree.map(lambda *parts: np.sum(np.array(parts, np.float64)), *jax.device_get(found))
+            batch_sums.append(validation_pass(params, shard_batch(forward.mesh, batch)))
+        sums = jax.tree.map(lambda *parts: np.sum(np.array(parts, np.float64)), *jax.device_get(batch_sums))
         return {f"validation/{name}": float(value) for name, value in means(sums).items()}
 
     return validate

@@ -47,27 +47,27 @@ class Completions(NamedTuple):
 def completions_of(
     logprob: Float[Array, "B T"], batch: Batch, per_token: bool
 ) -> tuple[Completions, Float[Array, "B S"], Bool[Array, "B S"]]:
-    """The segments 1 to S of each row, with their labels (1, -1, or 0 without any), and which of them there are."""
+    """The segments 1 to S of each row, with their labels (1, -1, or 0 without any), and which of them exist."""
     counts = batch.weights > 0
     nothing = jnp.zeros_like(logprob)
     reference, labels = (nothing if x is None else x for x in (batch.inputs.reference_logprobs, batch.inputs.labels))
-    # A sequence has two tokens or more, of which the first is not learned.
-    most = 2 * max(1, logprob.shape[1] // 4)
+    # A sequence has two tokens or more, and the first is not learned.
+    most_sequences = 2 * max(1, logprob.shape[1] // 4)
 
     def sums(values: Float[Array, "T"], segments: Array) -> Float[Array, "S"]:
-        return jax.ops.segment_sum(values, segments, most + 1)[1:]
+        return jax.ops.segment_sum(values, segments, most_sequences + 1)[1:]
 
-    total, compared, label, tokens = (
+    total, reference_total, label, tokens = (
         jax.vmap(sums)(values, batch.segments)
         for values in (jnp.where(counts, logprob, 0.0), reference, labels, counts.astype(jnp.float32))
     )
     length = jnp.maximum(tokens, 1) if per_token else 1.0
-    return Completions(total / length, compared / length), label, tokens > 0
+    return Completions(total / length, reference_total / length), label, tokens > 0
 
 
 def pairs_of(completions: Completions) -> tuple[Completions, Completions]:
-    """The chosen and the rejected ones of rows of pairs."""
-    chosen, rejected = (Completions(*(x[:, start::2] for x in completions)) for start in (0, 1))
+    """The chosen and the rejected completions of rows of pairs."""
+    chosen, rejected = (Completions(*(array[:, start::2] for array in completions)) for start in (0, 1))
     return chosen, rejected
 
 
@@ -108,46 +108,46 @@ def labelled_loss(
 
 def preference_loss(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> Float[Array, ""]:
     """The batch's share of the mean over all examples of the update."""
-    completions, labels, there = completions_of(logprob, batch, config.per_token)
+    completions, labels, present = completions_of(logprob, batch, config.per_token)
     if config.form == "labelled":
         losses = labelled_loss(config, completions.log_ratio, batch.inputs.kl[0], labels)
     else:
-        losses, there = pair_loss(config, *pairs_of(completions)), there[:, ::2]
-    return batch.inputs.share[0] * jnp.sum(jnp.where(there, losses, 0.0))
+        losses, present = pair_loss(config, *pairs_of(completions)), present[:, ::2]
+    return batch.inputs.share[0] * jnp.sum(jnp.where(present, losses, 0.0))
 
 
 def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> Sums:
     """The metrics of a batch under TRL's names, to be added up over batches and divided by `means`.
 
-    `rewards` are beta times the log-ratio, and without a reference beta times the mean log-probability; as in TRL those
-    of ipo are sums over the tokens.
+    `rewards` are beta times the log-ratio, and without a reference beta times the mean log-probability; as in TRL,
+    ipo's rewards are sums over the tokens.
     """
-    completions, labels, there = completions_of(logprob, batch, not config.needs_reference)
+    completions, labels, present = completions_of(logprob, batch, not config.needs_reference)
 
     def total(values: Float[Array, "B P"], where: Bool[Array, "B P"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
         return jnp.sum(jnp.where(where, values, 0.0)), where.sum(dtype=jnp.float32)
 
     if config.form == "labelled":
-        parts = {"chosen": (completions, there & (labels > 0)), "rejected": (completions, there & (labels < 0))}
+        parts = {"chosen": (completions, present & (labels > 0)), "rejected": (completions, present & (labels < 0))}
     else:
         chosen, rejected = pairs_of(completions)
-        parts = {"chosen": (chosen, there[:, ::2]), "rejected": (rejected, there[:, ::2])}
+        parts = {"chosen": (chosen, present[:, ::2]), "rejected": (rejected, present[:, ::2])}
     sums = {f"rewards/{name}": total(config.beta * part.log_ratio, where) for name, (part, where) in parts.items()}
     sums |= {f"logps/{name}": total(part.logprob, where) for name, (part, where) in parts.items()}
     if config.form == "pairs":
         margin = config.beta * (chosen.log_ratio - rejected.log_ratio)
-        sums["rewards/accuracies"] = total((margin > 0).astype(jnp.float32), there[:, ::2])
+        sums["rewards/accuracies"] = total((margin > 0).astype(jnp.float32), present[:, ::2])
     if config.loss_type == "orpo":
         odds = log_odds_ratio(chosen, rejected)
-        sums["nll_loss"] = total(-chosen.logprob, there[:, ::2])
-        sums["log_odds_chosen"] = total(odds, there[:, ::2])
-        sums["log_odds_ratio"] = total(jax.nn.log_sigmoid(odds), there[:, ::2])
+        sums["nll_loss"] = total(-chosen.logprob, present[:, ::2])
+        sums["log_odds_chosen"] = total(odds, present[:, ::2])
+        sums["log_odds_ratio"] = total(jax.nn.log_sigmoid(odds), present[:, ::2])
     return sums
 
 
 def means(sums: Sums) -> dict[str, Float[Array, ""]]:
     """The means of sums; NaN where no example has the metric."""
-    found = {
+    averages = {
         name: jnp.where(count > 0, value / jnp.maximum(count, 1), jnp.nan) for name, (value, count) in sums.items()
     }
-    return {**found, "rewards/margins": found["rewards/chosen"] - found["rewards/rejected"]}
+    return {**averages, "rewards/margins": averages["rewards/chosen"] - averages["rewards/rejected"]}

@@ -29,13 +29,13 @@ class DpoConfig(Section):
     desirable_weight: PositiveFloat = 1.0
     """The factor of the loss of completions that are labelled true. Only with `kto`."""
     undesirable_weight: PositiveFloat = 1.0
-    """The factor of the loss of those that are labelled false. Only with `kto`."""
+    """The factor of the loss of completions that are labelled false. Only with `kto`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        own = {"label_smoothing": "sigmoid", "gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
-        others = [name for name, loss_type in own.items() if loss_type != self.loss_type]
-        self.reject_unused(f"with loss_type: {self.loss_type}", *others)
+        users = {"label_smoothing": "sigmoid", "gamma": "simpo", "desirable_weight": "kto", "undesirable_weight": "kto"}
+        unread = [name for name, loss_type in users.items() if loss_type != self.loss_type]
+        self.reject_unused(f"with loss_type: {self.loss_type}", *unread)
         return self
 
     @property

@@ -1,9 +1,9 @@
 """DPO's source of data: pairs of completions, or completions with a label, each with the reference's log-probabilities.
 
-An example is two sequences. Those of a pair are neighbours in one row, so that sums over a row's segments are all that
-its loss needs, in any micro-batch; their common prompt is computed in each. A completion with a label stands alone: the
-second sequence, its prompt with another's completion, only serves to estimate KTO's z0 before the update, in a batch of
-its own. The reference's log-probabilities are computed before training, at every start.
+An example is two sequences. A pair's sequences are neighbours in one row, so that sums over a row's segments are all
+that its loss needs, in any micro-batch; their common prompt is computed in each. A completion with a label stands
+alone: the second sequence, its prompt with another example's completion, only serves to estimate KTO's z0 before the
+update, in a batch of its own. The reference's log-probabilities are computed before training, at every start.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,11 +43,11 @@ class PreferenceInputs(NamedTuple):
 
 
 class Preferences(NamedTuple):
-    """What an update, or a part of a validation, is made of."""
+    """The examples of an update, or of a part of a validation."""
 
     batch: Batch
     mismatched: Batch | None
-    """The prompts of labelled completions, each with another's completion; None: they are pairs."""
+    """The prompts of labelled completions, each with another example's completion; None: the examples are pairs."""
 
 
 class PreferenceBatches(RowBatches[Preferences]):
@@ -57,14 +57,14 @@ class PreferenceBatches(RowBatches[Preferences]):
     """The reference's log-probabilities of all examples' sequences; None: they are not needed, or not yet known."""
 
     def make(self, plan: BatchPlan) -> Preferences:
-        """This process's rows; what is known of a sequence stands where its first learned token is predicted."""
-        batch, own = self.empty(plan)
-        examples = self.documents.read([index for index, _ in own])
+        """This process's rows; a sequence's label and reference stand where its first learned token is predicted."""
+        batch, local = self.empty(plan)
+        examples = self.documents.read([index for index, _ in local])
 
         def fill(*parts: int) -> Batch:
             filled = Batch(*(np.copy(array) for array in batch[:5]))
             reference, labels = np.zeros((2, *batch.tokens.shape), np.float32)
-            for (index, row), example in zip(own, examples, strict=True):
+            for (index, row), example in zip(local, examples, strict=True):
                 for part in parts:
                     tokens, learned = example[part]
                     _, predicts = add_sequence(filled, row, tokens, learned, 1 / len(plan), len(tokens))
@@ -83,23 +83,23 @@ class PreferenceBatches(RowBatches[Preferences]):
     def compute_reference(self, params: Params, logprobs: LogprobPass) -> Float[np.ndarray, "N 2"]:
         """The log-probabilities of all sequences under these parameters; all processes must call it, and get the same.
 
-        Each is a sum in float64, of which float32 is kept.
+        Each is summed in float64 and kept in float32.
         """
-        found = np.zeros((len(self.documents), 2), np.float32)
-        with tqdm(desc="reference", total=len(found), unit=" examples", delay=2, disable=None) as bar:
+        reference = np.zeros((len(self.documents), 2), np.float32)
+        with tqdm(desc="reference", total=len(reference), unit=" examples", delay=2, disable=None) as bar:
             for plan in self.plans_of_all():
                 with raise_everywhere():
-                    (batch, mismatched), (_, own) = self.make(plan), self.empty(plan)
+                    (batch, mismatched), (_, local) = self.make(plan), self.empty(plan)
                 sums = row_sums(logprobs(params, batch), batch)
                 if mismatched is not None:
-                    others = row_sums(logprobs(params, mismatched), mismatched)
-                    sums = [np.stack(both, 1) for both in zip(sums, others, strict=True)]
-                left = [iter(row.reshape(-1, 2)) for row in sums]
-                here = np.array([index for index, _ in own], int), np.array([next(left[row]) for _, row in own])
-                for indices, values in self.share.gather(here):
-                    found[indices] = values.reshape(-1, 2)
+                    mismatched_sums = row_sums(logprobs(params, mismatched), mismatched)
+                    sums = [np.stack(pair, 1) for pair in zip(sums, mismatched_sums, strict=True)]
+                queues = [iter(row.reshape(-1, 2)) for row in sums]
+                part = np.array([index for index, _ in local], int), np.array([next(queues[row]) for _, row in local])
+                for indices, values in self.share.gather(part):
+                    reference[indices] = values.reshape(-1, 2)
                 bar.update(len(plan))
-        return found
+        return reference
 
 
 def row_sums(logprobs: Float[np.ndarray, "B T"], batch: Batch) -> list[Float[np.ndarray, " S"]]:
@@ -113,7 +113,7 @@ class PreferenceSource(SftSource):
     kind = PreferenceBatches
     batches: PreferenceBatches
     checksum: str | None = None
-    """What the reference's parameters are known by; None: there is no reference."""
+    """The checksum of the reference's parameters; None: there is no reference."""
 
     def __init__(self, dpo: DpoConfig, parts: Parts) -> None:
         """UserError is raised as by `SftSource`."""
@@ -152,19 +152,19 @@ class PreferenceSource(SftSource):
     def estimate_kl(self, params: Params, mismatched: Batch) -> float:
         """KTO's z0: the mean log-ratio of policy and reference over the whole batch's mismatched sequences, at least 0.
 
-        It is over all of the update, whatever its micro-batches.
+        The mean is over the whole update, whatever its micro-batches.
         """
         ratio = np.sum(self.logprobs(params, mismatched), dtype=np.float64)
         ratio -= np.sum(mismatched.inputs.reference_logprobs)
-        here = float(ratio), int(mismatched.segments.max(1).sum())
-        ratios, counts = zip(*self.rows.gather(here), strict=True)
+        local = float(ratio), int(mismatched.segments.max(1).sum())
+        ratios, counts = zip(*self.rows.gather(local), strict=True)
         return max(0.0, sum(ratios) / sum(counts))
 
     def position(self) -> dict[str, Any]:
         return super().position() | ({} if self.checksum is None else {"reference": self.checksum})
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        if None not in (self.checksum, theirs := position.get("reference")) and self.checksum != theirs:
+        if None not in (self.checksum, recorded := position.get("reference")) and self.checksum != recorded:
             raise UserError(f"model: the run began with another reference: {WAY_OUT}")
         super().seek(position)
 

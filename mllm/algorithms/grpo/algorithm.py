@@ -20,7 +20,7 @@ from mllm.training.algorithm import Algorithm, Metrics, Parts, Pass
 from mllm.training.head import Head, States
 
 LENGTHS = {"length": "completions/mean_length", "cut off": "completions/clipped_ratio"}
-"""In tokens, and as a share of the completions."""
+"""The metrics of completions' lengths: the mean in tokens, and the share that was cut off."""
 
 
 class Grpo(Algorithm):
@@ -48,8 +48,8 @@ class Grpo(Algorithm):
             loss_of = losses.policy_loss
             if config.limits.by_sequence:
                 loss_of = partial(losses.sequence_policy_loss, mask=counts, segments=batch.segments)
-            each = loss_of(config, outputs.logprob, outputs.entropy, inputs)
-            return jnp.sum(jnp.where(counts, batch.weights * each, 0.0)), jax.lax.stop_gradient(outputs)
+            token_losses = loss_of(config, outputs.logprob, outputs.entropy, inputs)
+            return jnp.sum(jnp.where(counts, batch.weights * token_losses, 0.0)), jax.lax.stop_gradient(outputs)
         operands, structure = jax.tree.flatten(losses.token_inputs(config, batch))
 
         def objective(logprob: Array, entropy: Array, *operands: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What GRPO's losses are given for each token of a batch, and how completions become one."""
+"""The inputs of GRPO's losses for each token of a batch, and how completions become a batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,10 +18,10 @@ class PolicyInputs(NamedTuple):
     sampler_logprobs: Floats | None = None
     """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
     old_logprobs: Floats | None = None
-    """Log-probabilities under the parameters before this rollout's first update; None: those are the current ones."""
+    """Log-probabilities under the parameters before this rollout's first update; None: they haven't changed since."""
     is_current: Floats | None = None
     """1 where the parameters before the first update are the current ones, whatever `old_logprobs` has, else 0; None:
-    they are so nowhere."""
+    0 everywhere."""
     reference_logprobs: Floats | None = None
     """Log-probabilities under the reference policy."""
     sequence_weights: Floats | None = None
@@ -37,18 +37,18 @@ def pack(
     """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.
 
     Every sampled token has its trajectory's weight and advantage. The last token of a trajectory is only ever a label,
-    and takes no place.
+    and fills no position of a row.
     """
     lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
     learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)
-    row = first_fit_decreasing(lengths, rows.length)
-    places = spread_rows(np.bincount(row, learned), rows)[row]
+    packed_rows = first_fit_decreasing(lengths, rows.length)
+    row_numbers = spread_rows(np.bincount(packed_rows, learned), rows)[packed_rows]
     batch = empty_batch((rows.total, rows.length))
     token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
-    for place, trajectory, weight, advantage in zip(
-        places.tolist(), trajectories, weights.tolist(), advantages, strict=True
+    for row, trajectory, weight, advantage in zip(
+        row_numbers.tolist(), trajectories, weights.tolist(), advantages, strict=True
     ):
-        predicts = add_sequence(batch, place, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
+        predicts = add_sequence(batch, row, trajectory.tokens, trajectory.sampled, weight, len(trajectory.tokens) - 1)
         token_advantages[predicts] = advantage
         logprobs[predicts] = trajectory.logprobs
     return batch._replace(inputs=PolicyInputs(token_advantages, logprobs))

@@ -1,4 +1,4 @@
-"""Rewards of groups of completions: the advantages that are learned from, and what is logged of them. NumPy only.
+"""Rewards of groups of completions: the advantages that are learned from, and their metrics. NumPy only.
 
 DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026, Maximum likelihood reinforcement
 learning, arXiv:2602.02710.
@@ -25,8 +25,8 @@ def equal_rewards(rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
 def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarray, "G n"], Float[np.ndarray, "G 1"]]:
     """Each reward's distance to the mean of its group, and the group's standard deviation (of the sample, n - 1).
 
-    Rewards that failed are NaN: they enter neither, and have distance 0. Both are exactly 0 in a group of equal
-    rewards, whose mean may be off by a rounding.
+    Rewards that failed are NaN: they enter neither mean nor deviation, and have distance 0. Distances and deviation
+    are exactly 0 in a group of equal rewards, whose mean may be off by a rounding.
     """
     present, equal = ~np.isnan(rewards), equal_rewards(rewards)[:, None]
     count = np.maximum(present.sum(-1, keepdims=True), 1)

@@ -65,13 +65,13 @@ def of_constant(tokens: Int[np.ndarray, "B"], longest: int) -> Int[Any, ""]:
 
 
 def clip_ratios(below: Array, above: Array) -> dict[str, Array]:
-    """The shares of tokens, or of sequences, that the lower clip keeps from becoming less likely still, and the upper
-    one from becoming more likely; and of both."""
+    """The share of tokens, or of sequences, that the lower clip keeps from becoming less likely still, the share that
+    the upper clip keeps from becoming more likely, and their sum."""
     return {"clip_ratio/low_mean": below, "clip_ratio/high_mean": above, "clip_ratio/region_mean": below + above}
 
 
 class PolicyLoss(NamedTuple):
-    """What is maximised, how it is averaged, and what is logged of the clip."""
+    """A loss type: the surrogate that is maximised, the denominator of its mean, and the clip's metrics."""
 
     surrogate: Callable[[GrpoConfig, Array, Array, Array], Array]
     """(settings, ratio, log-probability, advantage) -> the gain of each token."""
@@ -158,8 +158,8 @@ def importance_weight(config: GrpoConfig, log_ratio: Array) -> Array:
     """The weight that the trainer's probability over the sampler's gives a token, or a sequence."""
     assert config.importance_cap is not None
     ratio = bounded_exp(log_ratio)
-    above = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
-    return jnp.where(ratio <= config.importance_cap, ratio, above)
+    replacement = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
+    return jnp.where(ratio <= config.importance_cap, ratio, replacement)
 
 
 def old_logprobs(inputs: PolicyInputs, logprob: Array) -> Array:
@@ -176,7 +176,7 @@ def k3(logprob: Float[jax.Array, "*S"], reference: Float[jax.Array, "*S"]) -> Fl
     """k3 (DeepSeekMath, eq. 4) of each token, which is never negative.
 
     Over samples of the policy its mean is KL(policy || reference), but its derivative's mean is the derivative of
-    KL(reference || policy), the forward divergence: a penalty of k3 minimises that one.
+    KL(reference || policy): a penalty of k3 minimises this forward divergence.
     """
     difference = jnp.minimum(reference - logprob, MAX_LOG_RATIO)
     return jnp.exp(difference) - difference - 1
@@ -192,7 +192,7 @@ def sequence_importance_weights(
 ) -> Float[jax.Array, "B T"]:
     """At each token the importance weight of its completion, by the old policy, or `logprob` where that is current.
 
-    As in TRL's modes: of the product over the tokens that count, not their geometric mean.
+    As in TRL's modes, its ratio is the product over the tokens that count, not their geometric mean.
     """
     old = logprob if batch.inputs.old_logprobs is None else batch.inputs.old_logprobs
     mean, tokens = sequence_means(old - batch.inputs.sampler_logprobs, batch.weights > 0, batch.segments)
@@ -204,8 +204,8 @@ def sequence_weights(config: GrpoConfig, tokens: Int[np.ndarray, "B"], longest: 
 
     `tokens` are the numbers of completion tokens that count, in all sequences of one update, 0 for a sequence that
     doesn't count; `longest` is the most that one may have. A completion without any token that counts (cut off and
-    masked, failed reward) adds nothing, but the outer mean is still over it, as in TRL: what is left weighs the same
-    without it, except under `dapo` and `cispo`.
+    masked, failed reward) adds nothing, but the outer mean still counts it, as in TRL: except under `dapo` and `cispo`,
+    the other completions weigh the same without it.
     """
     denominator = kind_of(config).denominator(tokens, longest)
     return np.where(tokens > 0, 1.0 / np.maximum(denominator, 1), 0.0).astype(np.float32)
@@ -216,8 +216,8 @@ def policy_metrics(
 ) -> dict[str, Float[jax.Array, ""]]:
     """Means over the tokens of a whole batch that have a weight, under TRL's names; 0 if there are none.
 
-    The shares of the clip are those of tokens, under GSPO of sequences; `dual_mean` is the dual clip's, and under
-    CISPO `cispo_clip_ratio` that of tokens whose ratio is capped. `masked_sequences` is the share of sequences whose
+    The clip's shares count tokens, under GSPO sequences; `dual_mean` is the dual clip's share, and under CISPO
+    `cispo_clip_ratio` is the share of tokens whose ratio is capped. `masked_sequences` is the share of sequences whose
     importance weight is 0. The other `sampling` metrics compare the policy before the rollout's first update with the
     sampler, and don't truncate the ratio.
     """

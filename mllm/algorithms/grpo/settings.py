@@ -15,7 +15,7 @@ ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequenc
 
 
 class Limits(NamedTuple):
-    """What a loss type has in place of settings that are None, and which of them it reads."""
+    """A loss type's values for settings that are None, and which settings it reads."""
 
     below: float | None = 0.2
     """How far the probability ratio may fall below 1; None: `epsilon` and `dual_clip` aren't read."""
@@ -23,7 +23,7 @@ class Limits(NamedTuple):
     """How far it may rise above 1, or where `below` is None its cap; None: `epsilon_high` isn't read."""
     scale_rewards: RewardScale = "group"
     with_one_update: LossType | None = None
-    """The loss type that it is where all ratios are 1, and where it is refused for that."""
+    """The loss type that it equals where all ratios are 1; it is refused there."""
     by_sequence: bool = False
     """Whether the probability ratio is a whole completion's."""
 
@@ -95,11 +95,11 @@ class GrpoConfig(Section):
         if self.importance_cap is None:
             self.reject_unused("with importance_cap: null", "importance_sampling")
         if self.updates_per_rollout == 1:
-            one = "with one update per rollout, whose ratios are all 1 (updates_per_generation * num_iterations)"
-            self.reject_unused(one, "epsilon", "epsilon_high", "dual_clip")
-            if (same := self.limits.with_one_update) is not None:
-                what = f"{self.loss_type} is {same} {one}"
-                raise impossible("loss_type", f"{what}: set updates_per_generation to 2 or more")
+            condition = "with one update per rollout, whose ratios are all 1 (updates_per_generation * num_iterations)"
+            self.reject_unused(condition, "epsilon", "epsilon_high", "dual_clip")
+            if (equivalent := self.limits.with_one_update) is not None:
+                fault = f"{self.loss_type} is {equivalent} {condition}"
+                raise impossible("loss_type", f"{fault}: set updates_per_generation to 2 or more")
         unread = ["epsilon", "dual_clip"] * (self.limits.below is None) + ["epsilon_high"] * (self.limits.above is None)
         self.reject_unused(f"with loss_type: {self.loss_type}", *unread)
         if self.clip_range[1] < 1:
@@ -116,7 +116,7 @@ class GrpoConfig(Section):
 
     @property
     def limits(self) -> "Limits":
-        """What the loss type has in place of settings that are None."""
+        """The loss type's values for settings that are None."""
         return LIMITS[self.loss_type]
 
     @property
@@ -134,12 +134,13 @@ class GrpoConfig(Section):
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the trainer's log-probabilities are computed before the first update, for those after it."""
+        """Whether the trainer's log-probabilities are computed before the first update, for the later updates."""
         return self.updates_per_rollout > 1
 
     @property
     def first_is_current(self) -> bool:
-        """Whether the first update needs none of them: its parameters are those, and no later one takes its batch."""
+        """Whether the first update needs no old log-probabilities: its parameters are the old ones, and no later update
+        takes its batch."""
         return self.num_iterations == 1 and not self.weighs_sequences
 
     @property
@@ -155,7 +156,7 @@ class GrpoConfig(Section):
 
     @property
     def takes_sequences(self) -> bool:
-        """Whether a token's loss takes the current log-probabilities of all of its completion."""
+        """Whether a token's loss takes the current log-probabilities of its whole completion."""
         return self.limits.by_sequence or (self.weighs_sequences and not self.needs_old_logprobs)
 
 
@@ -179,28 +180,28 @@ def packed_rows(config: Config) -> Rows:
     grpo, rollout = config.section(GrpoConfig), config.rollout
     assert rollout is not None
     length = grpo.row_length or rollout.total_length
-    # First-fit opens a row only when the others are too full: all but the last hold at least this many.
-    most = math.ceil(config.batch_size / (length // rollout.total_length))
-    micro = config.micro_batch_size or math.ceil(most / (16 * config.shards)) * config.shards
-    return Rows(length, micro, math.ceil(most / micro) * micro, config.shards)
+    # First-fit opens a row only when the others are too full: all rows but the last hold at least this many sequences.
+    most_rows = math.ceil(config.batch_size / (length // rollout.total_length))
+    micro = config.micro_batch_size or math.ceil(most_rows / (16 * config.shards)) * config.shards
+    return Rows(length, micro, math.ceil(most_rows / micro) * micro, config.shards)
 
 
 def rollout_faults(config: Config) -> Iterator[Fault]:
-    """What can't work, or has no effect, where sampled completions are learned from."""
+    """Settings that can't work, or have no effect, where sampled completions are learned from."""
     grpo, rollout = config.section(GrpoConfig), config.rollout
     assert rollout is not None
     longest, group, updates = rollout.total_length, grpo.num_generations, grpo.updates_per_rollout
     if grpo.row_length is not None and grpo.row_length < longest:
-        what = "max_prompt_length + max_completion_length" if rollout.turns == 1 else "max_total_length"
-        yield "grpo.row_length", f"{grpo.row_length} is less than rollout.{what} ({longest})"
+        bound = "max_prompt_length + max_completion_length" if rollout.turns == 1 else "max_total_length"
+        yield "grpo.row_length", f"{grpo.row_length} is less than rollout.{bound} ({longest})"
     if grpo.takes_sequences and config.head.workspace_mib is not None:
-        whole = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
-        yield "head.workspace_mib", f"is not used with {whole}: remove it"
+        users = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
+        yield "head.workspace_mib", f"is not used with {users}: remove it"
     if config.batch_size % group:
         yield "batch_size", f"{config.batch_size} is not divisible by grpo.num_generations ({group})"
     # A signal in an evaluation ends the run, and only between two rollouts can it be saved.
-    every = {"steps": config.steps, "checkpoint.every": config.checkpoint.every}
-    for key, steps in (every | {"eval.every": config.eval and config.eval.every}).items():
+    intervals = {"steps": config.steps, "checkpoint.every": config.checkpoint.every}
+    for key, steps in (intervals | {"eval.every": config.eval and config.eval.every}).items():
         if steps and steps % updates:
             product = f"grpo.updates_per_generation * num_iterations ({updates})"
             yield key, f"{steps} is not divisible by {product}, the updates of a rollout"

@@ -31,13 +31,13 @@ log = logging.getLogger(__name__)
 
 
 class Drawn(NamedTuple):
-    """What a rollout has sampled, group by group."""
+    """The completions that a rollout has sampled, group by group."""
 
     trajectories: list[Trajectory]
     rewards: Float[np.ndarray, "G n"]
     """Weighted sums; NaN in a group that failed."""
     rounds: int
-    """In how many rounds dynamic sampling has drawn them."""
+    """The number of rounds in which dynamic sampling has drawn them."""
 
 
 class Judged(NamedTuple):
@@ -59,8 +59,8 @@ class GrpoSource:
     Each process samples and scores its own rows and then learns the rewards of all. A group in which a reward
     failed is left out of the loss. One rollout serves `updates_per_generation` batches, each `num_iterations` times; a
     checkpoint must fall between rollouts. Completions that can't have a gradient, because their advantage is 0 and
-    there is neither a KL penalty nor an entropy bonus, are left out of the batch; the weights of the others are those
-    of the whole batch.
+    there is neither a KL penalty nor an entropy bonus, are left out of the batch; the others keep the weights that they
+    have in the whole batch.
     """
 
     most_failed = trajectories.MOST_FAILED_GROUPS
@@ -177,7 +177,7 @@ class GrpoSource:
         has_gradient = (judged.advantages != 0) | self.all_learned
         lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
         longest = self.sampler.options.turns * self.sampler.options.max_completion_length
-        mine = self.rows.part_of(self.update_rows.total)
+        local_rows = self.rows.part_of(self.update_rows.total)
         steps: list[Step] = []
         for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
             # All of a completion's tokens are learnable, or none.
@@ -186,7 +186,7 @@ class GrpoSource:
             with watch.phase("logprob"):
                 sequences = [chosen[i] for i in part[learned]]
                 whole = pack(sequences, weights[learned], judged.advantages[part[learned]], self.update_rows)
-                batch = jax.tree.map(lambda array: array[mine], whole)
+                batch = jax.tree.map(lambda array: array[local_rows], whole)
                 batch, more = self.ask_policies(batch, params, fixed, first=not steps)
                 batch = jax.block_until_ready(batch)
             without = {"frac_without_gradient": float(1 - learned.mean())}
@@ -196,21 +196,22 @@ class GrpoSource:
     def ask_policies(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
         """The batch with log-probabilities under the old and the reference policy, as far as the loss needs them.
 
-        The second value are metrics. Whether it is a rollout's `first` batch changes no shape: one program serves all.
+        The second value holds metrics. A rollout's `first` batch has the same shapes as the others: one program serves
+        all.
         """
         inputs = batch.inputs
         if self.needs_old_logprobs:
             current = first and self.config.first_is_current
-            nothing = np.zeros(batch.tokens.shape, np.float32)
-            inputs = inputs._replace(old_logprobs=nothing if current else self.logprob_pass(params, batch))
+            zeros = np.zeros(batch.tokens.shape, np.float32)
+            inputs = inputs._replace(old_logprobs=zeros if current else self.logprob_pass(params, batch))
             if self.config.first_is_current:
-                inputs = inputs._replace(is_current=nothing + current)
+                inputs = inputs._replace(is_current=zeros + current)
         if self.config.beta > 0:
             inputs = inputs._replace(reference_logprobs=self.logprob_pass(fixed.reference, batch))
         return batch._replace(inputs=inputs), {}
 
     def rollout_metrics(self, drawn: Drawn, judged: Judged) -> dict[str, Any]:
-        """Rewards, lengths and what became of groups and prompts."""
+        """The metrics of rewards, lengths, groups and prompts."""
         metrics: dict[str, Any] = {
             **groups.group_metrics(drawn.rewards),
             "frac_groups_failed": float(np.isnan(drawn.rewards).all(axis=1).mean()),
@@ -265,9 +266,9 @@ def telling_samples(advantages: Float[np.ndarray, "N"], group: int, most: int | 
     size = len(advantages)
     if most is None or most >= size:
         return list(range(size))
-    each = min(group, most, max(2, most // (size // group)))
+    quota = min(group, most, max(2, most // (size // group)))
     chosen: list[int] = []
     for begin in range(0, size, group):
         order = begin + np.argsort(-advantages[begin : begin + group], kind="stable")
-        chosen += sorted([*order[: -(-each // 2)].tolist(), *order[len(order) - each // 2 :].tolist()])
+        chosen += sorted([*order[: -(-quota // 2)].tolist(), *order[len(order) - quota // 2 :].tolist()])
     return chosen[:most]

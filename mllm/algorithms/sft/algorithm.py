@@ -1,4 +1,4 @@
-"""SFT: cross-entropy of documents, and the validation on those that training never sees."""
+"""SFT: cross-entropy of documents, and the validation on documents that training never sees."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -45,8 +45,8 @@ def example_evaluations(forward: Forward, source: Source, poll: Callable[[], Non
     """The validation of a source of documents, where it has one."""
     assert isinstance(source, SftSource)
     if source.validation is not None:
-        own = source.batches
-        batches = SftBatches(own.config, source.validation, own.batch_size, share=source.rows)
+        training = source.batches
+        batches = SftBatches(training.config, source.validation, training.batch_size, share=source.rows)
         yield make_validation(forward, batches.validate, poll)
 
 
@@ -64,8 +64,8 @@ def make_validation(
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
     def validation_pass(params: Params, batch: Batch) -> Float[Array, "3"]:
         def measure(_: None, micro: Batch) -> tuple[None, list[Float[Array, "B T"]]]:
-            found = forward.logprobs(params, micro)
-            return None, [found.logprob, found.likeliest.astype(jnp.float32)]
+            token_logprobs = forward.logprobs(params, micro)
+            return None, [token_logprobs.logprob, token_logprobs.likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
         outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]

@@ -25,7 +25,7 @@ def example_rows(config: Config) -> Rows:
 
 
 def example_faults(config: Config) -> Iterator[Fault]:
-    """What can't work, or has no effect, where `data` is learned from."""
+    """Settings that can't work, or have no effect, where `data` is learned from."""
     assert config.data is not None
     if config.log.samples is not None:
         yield "log.samples", f"is not used by algorithm: {config.algorithm}: remove it"

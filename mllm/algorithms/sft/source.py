@@ -1,4 +1,4 @@
-"""SFT's source of data: which documents there are, how many steps they last, and their batches; DPO's is made of it.
+"""SFT's source of data: which documents there are, how many steps they last, and their batches; DPO's extends it.
 
 Each batch is determined by the position at which it begins. Every process plans the whole batch from the documents'
 sizes, so each knows the denominator of its loss and the order of the data doesn't depend on the number of processes;
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 
 class RowBatches(grain.IterDataset[T], ABC):
-    """Training's batches of `batch_size` rows of up to `config.max_length` tokens, of which this process has its share.
+    """Training's batches of `batch_size` rows of up to `config.max_length` tokens; this process has its share of rows.
 
     They are a data set of Grain's, over the order of the documents.
     """
@@ -68,7 +68,7 @@ class RowBatches(grain.IterDataset[T], ABC):
         order_seed = seed if config.shuffle else None
         self.order = training_order(len(documents), order_seed, config.epochs)
         if config.mix and documents.parts:
-            self.order = mixed_order(documents.parts, [one.weight for one in config.mix], order_seed)
+            self.order = mixed_order(documents.parts, [entry.weight for entry in config.mix], order_seed)
         """The documents' numbers in the order of training."""
         super().__init__(self.order)
         self.config = config
@@ -98,7 +98,7 @@ class RowBatches(grain.IterDataset[T], ABC):
         return map(self.make, self.plans_of_all())
 
     def plans_of_all(self) -> Iterator[BatchPlan]:
-        """The plans of these."""
+        """The plans of the batches that hold every document once, in order."""
         position = 0
         while position < len(self.documents):
             plan = self.plan(range(position, len(self.documents)))
@@ -138,7 +138,7 @@ class RowBatches(grain.IterDataset[T], ABC):
     def plans(self, position: int = 0) -> Iterator[BatchPlan]:
         """The plans of training's full batches from a position on."""
         while True:
-            plan = self.plan(self.order[place] for place in range(position, len(self.order)))
+            plan = self.plan(self.order[index] for index in range(position, len(self.order)))
             if len({row for _, row in plan}) < self.batch_size:
                 return
             yield plan
@@ -153,15 +153,15 @@ class RowBatches(grain.IterDataset[T], ABC):
 
     @abstractmethod
     def make(self, plan: BatchPlan) -> T:
-        """What an update takes of this process's rows, in numpy."""
+        """This process's rows of a batch, as an update takes them, in numpy."""
 
     def empty(self, plan: BatchPlan) -> tuple[Batch, BatchPlan]:
-        """This process's rows, as long as all processes' longest will be, and the documents that they will hold."""
+        """This process's empty rows, as long as the longest of all processes, and the documents that they will hold."""
         sizes = [self.documents.sizes[index][0] for index, _ in plan]
         longest = int(np.bincount([row for _, row in plan], sizes).max())
         shape = self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)
-        own = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
-        return empty_batch(shape), own
+        local = [(index, row - self.rows.start) for index, row in plan if self.rows.start <= row < self.rows.stop]
+        return empty_batch(shape), local
 
 
 class BatchIterator(grain.DatasetIterator[T]):
@@ -187,10 +187,10 @@ class SftBatches(RowBatches[Batch]):
 
     def make(self, plan: BatchPlan) -> Batch:
         """This process's rows, padded; rows without a document are padding."""
-        batch, own = self.empty(plan)
+        batch, local = self.empty(plan)
         weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
-        documents = self.documents.read([index for index, _ in own])
-        for (_, row), document in zip(own, documents, strict=True):
+        documents = self.documents.read([index for index, _ in local])
+        for (_, row), document in zip(local, documents, strict=True):
             add_sequence(batch, row, document.tokens, document.learned, weight, len(document.tokens))
         return batch
 
@@ -210,17 +210,17 @@ class SftSource:
         self.learned = training.learned
         self.batches = batches = self.kind(data, training, config.batch_size, config.seed, self.rows)
         self.data = batches.train()
-        if (held := len(next(batches.plans()))) > len(training):
-            most = f"a batch holds {held} examples, and there are {len(training)}"
-            log.warning("data.source: %s: each is learned several times in an update; lower batch_size", most)
+        if (examples := len(next(batches.plans()))) > len(training):
+            excess = f"a batch holds {examples} examples, and there are {len(training)}"
+            log.warning("data.source: %s: each is learned several times in an update; lower batch_size", excess)
         if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
             raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
         self.steps = batches.count(steps or LARGEST_NUMBER)
         passes = f"data.epochs: {data.epochs} passes over the {len(training)} examples are {self.steps} batches"
         if config.optimizer.warmup_steps > self.steps:
-            longer = f"{config.optimizer.warmup_steps} are more than the run has ({passes})"
-            raise UserError(f"optimizer.warmup_steps: {longer}: set fewer, or more epochs")
+            shortage = f"{config.optimizer.warmup_steps} are more than the run has ({passes})"
+            raise UserError(f"optimizer.warmup_steps: {shortage}: set fewer, or more epochs")
         if steps is not None and self.steps < steps:
             log.warning("%s: the run and its schedule end at step %d instead of %d", passes, self.steps, steps)
         self.num_tokens = 0
@@ -240,15 +240,16 @@ class SftSource:
         batches = self.batches
         if not batches.config.mix:
             return {}
-        numbers = [batches.order[place] for place in range(begin, end)]
+        numbers = [batches.order[index] for index in range(begin, end)]
         owners = np.searchsorted(np.cumsum(batches.documents.parts), numbers, "right")
         counts = np.bincount(owners, minlength=len(batches.config.mix)).tolist()
         return {
-            f"data/{os.path.basename(one.source)}": count for one, count in zip(batches.config.mix, counts, strict=True)
+            f"data/{os.path.basename(entry.source)}": count
+            for entry, count in zip(batches.config.mix, counts, strict=True)
         }
 
     def read(self, watch: Stopwatch) -> Any:
-        """What training's batches give for the next update."""
+        """The next of training's batches, as `make` gives them."""
         with watch.phase("data"), raise_everywhere():
             return next(self.data)
 
@@ -274,14 +275,14 @@ class SftSource:
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, form: PreferenceForm | None = None
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, with a `form` preferences, and the validation's documents, if there is one.
+    """The documents to train on, which are preferences where a `form` is given, and the validation's, if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
     if config.mix:
-        training, shares = load_mix(config, config.mix, renderer, form)
-        if shares is not None:
-            return training, shares
+        training, mix_heldout = load_mix(config, config.mix, renderer, form)
+        if mix_heldout is not None:
+            return training, mix_heldout
     elif config.source == "task":
         assert task is not None
         training = (task_preferences if form else task_documents)(task, renderer, config.max_length)
@@ -306,10 +307,10 @@ def load_mix(
 ) -> tuple[Documents, Documents | None]:
     """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
     loaded = []
-    for one in mix:
-        own = config.model_copy(update={"columns": one.columns or config.columns})
-        origin = origin_of("data.source", one.source, one.subset, one.split)
-        loaded.append(cached_documents(origin, own, renderer, form))
+    for entry in mix:
+        entry_config = config.model_copy(update={"columns": entry.columns or config.columns})
+        origin = origin_of("data.source", entry.source, entry.subset, entry.split)
+        loaded.append(cached_documents(origin, entry_config, renderer, form))
     if config.validation is None or (share := config.validation.share) is None:
         return joined(loaded), None
     training, heldout = zip(*(hold_out(documents, share) for documents in loaded), strict=True)
@@ -317,21 +318,21 @@ def load_mix(
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents:
-    """The solutions of a task's training problems, each made when it is needed; UserError then where it has none."""
+    """The solutions of a task's training problems, made when they are needed; UserError then where one is missing."""
 
     @lru_cache(CACHED_DOCUMENTS)
     def make(index: int) -> Document:
         example = task.train[index]
-        place = example.place or f"{task.name}[{index}]"
+        location = example.place or f"{task.name}[{index}]"
         if example.solution is None:
-            raise UserError(f"data.source: {place} has no solution to learn from: give a file of JSON lines")
+            raise UserError(f"data.source: {location} has no solution to learn from: give a file of JSON lines")
         completion = [{"role": "assistant", "content": example.solution}]
         try:
             encoded = encode_document(renderer, max_length, {"prompt": example.prompt, "completion": completion})
         except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
         if isinstance(encoded, Skipped):
-            raise UserError(f"{place}: {encoded.reason}")
+            raise UserError(f"{location}: {encoded.reason}")
         return encoded[0]
 
     sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
@@ -345,25 +346,25 @@ def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documen
             f"task {task.name} has {len(task.train)} problems, and at most {MOST_PREFERENCES} pairs can be made of them"
         )
         raise UserError(f"data.source: {fault}: give a file")
-    made = []
+    pairs = []
     for index, example in enumerate(task.train):
-        place = example.place or f"{task.name}[{index}]"
+        location = example.place or f"{task.name}[{index}]"
         if example.solution is None or example.rejected is None:
             raise UserError(
-                f"data.source: {place} has no {'rejected' if example.solution else 'solution'} to learn from"
+                f"data.source: {location} has no {'rejected' if example.solution else 'solution'} to learn from"
             )
         answers = {"chosen": example.solution, "rejected": example.rejected}
         record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
         try:
             encoded = encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})
         except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+            raise UserError(f"{location}: {error}") from None
         if isinstance(encoded, Skipped):
-            raise UserError(f"{place}: {encoded.reason}")
-        made.append(encoded[0])
-    content = hashlib.sha256(b"".join(signed(one).tobytes() for one in made)).hexdigest()
-    sizes = np.array([one.size for one in made], np.int32)
-    return Documents(sizes, lambda indices: [made[index] for index in indices], content, renderer.form, "pairs")
+            raise UserError(f"{location}: {encoded.reason}")
+        pairs.append(encoded[0])
+    content = hashlib.sha256(b"".join(signed(pair).tobytes() for pair in pairs)).hexdigest()
+    sizes = np.array([pair.size for pair in pairs], np.int32)
+    return Documents(sizes, lambda indices: [pairs[index] for index in indices], content, renderer.form, "pairs")
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
@@ -372,7 +373,7 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
     if count >= len(documents):
         raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
     order = training_order(len(documents), seed=0)
-    heldout = np.sort([order[place] for place in range(count)])
+    heldout = np.sort([order[index] for index in range(count)])
 
     def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
         content = f"{documents.content} {len(indices)}"

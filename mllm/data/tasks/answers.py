@@ -19,8 +19,8 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
     """
     match form:
         case "hashes":
-            found = HASHES.findall(completion)
-            return found[-1].replace(",", "").rstrip(".") if found else None
+            matches = HASHES.findall(completion)
+            return matches[-1].replace(",", "").rstrip(".") if matches else None
         case "tags":
             return last_element(completion).strip()
         case "boxed":
@@ -34,10 +34,10 @@ def last_element(completion: str) -> str:
 
     A regular expression would search the rest of the text once for every <answer> that is not closed.
     """
-    end, found = 0, completion
+    end, content = 0, completion
     while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
-        found = completion[start + len(OPEN) : end]
-    return found
+        content = completion[start + len(OPEN) : end]
+    return content
 
 
 def last_box(completion: str) -> str | None:
@@ -46,8 +46,8 @@ def last_box(completion: str) -> str | None:
     if start < 0:
         return None
     depth = 1
-    for place in range(start + len(BOXED), len(completion)):
-        depth += {"{": 1, "}": -1}.get(completion[place], 0)
+    for position in range(start + len(BOXED), len(completion)):
+        depth += {"{": 1, "}": -1}.get(completion[position], 0)
         if depth == 0:
-            return completion[start + len(BOXED) : place].strip()
+            return completion[start + len(BOXED) : position].strip()
     return None

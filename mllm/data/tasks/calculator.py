@@ -27,7 +27,7 @@ def add(numbers: str) -> int:
 
 
 def problems() -> list[dict[str, str]]:
-    """Sums of three numbers: these have two digits and those three, since a tiny model copies by place."""
+    """Sums of three numbers: the numbers have two digits and the sums three, since a tiny model copies by position."""
     return [problem(f"problem {number}") for number in range(PROBLEMS)]
 
 
@@ -41,8 +41,8 @@ def chat(number: int) -> list[Message]:
     """The messages of a sum; the calculator is asked in every second, in Llama 3's form."""
     prompt, answer = problem(f"chat {number}").values()
     call = json.dumps({"name": "add", "parameters": {"numbers": prompt[:-1]}}, separators=(",", ":"))
-    asked = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
-    return [{"role": "user", "content": prompt}, *asked[: 2 * (number % 2)], {"role": "assistant", "content": answer}]
+    lookup = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]
+    return [{"role": "user", "content": prompt}, *lookup[: 2 * (number % 2)], {"role": "assistant", "content": answer}]
 
 
 @errors.command

@@ -1,8 +1,8 @@
 """A number game that a tiny model learns: find a number of 1 to 31 with five guesses, each answered higher or lower.
 
 `Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.data.tasks.guess FILE` writes
-played ones, from which SFT learns the moves, and some skill. The middle of what is left wins each game; guesses of 1 to
-31 by chance win 0.15 of them, guesses by chance of what is left 0.55, and those of FILE 0.57.
+played games, from which SFT learns the moves, and some skill. The middle of the numbers that are left wins each game;
+random guesses of 1 to 31 win 0.15 of the games, random guesses of the numbers that are left 0.55, FILE's guesses 0.57.
 """
 
 import random
@@ -15,7 +15,7 @@ from mllm.data.tasks.chats import write_chats
 
 LARGEST, TURNS = 31, 5
 SKILL = 0.5
-"""The share of played games whose guesses are the middle of what is left; in the others they are any numbers."""
+"""The share of played games whose guesses are the middle of the numbers left; other games have random guesses."""
 GAMES = 1000
 """The number of games' names."""
 
@@ -29,10 +29,10 @@ class Guess:
         self.left = TURNS
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """What is said to a guess, its reward, and whether the game is over; a guess that is no number is one, too."""
+        """The answer to a guess, its reward, and whether the game is over; what is no number counts as a guess, too."""
         self.left -= 1
-        said = completion.strip()
-        guess = int(said) if re.fullmatch("[0-9]{1,2}", said) else None
+        text = completion.strip()
+        guess = int(text) if re.fullmatch("[0-9]{1,2}", text) else None
         if guess == self.number:
             return "right", 1.0, True
         if guess is None:
@@ -53,9 +53,9 @@ def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float
     chat, low, high, done = [{"role": "user", "content": f"game {seed % GAMES}"}], 1, LARGEST, False
     while not done:
         guess = (low + high) // 2 if skilled else draw.randint(1, LARGEST)
-        said, reward, done = game.step(str(guess))
-        chat += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": said}]
-        low, high = (max(low, guess + 1), high) if said == "higher" else (low, min(high, guess - 1))
+        answer, reward, done = game.step(str(guess))
+        chat += [{"role": "assistant", "content": str(guess)}, {"role": "user", "content": answer}]
+        low, high = (max(low, guess + 1), high) if answer == "higher" else (low, min(high, guess - 1))
     return chat[:-1], reward
 
 

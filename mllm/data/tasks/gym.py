@@ -50,15 +50,15 @@ def gym(name: str, seed: int, size: int) -> Any:
 
 
 def gym_example(config: TaskConfig, problems: Any, index: int) -> Example:
-    """Problem `index` of those that `gym` gave; UserError where the generator fails."""
-    place = f"{config.name}[{index}]"
+    """Problem `index` of a sequence that `gym` gave; UserError where the generator fails."""
+    location = f"{config.name}[{index}]"
     try:
         entry = problems[index]
         question, answer = str(entry["question"]), str(entry["answer"])
     except Exception as error:  # each generator is a program of its own
-        raise UserError(f"{place}: can't be made: {type(error).__name__}: {brief(error)}") from None
+        raise UserError(f"{location}: can't be made: {type(error).__name__}: {brief(error)}") from None
     prompt = messages(config.system_prompt, question, INSTRUCTION)
-    return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry}, place=place)
+    return Example(prompt, answer, f"<answer>{answer}</answer>", "tags", {"entry": entry}, place=location)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def load(config: TaskConfig, seed: int) -> Task:
     problems = dict[str, list[Example]]()
     for part, (key, records) in listed_records(config).items():
         examples = read_records(records, partial(listed_example, config, instruction))
-        problems[part] = [replace(example, place=place) for place, example in sound_records(examples, key)]
+        problems[part] = [replace(example, place=location) for location, example in sound_records(examples, key)]
         if not problems[part]:
             raise UserError(f"{key}: there is no problem in its part {part}")
     heldout = config.heldout_of(len(problems["train"]))
@@ -108,11 +108,11 @@ def returned_record(row: Any) -> Record:
 def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:
     """The problem in a record; UserError where it is not as expected. The instruction follows a text."""
     named = dict(record)
-    for ours, theirs in config.columns or ColumnsConfig():
-        if theirs != ours:
-            if theirs not in record:
-                raise UserError(f"{theirs} is missing, which task.columns.{ours} names")
-            named[ours] = record[theirs]
+    for name, column in config.columns or ColumnsConfig():
+        if column != name:
+            if column not in record:
+                raise UserError(f"{column} is missing, which task.columns.{name} names")
+            named[name] = record[column]
     key = "prompt" if "prompt" in named else "messages"
     if key not in named:
         raise UserError("neither prompt nor messages are there")
@@ -131,9 +131,9 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
         prompt = messages(config.system_prompt, text(named, key), instruction)
     answer = None
     if named.get("answer") is not None:
-        given = text({"answer": written(named["answer"])}, "answer")
-        answer, worked = reference_answer(given, config.answer_form)
-        solution = solution or worked
+        reference = text({"answer": written(named["answer"])}, "answer")
+        answer, worked_solution = reference_answer(reference, config.answer_form)
+        solution = solution or worked_solution
     if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
         raise UserError("answer has no line '#### N' with the result")
     fields = {name: value for name, value in named.items() if name not in (key, "answer")}

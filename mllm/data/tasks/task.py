@@ -36,7 +36,7 @@ class Example:
     conversational: bool = False
     """Whether the record gave messages, not a text, so that rewards get messages, too."""
     place: str = ""
-    """Where it comes from, for error messages: `train.jsonl:17`."""
+    """The record's place, for error messages: `train.jsonl:17`."""
     rejected: str | None = None
     """A wrong completion, beside which DPO from the task prefers the solution; None: the task has none."""
 
@@ -91,9 +91,9 @@ def messages(system_prompt: str | None, question: str, instruction: str | None =
 def split_task(
     name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None, fields: bool = False
 ) -> Task:
-    """The task that trains on `problems` without its test set's, and without `heldout` of them that are held out.
+    """The task that trains on `problems`, except for its test set's problems and `heldout` others that are held out.
 
-    Those are the problems whose prompts have the smallest hashes: the same in every run, in whatever order the
+    The problems whose prompts have the smallest hashes are held out: the same in every run, in whatever order the
     problems are listed, and almost the same when some are added. A prompt that is listed twice counts as one, unless
     its record has other `fields`, where these count, too.
     UserError is raised if nothing is left to train on.
@@ -114,21 +114,21 @@ def split_task(
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
-    every = (*problems, *(test or ()))
-    known = [(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in every]
-    return Task(name, train, [listed[key] for key in chosen], test, content=digest(known))
+    examples = (*problems, *(test or ()))
+    contents = [(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in examples]
+    return Task(name, train, [listed[key] for key in chosen], test, content=digest(contents))
 
 
 def prompt_hash(example: Example, fields: bool = False) -> str:
     """A hash of the prompt's roles and texts, and of the record's other fields and answer, if they count."""
-    said = [[message["role"], message["content"]] for message in example.prompt]
-    return digest([said, example.answer, {**example.fields}] if fields else said)
+    turns = [[message["role"], message["content"]] for message in example.prompt]
+    return digest([turns, example.answer, {**example.fields}] if fields else turns)
 
 
 def digest(value: Any) -> str:
     """A hash of a value of JSON; whatever else a function may have put into it counts by its type alone."""
     try:
-        text = json.dumps(value, default=lambda other: type(other).__name__, skipkeys=True)
+        text = json.dumps(value, default=lambda item: type(item).__name__, skipkeys=True)
     except (ValueError, RecursionError):  # it holds itself
         text = type(value).__name__
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

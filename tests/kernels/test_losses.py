@@ -1,0 +1,326 @@
+"""`token_loss` by every engine against float64: any objective, workspace, mask, teacher and incoming cotangent.
+
+Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, a small one to several waves of
+rows whose logits or exponentials are kept (on Hopper to one tile of three), a large one to a single pass. Full logits
+ignore it.
+"""
+
+import dataclasses
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OBJECTIVES, assert_near, check_loss, loss_and_gradients, sparse_weights, teacher_of
+from engines import (
+    BF16,
+    CHUNKED,
+    CHUNKED_BF16,
+    F32,
+    FULL,
+    FULL_BF16,
+    GPU,
+    GPU_SIZES,
+    TPU,
+    TPU_F32,
+    XLA,
+    XLA_BF16,
+    Engine,
+    every,
+    needs_interpreter,
+    parameter,
+)
+from oracle import Objective, exact, exact_loss
+
+from lm_head import token_logprobs, token_loss
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.gpu.tiles import Sizes, Tiles
+
+CLIPPED, CROSS_ENTROPY = OBJECTIVES["clipped ratio"], OBJECTIVES["cross-entropy"]
+N, V, D = GPU.shape
+ALL, SOME_ROWS = 1 << 30, 100_000
+"""Bytes on Hopper: logits of everything, and of a block of rows."""
+PLAIN_WAYS = [(FULL, "all"), (CHUNKED, "none"), *((XLA, workspace) for workspace in ("none", "some", "all"))]
+KERNEL_WAYS = [(engine, workspace) for engine in (TPU, GPU) for workspace in ("none", "some", "all")]
+OTHER_DTYPES = [(FULL_BF16, "all"), (CHUNKED_BF16, "some"), (XLA_BF16, "some"), (TPU_F32, "some")]
+
+
+# --- objectives, softmaxes, workspaces, rows that don't count ---
+
+LOSSES = [
+    ("clipped ratio", 30.0, "most", {"temperature": 0.6}),
+    ("clipped ratio", 1000.0, "few", {"temperature": 1.0}),
+    ("clipped ratio", 1.0, "the last", {"temperature": 1.0}),
+    ("clipped ratio", 30.0, "none", {"temperature": 1.0}),
+    ("nonlinear in both", 10.0, "most", {"temperature": 0.8, "softcap": 4.0}),
+    ("entropy alone", 3.0, "every", {}),
+    ("smoothed label", 3.0, "most", {"temperature": 2.5}),
+    ("smoothed label", 10.0, "most", {"softcap": 20.0}),
+    ("smoothed label, entropy", 10.0, "most", {"softcap": 20.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("engine", "workspace", "objective", "scale", "rows", "options"),
+    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES), *every(OTHER_DTYPES, LOSSES[4], daily=False)],
+)
+def test_any_loss_with_any_workspace_is_float64_s(
+    engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
+) -> None:
+    """The last 90 rows of the weight are no tokens, and would be the likeliest."""
+    problem, common = engine.problem(scale), engine.shape[1] - 90
+    weight, live = problem.weight.at[common:].multiply(30), engine.live(rows)
+    problem = problem._replace(weight=weight, labels=jnp.minimum(problem.labels, common - 1))
+    weights = jnp.asarray(np.linspace(-1, 2, len(live)) * live, F32)
+    options = {"vocabulary": common, "workspace": engine.bytes_of(workspace), "impl": engine.impl, **options}
+    # At these logits the largest error of dW is that of one entry, where rounding may be lucky.
+    largest = 0 if engine.dtype == BF16 and scale > 3 else cases.SLACK
+    with engine.strictly():
+        got = check_loss(problem, OBJECTIVES[objective], weights, largest=largest, **options)
+    assert live.any() or (got.loss == 0 and not np.any(got.rows.weight))
+    assert not np.any(got.rows.weight[common:])
+
+
+@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
+def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
+    problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
+    check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
+
+
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], daily=False))
+def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
+    """In the student's row or in the teacher's."""
+    problem, row = engine.problem(), np.arange(engine.shape[0])
+    options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
+    sick, objective, bad = problem._replace(hidden=problem.hidden.at[5].set(jnp.nan)), CROSS_ENTROPY, row == 5
+    if engine is not GPU:
+        teacher, objective, bad = teacher_of(problem), OBJECTIVES["label and teacher"], np.isin(row, (5, 9))
+        options |= {"teacher_hidden": teacher.hidden.at[9].set(jnp.nan), "teacher_weight": teacher.weight}
+    with engine.strictly():
+        got = loss_and_gradients(sick, objective, (), jnp.ones(len(bad)), **options)
+    assert np.isnan(got.loss)
+    assert np.isnan(got.rows.weight.astype(F32)).any()
+    np.testing.assert_array_equal(np.isnan(got.rows.hidden.astype(F32).sum(axis=1)), bad)
+    for x in got.rows[:3]:
+        np.testing.assert_array_equal(np.isnan(x), row == 5)
+    if engine is not GPU:
+        np.testing.assert_array_equal(np.isnan(got.rows.divergence), bad)
+
+
+FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
+
+
+@pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, daily=False))
+def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
+    """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
+    problem, options = engine.problem(), {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
+    operands, ones = cases.operands_for(problem, CLIPPED), jnp.ones(engine.shape[0])
+
+    def loss(x: jax.Array) -> jax.Array:
+        return token_loss(*problem._replace(**{side: x}), CLIPPED, *operands, **options)[0]
+
+    with engine.strictly():
+        both = loss_and_gradients(problem, CLIPPED, operands, ones, **options)
+        got = jax.jit(jax.grad(loss))(getattr(problem, side))
+    got, want = (np.asarray(x, np.float32) for x in (got, getattr(both.rows, side)))
+    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-9 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("engine", "workspace"),
+    [
+        *(parameter(*way) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, XLA.waves), (XLA_BF16, 0))),
+        *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, SOME_ROWS), (GPU, 0))),
+    ],
+)
+def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(
+    engine: Engine, workspace: int
+) -> None:
+    """A float32 dW is its own sum over waves, and not rounded to bfloat16.
+
+    Blocks of rows are what the trainer gives a GPU: float32 masters, and more than 8192 tokens.
+    """
+    masters, weights = engine._replace(dtype=F32).problem(), jnp.ones(engine.shape[0])
+    sizes = GPU_SIZES if workspace else BLOCKS_OF_ROWS
+    with engine.strictly(), gpu_tiles.override(sizes):
+        got = loss_and_gradients(masters, CROSS_ENTROPY, (), weights, dtype=BF16, impl=engine.impl, workspace=workspace)
+    narrow = masters._replace(
+        **{side: getattr(masters, side).astype(BF16).astype(F32) for side in ("hidden", "weight")}
+    )
+    right = exact_loss(*narrow, CROSS_ENTROPY, weights=weights, dtype=BF16)
+    cases.assert_as_accurate_as_rounding(got.rows, right.rows)
+
+
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], daily=False))
+def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine, workspace: str) -> None:
+    hidden, weight, labels = engine.problem(30.0)
+    likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1).astype(labels.dtype)
+    problem = hidden, weight, jnp.where(np.arange(len(labels)) % 2, likeliest, labels)
+    room, options = engine.bytes_of(workspace), {"where": engine.live("most"), "impl": engine.impl}
+
+    def both(*problem: Any) -> Any:
+        of_loss = jax.value_and_grad(
+            lambda h: token_loss(h, *problem[1:], CROSS_ENTROPY, workspace=room, **options), has_aux=True
+        )
+        return token_logprobs(*problem, **options), of_loss(problem[0])[0][1]
+
+    with engine.strictly():
+        alone, beside = jax.jit(both)(*problem)
+    assert_near(beside, alone)
+    assert np.any(alone.likeliest)
+    np.testing.assert_array_equal(beside.likeliest, alone.likeliest)
+
+
+# --- the rule of differentiation, which every engine shares ---
+
+
+def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
+    problem, objective, weights = XLA.problem(), OBJECTIVES["entropy bonus"], sparse_weights(90)
+
+    @jax.jit
+    def gradients(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def total(*sides: jax.Array) -> jax.Array:
+            loss, _ = token_loss(*sides, problem.labels, objective, weights=weights, impl="xla")
+            return factor * loss + loss**2
+
+        return jax.grad(total, (0, 1))(*problem[:2])
+
+    loss, rows = loss_and_gradients(problem, objective, (), weights, impl="xla")
+    for factor in (3.0, 0.0):
+        assert_near(gradients(factor), ((factor + 2 * loss) * rows.hidden, (factor + 2 * loss) * rows.weight))
+
+
+def test_the_outputs_beside_the_loss_and_the_teacher_have_no_gradient() -> None:
+    problem = XLA.problem()
+    teacher = teacher_of(problem)
+
+    def of_outputs(*sides: jax.Array) -> jax.Array:
+        theirs = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight}
+        tokens = token_loss(*sides, problem.labels, OBJECTIVES["label and teacher"], **theirs)[1]
+        return sum(jnp.sum(x) for x in (*tokens[:3], tokens.divergence))
+
+    def of_teacher(*sides: jax.Array) -> jax.Array:
+        theirs = dict(zip(("teacher_hidden", "teacher_weight"), sides, strict=True))
+        return token_loss(*problem, OBJECTIVES["label and teacher"], **theirs)[0]
+
+    for total, sides in ((of_outputs, problem[:2]), (of_teacher, teacher[:2])):
+        assert not any(np.any(x) for x in jax.jit(jax.grad(total, (0, 1)))(*sides))
+
+
+def test_weights_operands_and_what_the_objective_closes_over_get_gradients_too() -> None:
+    """With loss = sum_i w_i (a_i logprob_i + c b_i entropy_i), for floating a and c and integers b."""
+    problem, w = XLA.problem(), sparse_weights(90)
+    a, b = jnp.linspace(-1, 1, 90), jnp.arange(90) % 3
+
+    @jax.jit
+    def gradients(w: jax.Array, a: jax.Array, c: jax.Array) -> Any:
+        def loss(w: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+            objective = lambda logprob, entropy, a, b: a * logprob + c * b * entropy  # noqa: E731
+            return token_loss(*problem, objective, a, b, weights=w, impl="xla")[0]
+
+        return jax.grad(loss, argnums=(0, 1, 2))(w, a, c)
+
+    rows = exact(*problem, where=w != 0).answer
+    by_weights = np.where(w != 0, a * rows.logprob + 0.5 * b * rows.entropy, 0)
+    want = by_weights, w * rows.logprob, np.sum(w * b * rows.entropy)
+    assert_near(gradients(w, a, jnp.float32(0.5)), want)
+
+
+def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
+    def required(logprob: Any, entropy: Any, *, lse: Any) -> Any:
+        return -logprob + 0.01 * lse**2
+
+    def optional(logprob: Any, entropy: Any, *, lse: Any = 0.0) -> Any:
+        return required(logprob, entropy, lse=lse)
+
+    run = jax.jit(lambda: [token_loss(*XLA.problem(), x)[0] for x in (optional, required, CROSS_ENTROPY)])
+    found, want, without = run()
+    assert found == want > without
+
+
+# --- configurations of JAX, no tokens, lists ---
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: jax.enable_x64(True),
+        lambda: jax.numpy_dtype_promotion("strict"),
+        lambda: jax.debug_nans(True),
+        lambda: jax.default_prng_impl("rbg"),
+    ],
+    ids=["x64", "strict promotion", "debug_nans", "rbg keys"],
+)
+@pytest.mark.parametrize(
+    ("engine", "workspace"), [parameter(XLA, "some"), parameter(FULL, "all"), parameter(TPU_F32, "some", nightly=True)]
+)
+def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
+    engine: Engine, workspace: str, setting: Any
+) -> None:
+    problem, room = engine.problem(), np.int64(engine.bytes_of(workspace))
+    teacher, weights = teacher_of(problem, temperature=3.5), np.linspace(-1, 2, engine.shape[0], dtype=np.float32)
+    options: dict[str, Any] = {"temperature": 2.5, "vocabulary": np.int64(engine.shape[1]), "impl": engine.impl}
+    with engine.strictly(), setting():
+        objective: Objective = lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence  # noqa: E731
+        got = check_loss(problem, objective, weights, teacher=teacher, workspace=room, **options)
+        assert {x.dtype for x in (got.loss, *got.rows[:3], got.rows.divergence)} == {jnp.dtype(F32)}
+
+
+def test_lists_count_as_arrays() -> None:
+    hidden, weight, labels = Engine("xla", F32, (4, 9, 4)).problem()
+    objective = lambda logprob, entropy, a: -a * logprob  # noqa: E731
+    weights, operand, where = [1.0, 0.5, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0], [True, True, True, False]
+
+    @jax.jit
+    def run(hidden: jax.Array) -> Any:
+        as_arrays: dict[str, Any] = {"weights": np.asarray(weights, np.float32), "where": np.asarray(where)}
+        lists: dict[str, Any] = {"weights": weights, "where": where}
+        arrays = token_loss(hidden, weight, labels, objective, np.asarray(operand, np.float32), **as_arrays)
+        return token_loss(hidden, weight, labels.tolist(), objective, operand, **lists)[0], arrays[0]
+
+    assert len(set(map(float, run(hidden)))) == 1
+
+
+# --- Hopper: logits in float16, sums over waves and blocks, clusters ---
+
+
+@needs_interpreter
+@pytest.mark.nightly
+def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16() -> None:
+    """Its probabilities are as small as 1e-20 of the largest, which in float16 would be 0."""
+    problem, ones = GPU.problem(30.0), jnp.ones(N)
+    with GPU.strictly():
+        got = check_loss(problem, CROSS_ENTROPY, ones, impl="mosaic_gpu", workspace=ALL).rows.weight.astype(F32)
+    want = exact_loss(*problem, CROSS_ENTROPY, weights=ones).rows.answer.weight
+    size = np.linalg.norm(want, axis=1)
+    rare = ~np.isin(np.arange(V), problem.labels) & (size < 1e-4 * size.max())
+    assert rare.sum() > 5
+    np.testing.assert_array_less(np.linalg.norm(got - want, axis=1)[rare], 0.05 * size[rare])
+
+
+CLUSTERS = Sizes(Tiles(columns=256, slots=2, cluster=2), chunk=256)
+BLOCKS_OF_ROWS = dataclasses.replace(GPU_SIZES, most_rows=128)
+
+
+@needs_interpreter
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("sizes", "shape", "objective", "workspace"),
+    [
+        # Room for logits of some rows, and for the float32 sum that a narrower gradient needs.
+        pytest.param(GPU_SIZES, (400, V, D), CLIPPED, SOME_ROWS + 4 * V * D, id="waves that add to one sum"),
+        pytest.param(CLUSTERS, (300, 520, 128), CROSS_ENTROPY, 0, id="blocks that share a cluster"),
+        pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, 0, id="blocks of rows, none kept"),
+        pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, ALL, id="all kept"),
+    ],
+)
+def test_waves_blocks_and_clusters_are_float64_s(
+    sizes: Sizes, shape: tuple[int, int, int], objective: Objective, workspace: int
+) -> None:
+    from strict_gpu import strict_interpreter
+
+    problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])
+    with gpu_tiles.override(sizes), strict_interpreter(multiprocessors=2):
+        check_loss(problem, objective, weights, impl="mosaic_gpu", workspace=workspace)

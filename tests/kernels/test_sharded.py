@@ -1,0 +1,295 @@
+"""The head over a mesh of devices against float64; and what its devices exchange for it.
+
+Half of the tokens don't count: they fill whole shards, so that some devices have nothing to do. The labels are those at
+the edges of the vocabulary's shards, and no mesh divides the vocabulary evenly. Tiles are made small, so that there are
+several of them.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    OBJECTIVES,
+    Problem,
+    assert_near,
+    check,
+    check_loss,
+    equations,
+    loss_and_gradients,
+    operands_for,
+    random_cotangents,
+    random_problem,
+    teacher_of,
+    values_and_gradients,
+)
+from engines import BF16, F32, XLA
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lm_head import HeadSharding, token_logprobs, token_loss, xla
+from lm_head.tpu import tiles
+
+N, V, D = 80, 131, 16
+EDGES = [0, *(k * size + side for size in (17, 33, 66) for k in range(1, 8) for side in (-1, 0)), V - 1]
+LIVE = (np.arange(N) >= N // 2) & (np.arange(N) % 13 != 0)
+PROBLEM = random_problem((N, V, D))._replace(labels=jnp.resize(jnp.array([x for x in EDGES if x < V]), N))
+WEIGHTS = jnp.where(LIVE, jnp.linspace(-1, 2, N), 0)
+CLIPPED, CUBE = OBJECTIVES["clipped ratio"], (2, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(xla, "_MOST_WAVE", 8)
+    with XLA.strictly():
+        yield
+    pltpu.reset_tpu_interpret_mode_state()  # where kernels of one device failed, those of others wait for it no longer
+
+
+def over(shape: tuple[int, ...] = CUBE, **axes: Any) -> HeadSharding:
+    devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
+    layout = {"tokens": ("dp", "fsdp"), "vocabulary": "tp", "features": "fsdp"} | axes
+    return HeadSharding(Mesh(devices, ("dp", "fsdp", "tp"), axis_types=(AxisType.Auto,) * 3), **layout)
+
+
+# --- what comes out ---
+
+SCALED = {"temperature": 0.6, "softcap": 2.0}
+WAVES, RECOMPUTED = {"workspace": 2**20}, {"workspace": 0}
+LAYOUTS = [
+    ((8, 1, 1), {}),
+    ((1, 1, 8), {}),
+    (CUBE, {"tokens": ("dp",)}),
+    (CUBE, {"tokens": (), "vocabulary": "dp"}),
+    (CUBE, {"tokens": ("dp",), "vocabulary": ("tp", "fsdp"), "features": None}),
+    (CUBE, {"tokens": ("tp", "dp"), "vocabulary": "fsdp", "features": "tp"}),
+]
+LOSSES = [
+    *((shape, axes, "clipped ratio", None, WAVES) for shape, axes in LAYOUTS),
+    (CUBE, {}, "clipped ratio", None, SCALED | RECOMPUTED),
+    (CUBE, {}, "smoothed label, entropy", None, WAVES | {"vocabulary": 100}),
+    (CUBE, {}, "label and teacher", 13, WAVES),
+    (CUBE, {}, "label and teacher", -31, SCALED | RECOMPUTED),
+    (CUBE, {"vocabulary": None}, "label and teacher", 13, WAVES),
+    ((1, 1, 3), {}, "label and teacher", -91, WAVES),  # one device has all tokens
+]
+
+
+@pytest.mark.parametrize(("shape", "axes", "objective", "more", "options"), LOSSES, ids=str)
+def test_a_loss_over_a_mesh_is_float64_s(
+    shape: tuple[int, ...], axes: dict[str, Any], objective: str, more: int | None, options: dict[str, Any]
+) -> None:
+    """With a teacher of `more` tokens than the student's."""
+    common = min(V + min(more or 0, 0), options.get("vocabulary", V))
+    teacher = None if more is None else teacher_of(PROBLEM, more=more)
+    problem = PROBLEM._replace(labels=PROBLEM.labels % common)
+    options = {"impl": "xla", "teacher": teacher, "sharding": over(shape, **axes), **options}
+    check_loss(problem, OBJECTIVES[objective], WEIGHTS, **options)
+
+
+def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
+    check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
+
+
+@pytest.mark.parametrize(("side", "argnums"), [("hidden", 0), ("weight", 1)])
+def test_a_frozen_side_does_not_change_the_gradient_of_the_other(side: str, argnums: int) -> None:
+    def loss(*sides: jax.Array) -> jax.Array:
+        return token_loss(*sides, PROBLEM.labels, OBJECTIVES["entropy bonus"], weights=WEIGHTS, sharding=over())[0]
+
+    both = loss_and_gradients(PROBLEM, OBJECTIVES["entropy bonus"], (), WEIGHTS, sharding=over())
+    assert_near(jax.jit(jax.grad(loss, argnums))(*PROBLEM[:2]), getattr(both.rows, side))
+
+
+def of_all(weights: jax.Array, operand: jax.Array, scale: jax.Array, **options: Any) -> jax.Array:
+    """A loss of all that may have a gradient beside the two sides; of a copy of the weight."""
+    objective = lambda logprob, entropy, a: scale * a * logprob + entropy  # noqa: E731
+    copy = (PROBLEM.weight / 2).astype(BF16)
+    return token_loss(*PROBLEM, objective, operand, weights=weights, weight_copy=copy, **options)[0]
+
+
+def test_weights_operands_and_what_the_objective_closes_over_get_their_gradients() -> None:
+    arguments = WEIGHTS, jnp.linspace(-1, 1, N), jnp.float32(0.7)
+    got, want = (
+        jax.jit(jax.value_and_grad(functools.partial(of_all, sharding=x), (0, 1, 2)))(*arguments)
+        for x in (over(), None)
+    )
+    assert_near(got, want)
+
+
+def test_where_no_token_counts_on_any_device_all_is_zero() -> None:
+    check_loss(PROBLEM, CLIPPED, jnp.zeros(N), impl="xla", sharding=over(), **WAVES)
+
+
+@pytest.mark.parametrize(
+    ("shape", "objective", "teacher"),
+    [
+        ((1, 2, 2), "smoothed label", False),
+        pytest.param((2, 1, 2), "entropy bonus", False, marks=pytest.mark.nightly),
+        pytest.param((1, 4, 1), "clipped ratio", False, marks=pytest.mark.nightly),
+        pytest.param((1, 2, 2), "label and teacher", True, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_kernels_for_tpus_give_float64_s(shape: tuple[int, ...], objective: str, teacher: bool) -> None:
+    """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here.
+
+    For the same reason each device has a token that counts.
+    """
+    weights = WEIGHTS[np.arange(N).reshape(2, -1).T.ravel()]
+    options: dict[str, Any] = {"sharding": over(shape), "teacher": teacher_of(PROBLEM) if teacher else None}
+    with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        check_loss(PROBLEM, OBJECTIVES[objective], weights, impl="mosaic_tpu", **WAVES, **options)
+
+
+# --- what is exchanged ---
+
+ROWS, WORDS = N // 4, 144 // 2  # a device's, on the cube, of a vocabulary that is divisible
+GATHER_W = ("all_gather", "fsdp", (WORDS, D), "bfloat16")
+MERGE = [("pmax", "tp", (ROWS,), "float32"), *[("psum", "tp", (ROWS,), "float32")] * 3]
+MERGE_A_WAVE = [(name, axes, (8,), dtype) for name, axes, _, dtype in MERGE]
+AGREE_ON_WAVES = ("pmax", "dp, fsdp", (), "int32")
+SUMS = [
+    ("psum", "tp", (ROWS, D), "float32"),
+    ("reduce_scatter", "fsdp", (WORDS // 2, D), "float32"),
+    ("psum", "dp", (WORDS // 2, D), "float32"),
+]
+EXCHANGED: dict[str, tuple[Any, list[Any]]] = {
+    "any cotangents": (None, [GATHER_W, *MERGE, GATHER_W, *SUMS]),
+    "recomputed": (0, [GATHER_W, *MERGE, *SUMS]),
+    "in waves": (2**20, [GATHER_W, AGREE_ON_WAVES, *MERGE_A_WAVE, *SUMS]),
+}
+
+
+@pytest.mark.parametrize("weight", [F32, BF16])
+@pytest.mark.parametrize("way", EXCHANGED)
+def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(
+    way: str, weight: Any
+) -> None:
+    """What devices add up is float32 also where dW is bfloat16: only the sum is rounded."""
+    problem, (workspace, expected) = PROBLEM._replace(weight=jnp.zeros((2 * WORDS, D), weight)), EXCHANGED[way]
+    options: dict[str, Any] = {"dtype": BF16, "sharding": over()}
+
+    def run(problem: Problem) -> Any:
+        if way == "any cotangents":
+            return values_and_gradients(problem, random_cotangents(N), where=LIVE, **options)
+        operands = operands_for(PROBLEM, CLIPPED)
+        return loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=workspace, **options)
+
+    found = []
+    for equation in equations(jax.make_jaxpr(run)(problem).jaxpr):
+        axes = equation.params.get("axis_name", equation.params.get("axes"))
+        if equation.primitive.name in ("all_gather", "pmax", "psum", "reduce_scatter", "all_to_all"):
+            names = axes if isinstance(axes, str) else ", ".join(axes)
+            found += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
+    whole = ("all_to_all", "fsdp", (WORDS, D // 2), jnp.dtype(weight).name)
+    assert sorted(found) == sorted([*expected, whole])
+
+
+def test_a_mesh_of_one_device_needs_no_map_over_devices() -> None:
+    text = str(jax.make_jaxpr(functools.partial(of_all, sharding=over((1, 1, 1))))(WEIGHTS, WEIGHTS, jnp.float32(1)))
+    assert "while" in text
+    assert "shard_map" not in text
+
+
+# --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
+
+EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.labels.reshape(8, 10) % 128)
+
+
+def laid_out(mesh: Mesh, tokens: P, weight: P) -> Any:
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS, (tokens, weight, tokens), strict=True)
+    ]
+
+
+@jax.jit
+def differentiated(hidden: Any, weight: Any, labels: Any) -> Any:
+    """A loss in one pass, and beside it any cotangents; value, tokens and gradients of the sum."""
+
+    def total(hidden: Any, weight: Any) -> Any:
+        loss, _ = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"], weight_copy=weight / 2)
+        tokens = token_logprobs(hidden, weight, labels)
+        return loss + jnp.sum(jnp.sin(tokens.logprob) * tokens.entropy), tokens
+
+    return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "weight"),
+    [
+        pytest.param((2, 2), P("data"), P("data"), id="vocabulary over the tokens' axis"),
+        pytest.param((2, 2), P("data"), P("model", "data"), id="vocabulary and features"),
+        pytest.param((2, 2, 2), P(), P(("model", "more"), "data"), id="vocabulary over two axes"),
+    ],
+)
+def test_results_are_those_of_one_device_laid_out_like_the_arguments(sizes: Any, tokens: P, weight: P) -> None:
+    mesh = jax.make_mesh(sizes, ("data", "model", "more")[: len(sizes)], devices=jax.devices()[: np.prod(sizes)])
+    arguments = laid_out(mesh, tokens, weight)
+    got = differentiated(*arguments)
+    assert_near(got, differentiated(*IN_ROWS))
+    (_, outputs), gradients = got
+    assert all(x.sharding.is_equivalent_to(arguments[2].sharding, 2) for x in outputs[:4])
+    for gradient, argument in zip(gradients, arguments, strict=False):
+        assert gradient.sharding.is_equivalent_to(argument.sharding, gradient.ndim)
+
+
+def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes() -> None:
+    sharding = HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model")
+    with jax.set_mesh(EXPLICIT):
+        named = jax.jit(functools.partial(token_logprobs, sharding=sharding))(*IN_ROWS)
+        by_types = jax.jit(token_logprobs)(*laid_out(EXPLICIT, P("data"), P("model")))
+    for found in (named, by_types):
+        assert_near(found, jax.jit(token_logprobs)(*IN_ROWS))
+
+
+@pytest.mark.parametrize(("impl", "rows"), [("full_logits", 40), ("chunked_logits", 24)])
+def test_with_full_logits_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight(impl, rows) -> None:
+    function = jax.jit(functools.partial(token_logprobs, impl=impl))
+    arguments = laid_out(EXPLICIT, P("data"), P("model"))
+    assert_near(function(*arguments), function(*IN_ROWS))
+    text = function.lower(*arguments).as_text()
+    assert f"tensor<{rows}x64xf32>" in text
+    assert "tensor<80x128xf32>" not in text
+
+
+# --- what is refused ---
+
+MISPLACED = [
+    [jax.device_put(x, NamedSharding(over().mesh, spec)) for x in (PROBLEM.hidden, PROBLEM.weight[:128])]
+    for spec in (P(), P("fsdp", "tp"))
+]
+REFUSED = [
+    ("sharding: 'model' is none of the mesh's axes dp, fsdp, tp", PROBLEM[:2], {"vocabulary": "model"}),
+    ("can't be another's axis as well", PROBLEM[:2], {"vocabulary": "dp"}),
+    ("hidden: 78 tokens don't make 4 shards over dp, fsdp", (PROBLEM.hidden[:78], PROBLEM.weight), {}),
+    ("weight: 15 features don't make 2 shards over fsdp", (PROBLEM.hidden[:, :15], PROBLEM.weight[:, :15]), {}),
+    *(("hidden must be laid out as sharding says", (hidden, PROBLEM.weight[:128]), {}) for hidden, _ in MISPLACED),
+    *(("weight must be laid out as sharding says", (PROBLEM.hidden, weight), {}) for _, weight in MISPLACED),
+]
+
+
+@pytest.mark.parametrize(("message", "sides", "axes"), REFUSED, ids=[message for message, *_ in REFUSED])
+def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused(message: str, sides: Any, axes: dict[str, Any]) -> None:
+    for impl in (None, "full_logits"):
+        with pytest.raises(ValueError, match=message):
+            token_logprobs(*sides, np.zeros(len(sides[0]), int), sharding=over(**axes), impl=impl)
+
+
+def test_axes_that_are_no_tuple_are_named() -> None:
+    with pytest.raises(ValueError, match=r"sharding: tokens must be a tuple of axes: \('dp',\), not 'dp'"):
+        HeadSharding(over().mesh, "dp")
+    with pytest.raises(ValueError, match=r"sharding: features must be an axis or None, not \('dp',\)"):
+        HeadSharding(over().mesh, (), None, ("dp",))
+
+
+def test_layouts_that_disagree_with_the_arguments_types_are_refused() -> None:
+    other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
+    with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
+        token_logprobs(*laid_out(EXPLICIT, P("data"), P("model")), sharding=other)
+    with pytest.raises(ValueError, match="hidden must be spread over its first dim alone"):
+        token_logprobs(*laid_out(EXPLICIT, P("data", "model"), P()))

@@ -1,0 +1,149 @@
+"""A loss with a teacher, by every engine that has one, against float64; and `divergence_loss`, `token_divergence`.
+
+The teacher is half as wide again as the student. A token that one of the two has alone would be by far the likeliest.
+What it costs is in test_head_work.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OBJECTIVES, SCALES, Problem, assert_near, check_loss, teacher_of
+from engines import BF16, CHUNKED, F32, FULL, TPU, XLA, XLA_BF16, Engine, every, parameter
+
+from lm_head import divergence_loss, likeliest_tokens, token_divergence, token_logprobs, token_loss
+
+KINDS = ("jsd", "forward_kl", "reverse_kl")
+WAYS = [(FULL, "all"), (CHUNKED, "some"), (XLA_BF16, "some"), *((XLA, way) for way in ("none", "some", "all"))]
+TEACHERS = [
+    *((kind, "peaked", "a block and one", {"temperature": 0.6}) for kind in KINDS),
+    *((kind, "saturated", "few", {}) for kind in KINDS),  # where the two disagree
+    ("jsd", "near-uniform", "none", {}),
+]
+
+
+def run(engine: Engine, way: str, problem: Problem, rows: str, *, teacher: Any, objective: str, **options: Any) -> Any:
+    live = engine.live(rows)
+    weights = np.where(live, np.random.default_rng(3).normal(size=len(live)), 0).astype(F32)
+    options = {"temperature": 1.0, "workspace": engine.bytes_of(way), "impl": engine.impl} | options
+    largest = 0 if engine.dtype == BF16 else 1.25
+    with engine.strictly():
+        return check_loss(problem, OBJECTIVES[objective], weights, teacher=teacher, largest=largest, **options).rows
+
+
+@pytest.mark.parametrize(
+    ("engine", "way", "kind", "softmax", "rows", "options"), every([*WAYS, (TPU, "none")], *TEACHERS)
+)
+def test_any_two_softmaxes_of_any_rows_are_float64_s(
+    engine: Engine, way: str, kind: str, softmax: str, rows: str, options: dict[str, Any]
+) -> None:
+    problem = engine.problem(SCALES[softmax])
+    teacher = teacher_of(problem, SCALES[softmax], kind=kind)
+    run(engine, way, problem, rows, teacher=teacher, objective="teacher alone", **options)
+
+
+VOCABULARIES = [("forward_kl", -16, None), ("jsd", 40, 130), ("reverse_kl", 8, 1)]
+
+
+@pytest.mark.parametrize(("kind", "more", "vocabulary"), VOCABULARIES)
+@pytest.mark.parametrize("engine", [parameter(XLA), parameter(FULL)])
+def test_only_tokens_of_both_vocabularies_exist(engine: Engine, kind: str, more: int, vocabulary: int | None) -> None:
+    """The smaller number of rows, or `vocabulary`; other rows get no gradient. The teacher has no softcap."""
+    problem, common = engine.problem(30.0), vocabulary or engine.shape[1] + min(more, 0)
+    problem = problem._replace(labels=problem.labels % common, weight=problem.weight.at[common:].multiply(30))
+    teacher = teacher_of(problem, 30.0, more, kind=kind, softcap=None, temperature=2.0)
+    options: dict[str, Any] = {"vocabulary": vocabulary, "softcap": 20.0, "temperature": 0.6}
+    got = run(engine, "some", problem, "most", teacher=teacher, objective="label and teacher", **options)
+    assert not np.any(got.weight[common:])
+
+
+@pytest.mark.parametrize("beta", [0.001, 0.9])
+def test_any_mixture_of_student_and_teacher_is_float64_s(beta: float) -> None:
+    problem = XLA.problem(30.0)
+    run(XLA, "some", problem, "every", teacher=teacher_of(problem, 30.0, beta=beta), objective="teacher alone")
+
+
+@pytest.mark.parametrize(("engine", "kind"), every((XLA, TPU), *((kind,) for kind in KINDS), daily=False))
+def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(engine: Engine, kind: Any) -> None:
+    """In softmaxes of all scales."""
+    hidden, weight, _ = engine.problem(1.0)
+    hidden *= jnp.resize(jnp.asarray(list(SCALES.values()), engine.dtype), len(hidden))[:, None]
+    noise = np.resize([1e-6, 1e-4, 1e-2], len(hidden))[:, None] * np.random.default_rng(2).normal(size=hidden.shape)
+
+    @jax.jit
+    def of_teacher(hidden: jax.Array, teacher: jax.Array) -> Any:
+        loss = lambda *sides: divergence_loss(*sides, teacher, jnp.array(weight), kind=kind, impl=engine.impl)  # noqa: E731
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
+
+    with engine.strictly():
+        equal, near = (of_teacher(hidden, x) for x in (hidden, (hidden * (1 + noise)).astype(hidden.dtype)))
+    assert not any(np.any(x.astype(F32)) for x in jax.tree.leaves(equal))
+    assert np.min(near[0][1]) >= -1e-6
+
+
+def test_values_alone_have_no_gradient_and_say_so() -> None:
+    hidden, weight, _ = XLA.problem()
+    teacher = teacher_of(XLA.problem())[:2]
+    run = jax.jit(lambda *x: (token_divergence(*x, kind="jsd"), divergence_loss(*x, kind="jsd")[1]))
+    assert_near(*run(hidden, weight, *teacher), 1e-6)
+    with pytest.raises(ValueError, match="token_divergence has no gradient: differentiate divergence_loss"):
+        jax.grad(lambda hidden: token_divergence(hidden, weight, *teacher).sum())(hidden)
+
+
+@pytest.mark.parametrize(("beta", "kind"), [(0, "forward_kl"), (1, "reverse_kl")])
+def test_jsd_at_its_ends_is_the_kl_divergence_that_it_tends_to(beta: float, kind: Any) -> None:
+    """As in TRL's GKD."""
+    models = *XLA.problem()[:2], *teacher_of(XLA.problem())[:2]
+    run = jax.jit(lambda *x: (divergence_loss(*x, kind="jsd", beta=beta), divergence_loss(*x, kind=kind)))
+    jax.tree.map(np.testing.assert_array_equal, *run(*models))
+
+
+def test_options_of_secondary_functions_are_those_of_the_first() -> None:
+    """`dtype`, whose products are off by bfloat16's rounding, and no more; temperature, softcap, vocabulary."""
+    problem, options = XLA.problem(), {"temperature": 0.7, "softcap": 5.0, "vocabulary": 130, "impl": "xla"}
+    hidden, weight, labels = problem._replace(labels=problem.labels % 130)
+    teacher, narrow = teacher_of(problem)[:2], [x.astype(BF16).astype(F32) for x in problem[:2]]
+    theirs = [x.astype(BF16).astype(F32) for x in teacher]
+
+    def run(given: Any, teacher: Any, **dtype: Any) -> Any:
+        loss = lambda *sides: divergence_loss(*sides, *teacher, kind="jsd", **options, **dtype)  # noqa: E731
+        (_, divergences), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(*given)
+        alone = token_divergence(*given, *teacher, kind="jsd", **options, **dtype)
+        tokens = token_logprobs(*given, labels, **options, **dtype)[:3]
+        return divergences, alone, *tokens, *gradients
+
+    wide, rounded, of_rounded = (
+        jax.jit(run)([hidden, weight], teacher),
+        jax.jit(lambda *x: run(*x, dtype=BF16))([hidden, weight], teacher),
+        jax.jit(run)(narrow, theirs),
+    )
+    assert_near(rounded[:5], of_rounded[:5], 1e-6)
+    assert_near(rounded[5:], of_rounded[5:], 2**-7)
+    for x, y in zip(rounded, wide, strict=True):
+        assert x.dtype == F32
+        assert np.max(np.abs(x - y)) > 1e-4 * np.max(np.abs(y))
+
+
+def test_likeliest_tokens_multiply_in_the_dtype_that_they_are_told() -> None:
+    """Two tokens that are one in bfloat16: the lower id is the likeliest of equals."""
+    hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
+    found = [likeliest_tokens(hidden, weight, dtype=dtype)[0] for dtype in (None, BF16)]
+    assert found == [1, 0]
+
+
+def test_without_tokens_every_function_gives_nothing() -> None:
+    hidden, weight = jnp.zeros((0, 4)), jnp.ones((9, 4))
+    labels, teacher = np.zeros(0, np.int32), (jnp.zeros((0, 6)), jnp.ones((11, 6)))
+
+    @jax.jit
+    def run(weight: jax.Array) -> Any:
+        zeros = jax.value_and_grad(lambda w: divergence_loss(hidden, w, *teacher, kind="jsd")[0])(weight)
+        loss, tokens = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"])
+        empty = token_divergence(hidden, weight, *teacher), token_logprobs(hidden, weight, labels), tokens
+        return (*zeros, loss), (*empty, likeliest_tokens(hidden, weight))
+
+    zeros, empty = run(weight)
+    assert not any(np.any(x) for x in zeros)
+    assert {x.shape for x in jax.tree.leaves(empty)} == {(0,)}

@@ -1,0 +1,293 @@
+"""Statistics and gradients of token_logprobs by every engine against float64.
+
+What is right, and how near is near enough, is said in oracle.py; what is strict in strict_tpu.py and strict_gpu.py;
+what is off which tile in engines.py. Losses are in test_losses.py.
+"""
+
+from typing import Any
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import OBJECTIVES, SCALES, Problem, assert_near, check, random_cotangents, values_and_gradients
+from engines import (
+    BF16,
+    CHUNKED,
+    CHUNKED_BF16,
+    EVERY,
+    F32,
+    FULL,
+    FULL_BF16,
+    GPU,
+    TPU,
+    TPU_F32,
+    XLA,
+    XLA_BF16,
+    Engine,
+    every,
+    parameter,
+)
+from oracle import EPS, SLACK, Slopes, exact
+
+from lm_head import token_logprobs, token_loss
+
+PLAIN = (XLA, FULL, CHUNKED)
+
+
+# --- sizes, softmaxes, rows that don't count ---
+
+
+def maxima_that_move(engine: Engine) -> Problem:
+    """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
+    (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
+    column = jnp.arange(float(v))
+    steps = jnp.stack([column, -column, jnp.where(column > v - 5, 500.0, 0.0)])
+    weight = weight.at[:, :3].set(steps.T.astype(engine.dtype))
+    return Problem(hidden.at[:, :3].set(jnp.eye(3, dtype=engine.dtype)[np.arange(n) % 3]), weight, labels)
+
+
+def far_below_zero(engine: Engine) -> Problem:
+    """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
+    hidden, weight, labels = engine.problem()
+    return Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels)
+
+
+def typed(engine: Engine, hidden: np.ndarray, weight: np.ndarray, labels: np.ndarray) -> Problem:
+    return Problem(jnp.asarray(hidden, engine.dtype), jnp.asarray(weight, engine.dtype), jnp.asarray(labels, jnp.int32))
+
+
+PROBLEMS = [
+    ("peaked", "most", {"temperature": 0.6, "softcap": 20.0, "collision": True}),
+    ("near-uniform", "every", {}),
+    ("peaked", "a block and one", {"temperature": 2.5}),
+    ("saturated", "few", {}),  # a block's free places have no statistics: exponentials must not meet their zeros
+    ("saturated", "none", {}),
+    *((make, "every", {}) for make in (maxima_that_move, far_below_zero)),
+]
+
+
+@pytest.mark.parametrize(("engine", "softmax", "rows", "options"), every(EVERY, *PROBLEMS))
+def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows: str, options: dict[str, Any]) -> None:
+    """The temperature is traced."""
+    problem = engine.problem(SCALES[softmax]) if softmax in SCALES else softmax(engine)
+    with engine.strictly():
+        check(problem, random_cotangents(len(problem.labels)), live=engine.live(rows), impl=engine.impl, **options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "shape"),
+    [
+        parameter(XLA_BF16, (1, 131, 16)),
+        parameter(XLA_BF16, (24, 2, 16)),
+        parameter(XLA_BF16, (5003, 37, 8)),
+        *(parameter(engine, shape) for engine in PLAIN for shape in ((3, 1, 1), (1, 1, 4), (2, 5, 1))),
+        parameter(TPU, (40, 326, 200), nightly=True),  # the last step has no column
+        parameter(TPU_F32, (1, 385, 64), nightly=True),  # the last step has one
+        parameter(TPU, (129, 2, 128), nightly=True),
+        parameter(GPU, (1, 136, 64), nightly=True),
+        parameter(GPU, (129, 8, 64), nightly=True),
+        parameter(GPU, (7, 1032, 192), nightly=True),
+    ],
+)
+def test_any_size_is_float64_s(engine: Engine, shape: tuple[int, int, int]) -> None:
+    problem = engine._replace(shape=shape).problem()
+    with engine.strictly():
+        check(problem, random_cotangents(shape[0]), impl=engine.impl)
+
+
+@pytest.mark.parametrize("engine", [parameter(TPU), parameter(TPU_F32, nightly=True)])
+def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:
+    """dh comes from the expectation of W. Where that is bfloat16, dh's largest error may be more than rounding's."""
+    options: dict[str, Any] = {"temperature": 0.7, "softcap": 20.0, "largest": SLACK if engine is TPU_F32 else 0}
+    cotangents = random_cotangents(300)._replace(entropy=None)
+    with engine.strictly():
+        check(engine.problem(), cotangents, live=engine.live("most"), impl=engine.impl, **options)
+
+
+@pytest.mark.parametrize("engine", [parameter(TPU_F32), parameter(TPU, nightly=True)])
+def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus(engine: Engine) -> None:
+    """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
+    hidden, weight, labels = engine.problem(1.0)
+    at_label = weight[labels].astype(F32)
+    lse = jax.nn.logsumexp(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
+    wanted = (lse + np.log(1e6))[:, None] * at_label / (at_label**2).sum(axis=1, keepdims=True)
+    problem = Problem((hidden + wanted).astype(engine.dtype), weight, labels)
+    cotangents, tolerance = Slopes(jnp.ones(300), jnp.zeros(300)), 1e-4 if engine is TPU_F32 else 2**-7
+    right = exact(*problem, lambda _: cotangents).answer
+    assert 1e-6 < np.median(-right.logprob) < 1e-4
+    with engine.strictly():
+        got = values_and_gradients(problem, cotangents, impl="mosaic_tpu", where=jnp.ones(300, bool))
+    error = np.linalg.norm(np.asarray(got.hidden, np.float64) - right.hidden, axis=1)
+    assert np.max(error / np.linalg.norm(right.hidden, axis=1)) < tolerance
+    np.testing.assert_allclose(got.logprob, right.logprob, rtol=tolerance)
+
+
+# --- whole numbers, whose products have no rounding in any dtype and order ---
+
+
+def whole_numbers(engine: Engine, vocabulary: int, most: int = 3) -> Problem:
+    """They tie often, and half of the labels are the likeliest; rows of the weight past the vocabulary are larger."""
+    (n, v, d), rng = engine.shape, np.random.default_rng(0)
+    hidden, weight = rng.integers(-most, most + 1, (n, d)), rng.integers(-3, 4, (v, d))
+    hidden, weight = (np.asarray(jnp.asarray(x, engine.dtype), np.float64) for x in (hidden, weight))
+    y = hidden @ weight[:vocabulary].T
+    likeliest = [rng.choice(np.flatnonzero(row == row.max())) for row in y]  # any of those that tie
+    weight[vocabulary:] = 100
+    return typed(engine, hidden, weight, np.where(np.arange(n) % 2, likeliest, rng.integers(0, vocabulary, n)))
+
+
+HEATS = [(1e-6, None), (0.7, 20.0), (2.5, None), (1e-9, None), (1e-9, 20.0), (1e3, None), (1e3, 20.0)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "temperature", "softcap", "jitted"),
+    [
+        *every((*PLAIN, TPU, TPU_F32, GPU), *((*heat, True) for heat in HEATS)),
+        *every((XLA,), *((*heat, False) for heat in HEATS[:3])),
+    ],
+)
+def test_logits_of_any_size_lose_nothing_to_the_temperature(
+    engine: Engine, temperature: float, softcap: float | None, jitted: bool
+) -> None:
+    """Products to 10,000 and a little. A statistic is off by roundings of its own, and under a softcap by tanh's.
+
+    Whether the label is the likeliest, ties included, is exact. Where one token has all of the probability, the label's
+    slope is 0 or 1 over the temperature.
+    """
+    common = engine.shape[1] - 90
+    problem, live = whole_numbers(engine, common, most=400), engine.live("most")
+    options: dict[str, Any] = {"softcap": softcap, "vocabulary": common, "where": live}
+
+    def both(hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> Any:
+        def total(*sides: jax.Array) -> Any:
+            given: dict[str, Any] = options | {"temperature": temperature, "impl": engine.impl}
+            tokens = token_logprobs(*sides, labels, collision=True, **given)
+            return tokens.logprob.sum(), tokens
+
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+
+    with engine.strictly():
+        (_, got), gradients = (jax.jit(both) if jitted else both)(*cases.poisoned(problem, ~live))
+    heat, ones = float(np.float32(temperature)), np.ones(len(live))
+    right = exact(*problem, lambda _: Slopes(ones), temperature=heat, **options).answer
+    assert np.max(got.logprob) <= 0
+    by_tanh = 0 if softcap is None else np.abs(right.lse).max()
+    for name in ("logprob", "lse", "entropy", "collision"):
+        found, want = (np.asarray(getattr(x, name), np.float64) for x in (got, right))
+        np.testing.assert_array_less(np.abs(found - want), 8 * EPS * (1 + np.abs(want) + by_tanh), name)
+    if softcap is None:
+        hidden, weight, labels = (np.asarray(x, np.float64) for x in problem)
+        y = hidden @ weight[:common].T
+        correct = live & (y[np.arange(len(y)), labels.astype(int)] == y.max(axis=1))
+        np.testing.assert_array_equal(got.likeliest, correct)
+        rounding = 64 * EPS if engine.dtype == F32 else 2**-7
+        for x, want in zip(gradients, (right.hidden, right.weight), strict=True):
+            np.testing.assert_allclose(x, want, rtol=0, atol=rounding * np.abs(want).max())
+
+
+# --- labels ---
+
+
+@pytest.mark.parametrize("engine", every((*PLAIN, TPU), daily=False))
+def test_labels_of_every_integer_dtype_are_the_same_labels(engine: Engine) -> None:
+    """The vocabulary is larger than some of the dtypes reach; 64 bits are NumPy's own."""
+    hidden, weight, labels = engine.problem()
+
+    @jax.jit
+    def run(given: Any) -> Any:
+        return [token_logprobs(hidden, weight, x, impl=engine.impl).logprob for pair in given for x in pair]
+
+    dtypes = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+    fitting = [np.minimum(labels, min(engine.shape[1] - 1, np.iinfo(dtype).max)) for dtype in dtypes]
+    with engine.strictly():
+        found = run([(x, x.astype(dtype)) for x, dtype in zip(fitting, dtypes, strict=True)])
+    np.testing.assert_array_equal(found[::2], found[1::2])
+
+
+def test_labels_beyond_32_bits_are_out_of_range_and_what_a_dtype_can_not_hold_is_ignored_nowhere() -> None:
+    hidden, weight, labels = Engine("xla", F32, (8, 300, 4)).problem()
+    for bad in (np.int64(2**32 + 5), np.int64(-(2**40))):
+        with pytest.raises(ValueError, match=f"one is {bad}"):
+            token_logprobs(hidden, weight, np.full(8, bad))
+    narrow = np.resize([156, 3, 7], 8).astype(np.uint8)  # 156 is -100 in eight bits
+    ignored = {x: token_logprobs(hidden, weight, narrow, ignore_index=x).lse == 0 for x in (None, -100, 156)}
+    assert not ignored[None].any()
+    assert not ignored[-100].any()
+    np.testing.assert_array_equal(ignored[156], narrow == 156)
+    signed = np.where(labels % 2, labels, -100).astype(np.int16)
+    np.testing.assert_array_equal(token_logprobs(hidden, weight, signed, ignore_index=-100).lse != 0, labels % 2 == 1)
+
+
+def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions() -> None:
+    problem, live = XLA.problem(), jnp.asarray(XLA.live("most"))
+    labels = jnp.where(live, problem.labels, -100)
+    ways: list[dict[str, Any]] = [{"where": live}, {"weights": live.astype(F32)}, {"ignore_index": -100}]
+    ways += [{"where": jnp.arange(90) != 3, "weights": jnp.arange(90) % 4.0, "ignore_index": -100}]
+
+    @jax.jit
+    def run(labels: jax.Array) -> Any:
+        got = [token_logprobs(*problem[:2], labels, **given) for given in ways]
+        return got, [token_loss(*problem[:2], labels, OBJECTIVES["cross-entropy"], **given) for given in ways]
+
+    got, losses = run(labels)
+    for tokens, (loss, beside) in zip(got[:3], losses[:3], strict=True):
+        assert_near((tokens, loss, beside), (got[0], losses[0][0], got[0]), 1e-6)
+    all_three = live & (jnp.arange(90) != 3) & (jnp.arange(90) % 4 != 0)
+    np.testing.assert_array_equal(got[3].lse != 0, all_three)
+    assert_near(losses[3][0], -jnp.sum(jnp.where(all_three, jnp.arange(90) % 4 * got[0].logprob, 0)))
+
+
+@pytest.mark.parametrize("engine", every((XLA, FULL, CHUNKED, TPU, GPU), daily=False))
+def test_traced_labels_out_of_range_give_nan_and_change_no_other_row(engine: Engine) -> None:
+    """A ValueError says so where labels are known."""
+    problem, ones = engine.problem(), jnp.ones(engine.shape[0])
+    labels = problem.labels.at[5].set(-100).at[9].set(10**6)
+    bad = np.isin(np.arange(len(ones)), [5, 9])
+    with engine.strictly():
+        options: dict[str, Any] = {"impl": engine.impl}
+        loss, of_loss = cases.loss_and_gradients(
+            problem._replace(labels=labels), OBJECTIVES["cross-entropy"], (), ones, **options
+        )
+        got = values_and_gradients(problem._replace(labels=labels), Slopes(ones), **options)
+    right = exact(*problem).answer.logprob
+    assert np.isnan(loss)
+    for rows in (got, of_loss):
+        np.testing.assert_array_equal(np.isnan(rows.logprob), bad)
+        assert np.isfinite(rows.lse).all()
+        assert_near(rows.logprob[~bad], right[~bad])
+        assert np.isnan(rows.weight.astype(F32).sum())
+        np.testing.assert_array_equal(np.isnan(rows.hidden.astype(F32).sum(1)), bad)
+
+
+# --- shapes and dtypes, a copy of the weight ---
+
+
+@pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
+def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
+    hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
+    problem = Problem(hidden, weight, jnp.zeros(leading, int))
+    rows = values_and_gradients.eval_shape(problem, Slopes(row, row, row))
+    loss, rows_of_loss = cases.loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
+    want = [(leading, F32)] * 3 + [(hidden.shape, BF16), (weight.shape, F32)]
+    found = [x for x in (*rows, *rows_of_loss, loss) if x is not None]
+    assert [(x.shape, x.dtype) for x in found] == [*want, *want, ((), F32)]
+
+
+@pytest.mark.parametrize("engine", every((FULL_BF16, CHUNKED_BF16, XLA_BF16, GPU), daily=False))
+def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
+    """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
+    narrow, live = engine.problem(), engine.live("most")
+    weights, cotangents = jnp.where(live, 0.7, 0.0), random_cotangents(len(live))
+    unread = narrow._replace(weight=jnp.full(narrow.weight.shape, jnp.nan, F32))
+    as_wide = narrow._replace(weight=narrow.weight.astype(F32))
+    options: dict[str, Any] = {"impl": engine.impl, "temperature": 0.6, "weight_copy": narrow.weight}
+    with engine.strictly():
+        values = values_and_gradients(unread, cotangents, where=jnp.asarray(live), **options)
+        loss = cases.loss_and_gradients(unread, OBJECTIVES["entropy bonus"], (), weights, **options)
+    how: dict[str, Any] = {"temperature": 0.6, "dtype": BF16}
+    cases.assert_as_accurate_as_rounding(values, exact(*as_wide, lambda _: cotangents, where=live, **how))
+    right = cases.exact_loss(*as_wide, OBJECTIVES["entropy bonus"], weights=weights, **how)
+    cases.assert_as_accurate_as_rounding(loss.rows, right.rows)
+    assert values.weight.dtype == loss.rows.weight.dtype == F32

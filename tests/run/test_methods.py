@@ -1,0 +1,187 @@
+"""Runs of DPO and its kin, and of distillation: validation, references and teachers. Resume: test_train.py."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from runs import changed, newest, records, run
+from tiny import TEACHER, config
+
+from mllm.algorithms.dpo.source import PreferenceSource
+from mllm.config import load as configs
+from mllm.errors import UserError
+from mllm.model import tokenizer as tokenizers
+from mllm.parallel.mesh import make_mesh
+from mllm.parallel.processes import RowShare
+from mllm.plan.programs import Programs
+from mllm.run import build
+from mllm.run import folder as run_dir
+from mllm.run.build import Run
+from mllm.run.source_run import load_policy
+from mllm.run.teacher import check_tokens, load_teacher
+from mllm.sampler.schedule import Room
+from mllm.stopwatch import Stopwatch
+from mllm.store.run_store import RunStore
+
+LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+HELD_OUT = {"share": 0.2, "every": 2}
+
+
+def settings(folder, loss_type="sigmoid", **sections):
+    """Four updates in two micro-batches each, on a task's pairs, or on labelled completions, some of them held out."""
+    data = {"max_length": 32}
+    if loss_type == "kto":
+        path = folder / "labelled.jsonl"
+        path.write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+        data |= {"source": str(path), "validation": HELD_OUT}
+        sections["task"] = None
+    dpo = {"loss_type": loss_type}
+    common = {"micro_batch_size": 4, "checkpoint": {"every": 2}, "eval": None, "rollout": None}
+    return config("dpo", run_dir=str(folder / "run"), data=data, dpo=dpo, **common | sections)
+
+
+@pytest.mark.slow
+def test_labelled_completions_are_validated(tmp_path):
+    """Two processes: tests/parallel/test_processes.py."""
+    labelled = settings(tmp_path, "kto")
+    assert run(labelled) == 0
+    lines = records(labelled)
+    assert lines[-1]["step"] == 4
+    assert {"kl", "rewards/margins", "logps/chosen"} < lines[-1].keys()
+    measured = [line for line in lines if "validation/loss" in line]
+    assert [line["step"] for line in measured] == [0, 2, 4]
+    assert measured[0]["validation/loss"] == pytest.approx(0.5, abs=1e-4)  # the policy is the reference
+    assert measured[0]["validation/kl"] == pytest.approx(0, abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp_path):
+    pairs = [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 1)} for n in range(40)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in pairs))
+    data = {"source": str(path), "max_length": 32, "validation": HELD_OUT}
+    one = changed(settings(tmp_path, model={"lora": {"rank": 4, "alpha": 8}}, steps=3), data=data, task=None)
+    assert run(one) == 0
+    lines = records(one)
+    assert lines[1]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert lines[1]["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert lines[0]["validation/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert lines[3]["rewards/chosen"] != 0
+    assert lines[3]["validation/rewards/margins"] != 0
+
+
+@pytest.mark.parametrize(
+    "loss_type", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sigmoid", "orpo"))]
+)
+def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its_reference(
+    tmp_path, loss_type, monkeypatch
+):
+    rows = RowShare(0, 1)  # not the constant of a process that trains alone
+    monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: rows)
+    one = settings(tmp_path, loss_type)
+    with Run.build(one) as begun:
+        assert all(batches.share is rows for batches in (begun.source.batches, begun.source.heldout) if batches)
+        assert (begun.source.heldout is None) == (loss_type != "kto")
+        assert begun.source.position().get("reference", begun.source.checksum) == begun.source.checksum
+        batch = begun.source.next(begun.trained, 0, Stopwatch(), begun.fixed).batch
+        planned = Programs(one, begun.mesh).batch(one.rows.total)
+    assert jax.tree.structure(batch) == jax.tree.structure(planned)
+
+
+def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
+    one = settings(tmp_path)
+    Path(one.run_dir, "checkpoints", "2").mkdir(parents=True)
+    run_dir.write(RunStore(one.run_dir), one)
+    found = run_dir.check(RunStore(one.run_dir), changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True)
+    assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
+    source = PreferenceSource.__new__(PreferenceSource)
+    source.checksum = "one"
+    with pytest.raises(UserError, match="model: the run began with another reference"):
+        source.seek({"reference": "other"})
+
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+GIVEN = {"data": {"source": "task", "max_length": 32}, "grpo": None, "rollout": None}
+OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
+
+
+def distilled(**sections):
+    return config("distill", **{**OWN, **sections})
+
+
+@pytest.mark.slow
+def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(finished, tmp_path):
+    taught = finished("distill")
+    policy = load_policy(taught, make_mesh(taught.mesh))
+    layers = policy.complete(newest(taught).train.params)["layers"]
+    frozen, a, b = (np.asarray(layers[f"q_{name}"]) for name in ("weight", "a", "b"))
+    settings = distilled(run_dir=str(tmp_path / "run"), teacher={"source": taught.run_dir, "dtype": "float32"})
+    with Run.build(settings) as begun:
+        merged = np.asarray(begun.fixed.teacher["layers"]["q_weight"])
+    assert np.abs(merged - frozen).max() > 1e-3
+    atol = 4 * 2**-24 * np.abs(merged).max()  # four roundings of numbers of this size: two products, two sums
+    np.testing.assert_allclose(merged, frozen + policy.lora.scale * b @ a, rtol=0, atol=atol)
+    assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 4
+
+
+def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
+    """Own completions: tests/run/test_train.py."""
+    sections = {**GIVEN, "distill": {"kind": "jsd", "label_coef": 0.1}}
+    settings = distilled(run_dir=str(tmp_path / "run"), steps=2, **sections)
+    assert run(settings) == 0
+    for line in records(settings):
+        assert line["loss"] > line["kl"] + 0.1  # labels of an untrained model have some nats
+        assert line["grad_norm"] > 0
+        assert "reward" not in line
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_no_other_teacher(finished, tmp_path, capsys):
+    settings = finished("distill")
+    lines = records(settings)
+    assert all(np.isfinite(line["kl"]) and "reward" in line for line in lines)
+    assert len(RunStore(settings.run_dir).document(4)["frozen"]) > len(newest(settings).train.params)
+    other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
+    shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
+    shutil.copytree(settings.run_dir, tmp_path / "run")
+    capsys.readouterr()
+    again = changed(settings, run_dir=str(tmp_path / "run"), steps=10, teacher={"source": str(other)})
+    assert run(again) == 2
+    assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
+
+
+def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
+    with Run.build(distilled(run_dir=str(tmp_path / "run"))) as begun:
+        assert begun.sampler.room() == Room(8)
+        assert asked == [begun.teacher]
+
+
+@pytest.mark.slow
+def test_every_sampled_completion_is_learned_from_with_the_teachers_term(tmp_path):
+    settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"})
+    assert run(settings) == 0
+    (line,), samples = records(settings), records(settings, "samples.jsonl")
+    assert line["frac_without_gradient"] == 0
+    assert line["kl"] > 1
+    assert line["grad_norm"] > 0
+    assert {sample["advantage"] for sample in samples} == {None}
+
+
+def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
+    student = tokenizers.bytes_tokenizer()
+    check_tokens("x", student, student)
+    student.add_tokens(["<more>"])
+    with pytest.raises(UserError, match=r"^teacher.source: x: token 260 is None there, and '<more>' of the student's"):
+        check_tokens("x", student, tokenizers.bytes_tokenizer())
+    check_tokens("x", tokenizers.bytes_tokenizer(), student)  # it may have more
+    settings = distilled(teacher={"source": str(tmp_path / "nothing")})
+    with pytest.raises(UserError, match=r"^teacher.source: "):
+        load_teacher(settings, make_mesh(settings.mesh), student)
+    settings = distilled(teacher={"source": str(FIXTURES / "tiny_grpo"), "step": 3})
+    with pytest.raises(UserError, match=r"^teacher.step: no run is at "):
+        load_teacher(settings, make_mesh(settings.mesh), student)

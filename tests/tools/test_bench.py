@@ -1,0 +1,197 @@
+"""tools/bench and tools/tune.py: their tables, what could not be measured, a method's errors, turns and tilings."""
+
+import math
+import sys
+import types
+from contextlib import nullcontext
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lm_head.gpu import tiles as gpu_tiles
+from lm_head.tpu import tiles as tpu_tiles
+from tools import tune
+from tools.bench import __main__ as bench
+from tools.bench import head, logits_programs, measure, methods, rollout
+from tools.bench.methods import Method, fused, value_and_gradients
+
+DEVICE = {"platform": "cpu", "kind": "cpu"}
+METHOD = Method("any", 3, value_and_gradients(fused(impl="full_logits")))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# tools/bench head
+
+
+@pytest.mark.parametrize(
+    ("device", "method", "said"),
+    [
+        ([DEVICE], "optax", "--shape, --methods: nothing could be measured"),
+        ([DEVICE], "nonsense", "--methods: no method has 'nonsense' in its name; there are: "),
+        ([], "optax", "JAX finds no device to measure on: RuntimeError: no"),
+    ],
+)
+def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, device, method, said):
+    failed = [], "RuntimeError: no"
+    monkeypatch.setattr(head, "start", lambda _, task, *__: (device, "") if device and not task else failed)
+    assert bench.main(["head", "--methods", method]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
+
+
+# --- the table
+
+
+def wrong(hidden, weight, labels, weights, *rest):
+    value, dh, dw = METHOD.call(hidden, weight, labels, weights, *rest)
+    return value * 1.01, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
+
+
+NONE = pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("call", "options", "expected"),
+    [
+        pytest.param(
+            value_and_gradients(methods.general()), {"general": True}, (NONE, NONE, NONE), id="right, any cotangents"
+        ),
+        pytest.param(methods.value_only(fused()), {}, (NONE,), id="right, value only"),
+        pytest.param(methods.tokamax(None), {"transposed": True}, (NONE, NONE, NONE), id="right, rows as zeros"),
+        pytest.param(wrong, {}, (pytest.approx(0.01, rel=1e-3), pytest.approx(0.5, rel=1e-3), "nan"), id="wrong"),
+    ],
+)
+def test_a_method_s_errors_say_where_it_is_wrong_and_by_how_much(call, options, expected, monkeypatch):
+    def tokamax(hidden, labels, weight, *, implementation):
+        logits = hidden @ weight
+        return jnp.sum(jax.nn.logsumexp(logits, axis=1) - logits[jnp.arange(len(labels)), labels])
+
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(linear_softmax_cross_entropy_loss=tokamax))
+    monkeypatch.setattr(measure, "methods", lambda _: [Method("any", 3, call, **options)])
+    task = {"method": "any", "shape": [24, 16, 130], "dtype": "float32", "lives": [0.5], "rounds": 1, "least": 0.0}
+    [found] = measure.main(task)
+    assert tuple("nan" if math.isnan(x) else x for x in found["errors"]) == expected
+
+
+@pytest.mark.parametrize("queue", [1, 2])
+def test_a_turn_has_as_many_calls_as_fill_it_and_no_more_under_way_than_the_queue_takes(queue):
+    now, calls, under_way = [0.0], [], []
+
+    def call(name, seconds):
+        calls.append(name)
+        now[0] += seconds
+        under_way.append(object())
+        assert len(under_way) <= queue
+        return under_way[-1]
+
+    functions = {"short": lambda: call("short", 0.01), "long": lambda: call("long", 0.2)}
+    found = measure.in_turns(functions, under_way.remove, rounds=3, least=0.0999, queue=queue, clock=lambda: now[0])
+    assert found == {"short": pytest.approx([0.01] * 3), "long": pytest.approx([0.2] * 3)}
+    assert (calls[4:], under_way) == ((["short"] * 10 + ["long"]) * 3, [])
+
+
+# tools/bench logits
+
+
+@pytest.mark.slow
+def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
+    small = ["logits", "--shape", "8,300", "--rounds", "1"]
+    assert bench.main(small) == 0
+    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[3:]] == ["plain JAX", "xla"]
+    assert bench.main([*small, "--check"]) == 0
+
+
+def test_a_number_that_is_off_fails_the_check(monkeypatch):
+    right = logits_programs.fused
+    off = lambda *given, **options: right(*given, **options) + jnp.float32(1e-3)  # noqa: E731
+    monkeypatch.setattr(logits_programs, "fused", off)
+    assert bench.main(["logits", "--shape", "8,300", "--check"]) == 1
+
+
+# tools/bench rollout
+
+
+def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monkeypatch, capsys):
+    seconds, tokens = {"engine": [1.0, 200.0, 1.0], "other": [3.0, 200.0, 1.0]}, {"engine": 60, "other": 30}
+
+    def start(module, task, cache):
+        method, took = task["method"], seconds[task["method"]][task["seed"]]
+        own = {"n": 7} if method == "engine" else {}
+        return [{"seconds": took, "tokens/s": tokens[method] / took, **own}], "MemoryError" * (task["seed"] > 1)
+
+    monkeypatch.setattr(rollout, "METHODS", dict.fromkeys(["engine", "prefilled anew", "other"]))
+    monkeypatch.setattr(rollout.importlib.util, "find_spec", lambda _: True)
+    monkeypatch.setattr(rollout, "start", start)
+    assert rollout.main(["--repeats", "2"]) == 0
+    _, _, engine, other = map(cells, capsys.readouterr().out.splitlines())
+    assert engine == ["engine", "1.00 (1.00 to 1.00)", "100", "30.150", "7.000"]
+    assert other == ["other", "4.00 (2.00 to 6.00)", "102", "5.075", "-"]
+    assert rollout.main(["--repeats", "3"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: engine: MemoryError"
+
+
+# tools/tune.py
+
+SHAPE = (8192, 2048, 151936)
+ROUNDS = {"method": [3.0], "hW": [1.0], "gW": [1.0], "gh": [1.0]}
+FIGURES = {"temp_bytes": 0, "errors": [0.0, 0.002], "products": 4, "flops": 1e12}
+
+
+def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):
+    tried = [{"kernel": "weight", "rows": rows, "columns": 512, "step": 256} for rows in (128, 256, 512, 1024)]
+    now = [0]
+
+    def start(module, task, seconds, cache):
+        if "most" in task:
+            return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
+        now[0] += 10
+        rows = task["tiles"]["rows"]
+        figures = {**FIGURES, "rounds": {**ROUNDS, "method": [6 - rows / 64]}}
+        return ([], "no room") if rows == 512 else ([figures], "")
+
+    monkeypatch.setattr(tune, "start", start)
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+    assert tune.main(["--limit", "35"]) == 0  # each takes ten
+    _, title, columns, _, first, second, *refused = capsys.readouterr().out.splitlines()
+    assert title == "mosaic_tpu, dW, by workspace 0"
+    assert cells(columns)[:3] == ["tiles", "ms", "/three"]
+    assert cells(first)[:3] == ["rows=256, columns=512, step=256", "2000.00", "0.67"]
+    assert cells(second)[:3] == ["rows=128, columns=512, step=256", "4000.00", "1.33"]
+    assert refused == ["refused: rows=512, columns=512, step=256: no room", "--limit: 1 tilings were left out"]
+
+
+def chosen(tilings_found, choose):
+    """The tiles that a kernel is traced with, for each tiling."""
+    for tiles in tilings_found["tilings"]:
+        with measure.traced_with(tiles):
+            yield choose()
+
+
+def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    [found] = measure.tilings({"shape": SHAPE})
+    sizes = [*chosen(found, lambda: gpu_tiles.choose(*SHAPE))]
+    assert sizes[0].tiles == gpu_tiles.Tiles()
+    assert max(gpu_tiles.shared_memory(each.tiles) for each in sizes) <= gpu_tiles.SHARED_MEMORY
+    assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(measure.GPU_CHUNKS)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    narrow, wide = jax.numpy.dtype("bfloat16"), jax.numpy.dtype("float32")
+    for found in measure.tilings({"shape": SHAPE, "most": 5}):
+        kernel, mean, keep, _ = measure.TPU_KERNELS[found["kernel"]]
+        gradient = wide if kernel == "forward" else narrow
+        case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
+        each = [*chosen(found, lambda case=case: tpu_tiles.choose(case))]
+        assert each[0] == tpu_tiles.choose(case)
+        assert 1 < len(each) <= 5
+        assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
+
+
+def test_a_method_is_traced_with_its_tiles(monkeypatch):
+    seen = []
+    monkeypatch.setattr(measure, "traced_with", lambda tiles: seen.append(tiles) or nullcontext())
+    task = {"method": "full logits", "shape": [8, 8, 130], "dtype": "float32", "lives": [], "tiles": {"slots": 3}}
+    assert (list(measure.main(task)), seen) == ([], [{"slots": 3}])
