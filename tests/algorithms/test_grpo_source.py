@@ -12,7 +12,7 @@ from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.source import telling_samples
 from mllm.data.source import Fixed
-from mllm.errors import StepError
+from mllm.errors import StepError, UserError
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 
@@ -286,6 +286,14 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_li
     if limit > 1:
         assert metrics["dynamic_sampling/rounds"] == rounds
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
+
+
+def test_advantages_over_the_groups_mean_are_those_of_maxrl_which_has_no_rewards_below_zero():
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, np.nan, 0, 0.1]])
+    expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, -1, 1 / 3], 4 * [0], 4 * [0], [1.5, 0, -1, -0.5]]
+    np.testing.assert_allclose(advantages_of(rewards, "mean"), expected, rtol=1e-15)
+    with pytest.raises(UserError, match=r"grpo\.scale_rewards: mean is for rewards of 0 or more"):
+        advantages_of(rewards - 0.5, "mean")
 
 
 def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
