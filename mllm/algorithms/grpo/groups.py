@@ -1,7 +1,7 @@
 """Rewards of groups of completions: the advantages that are learned from, and their metrics. NumPy only.
 
-DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026, Maximum
-likelihood reinforcement learning, arXiv:2602.02710.
+DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026,
+Maximum likelihood reinforcement learning, arXiv:2602.02710.
 """
 
 from typing import Any
