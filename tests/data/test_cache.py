@@ -27,9 +27,9 @@ def opened(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cache, "make", counting)
 
-    def open_cache(source, tokenizer=BYTES, **settings):
+    def open_cache(source, tokenizer=BYTES, rule="auto", **settings):
         given = {"source": str(source), "max_length": 32, "cache": f"{tmp_path}/cache", **settings}
-        return cache.cached_documents(Origin("data.source", str(source)), DataConfig(**given), Renderer(tokenizer))
+        return cache.cached_documents(Origin("data.source", str(source)), DataConfig(**given), Renderer(tokenizer, rule))
 
     return open_cache, made
 
@@ -48,9 +48,10 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
     other = bytes_tokenizer()
     other.chat_template = other.chat_template.replace("content'] }}", "content'] }}!")
     open_cache(tmp_path / "renamed.jsonl", tokenizer=other)
+    open_cache(tmp_path / "renamed.jsonl", rule="always")
     open_cache(tmp_path / "renamed.jsonl", max_length=16)
     changed = open_cache(write(tmp_path, [*some(19), qa("q19", "other")], "renamed.jsonl"))
-    assert len({*made}) == 4
+    assert len({*made}) == 5
     assert changed.content != first.content
 
 

@@ -126,12 +126,17 @@ def every(ways: Sequence[Any], *rows: Any, daily: bool = True) -> list[Any]:
     """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
 
     Interpreted kernels are slow: the last way of each has the first row daily, and all else nightly; without `daily`
-    nothing else.
+    nothing else. FAST leaves chunks of logits out, and full ones in bfloat16.
     """
     ways = [way if type(way) is tuple else (way,) for way in ways]
     quick = {way[0].impl: (way, row) for way in ways for row in rows[:1] if daily}
     return [
-        parameter(*way, *row, nightly=way[0].impl in KERNELS and quick.get(way[0].impl) != (way, row))
+        parameter(
+            *way,
+            *row,
+            nightly=way[0].impl in KERNELS and quick.get(way[0].impl) != (way, row),
+            slow=way[0] in (CHUNKED, CHUNKED_BF16, FULL_BF16),
+        )
         for row in rows or [()]
         for way in ways
     ]

@@ -83,6 +83,7 @@ def test_any_loss_with_any_workspace_is_float64_s(
     assert not np.any(got.rows.weight[common:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
 def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
@@ -112,6 +113,7 @@ def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Eng
 FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, daily=False))
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""

@@ -39,6 +39,7 @@ OTHER = "tensorfloat32"
 """A setting that names none of the allowed precisions."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
     [

@@ -229,6 +229,7 @@ def differentiated(hidden: Any, weight: Any, labels: Any) -> Any:
     return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "tokens", "weight"),
     [

@@ -65,6 +65,7 @@ def plainly(engine: Engine, of: Callable[[Engine], Scalar]) -> Any:
     return run(engine, differentiated(of(engine)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", [of_statistics, of_loss, of_a_copy])
 def test_in_a_checkpoint_and_exported_results_are_the_same(of: Any) -> None:
     scalar = jax.checkpoint(of(XLA))

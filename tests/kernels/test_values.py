@@ -97,6 +97,7 @@ def test_any_size_is_float64_s(engine: Engine, shape: tuple[int, int, int]) -> N
         check(problem, random_cotangents(shape[0]), impl=engine.impl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU), parameter(TPU_F32, nightly=True)])
 def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:
     """dh comes from the expectation of W. Where that is bfloat16, dh's largest error may be more than rounding's."""
@@ -106,6 +107,7 @@ def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Eng
         check(engine.problem(), cotangents, live=engine.live("most"), impl=engine.impl, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU_F32), parameter(TPU, nightly=True)])
 def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus(engine: Engine) -> None:
     """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""

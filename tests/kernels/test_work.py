@@ -87,6 +87,7 @@ def products(function: Callable[..., Any], engine: str) -> float:
 NO_WORKSPACE, A_SMALL_WAVE, ONE_WAVE = 0, 16 * 384 * 4, 10**9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "function", "value", "both", "hidden_alone", "weight_alone"),
     [

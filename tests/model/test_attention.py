@@ -63,6 +63,7 @@ def one_document_of(rows, time):
     return jnp.asarray(np.arange(time) < time - 10 * np.arange(rows)[:, None]).astype(jnp.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "mesh", "packed", "sizes", "tolerance"),
     [

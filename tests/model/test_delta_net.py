@@ -58,6 +58,7 @@ def oracle(rule: Rule, memory: Any) -> tuple[np.ndarray, np.ndarray]:
     return outputs, memory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [recurrent, chunked])
 @pytest.mark.parametrize(
     ("lengths", "each", "slow"),

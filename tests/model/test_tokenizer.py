@@ -146,6 +146,7 @@ VERSION_4 = Path(".venv/transformers-4")
 """Where `pip install --target .venv/transformers-4 'transformers<5'` puts the older one, beside that of the tests."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not VERSION_4.exists(), reason=f"{VERSION_4} has no older transformers")
 def test_version_4_reads_an_export_as_version_5_does(tmp_path):
     save_tokenizer(bytes_tokenizer(), tmp_path)

@@ -56,6 +56,7 @@ def sharded(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
     params, config = load_weights(FIXTURES / name), weights.read_config(FIXTURES / name)

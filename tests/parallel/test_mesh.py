@@ -92,6 +92,7 @@ def programs(policy):
     return SimpleNamespace(**{name: lowered.compile() for name, lowered in called.items()})
 
 
+@pytest.mark.slow
 def test_a_layer_s_decoding_weights_are_sharded_over_tp_alone(policy, programs):
     axes = {axis for sharding in jax.tree.leaves(programs.gather.output_shardings) for axis in sharding.spec}
     assert axes == {"tp", None}

@@ -108,6 +108,7 @@ def test_several_processes_give_what_one_gives():
     ]
 
 
+@pytest.mark.slow
 def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_kind_is_logged(caplog):
     with opened("no_list", "half_hanging_batch", "batch", "late", seconds=0.5) as runner:
         scores = score(runner, "four", "", "raise")

@@ -59,6 +59,7 @@ def built(request, tmp_path_factory):
             yield run, given
 
 
+@pytest.mark.slow
 def test_every_random_number_depends_on_the_run_s_seed(built):
     run, given = built
     assert {name: given[name]["seed"] for name in RANDOM} == dict.fromkeys(RANDOM, SEED)

@@ -333,6 +333,7 @@ def test_a_finite_update_ends_a_row_of_skipped_ones():
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_as_the_command_does(finished, tmp_path):
     going_on = killed_after(finished("dpo"), 2, tmp_path / "run")
     config = mllm.load_config(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])

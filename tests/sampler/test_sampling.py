@@ -93,6 +93,7 @@ def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
     assert np.all((least <= fewest) & (least >= most))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9)])
 def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k, top_p):
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))

@@ -189,6 +189,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name"), [*product(["disk"], DAMAGE), ("gs", "bits are flipped")], indirect=["place"], ids=str
 )

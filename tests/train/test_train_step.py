@@ -134,6 +134,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32_over_micro_batch
     np.testing.assert_array_equal(gradients["w"], 512)
 
 
+@pytest.mark.slow
 def test_the_reported_norm_is_that_of_the_whole_gradient():
     _, metrics = update(BATCH)
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected()[1]), rtol=1e-5)
