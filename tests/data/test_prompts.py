@@ -40,11 +40,12 @@ def texts(prompts: PromptIterator, count: int) -> list[str]:
 
 
 def test_long_prompts_are_left_out_of_epochs_and_evaluation_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    task = listed("a", "b" * 30, "c", "d" * 40)
+    longest = "c" * 13  # as a chat it has the 16 tokens that are permitted
+    task = listed("a", "b" * 14, longest, "d" * 40)
     drawn = texts(prompts_of(task), 10)
-    assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", "c"]] * 5
+    assert [sorted(drawn[i : i + 2]) for i in range(0, 10, 2)] == [["a", longest]] * 5
     usable = usable_prompts(task.train, BYTES, 16, "held-out prompts")
-    assert [prompt.example.prompt[0]["content"] for prompt in usable] == ["a", "c"]
+    assert [prompt.example.prompt[0]["content"] for prompt in usable] == ["a", longest]
     for name in ("training prompts of task listed", "held-out prompts"):
         assert f"2 of 4 {name} are longer than rollout.max_prompt_length and are left out" in caplog.text
 
