@@ -49,7 +49,7 @@ faults: setup
 	$(BIN)/python -m pytest -m faults
 
 aot: .venv/aot-installed
-	$(BIN)/python -m pytest -m "aot$(if $(ALL),, and not nightly and not slow)"
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist load -m "aot$(if $(ALL),, and not nightly and not slow)"
 
 .venv/aot-installed: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[tpu]'
