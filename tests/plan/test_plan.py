@@ -12,6 +12,7 @@ from runs import arguments, changed
 import train
 from mllm.config import load as configs
 from mllm.config.model import MeshConfig
+from mllm.config.task import EvalConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
@@ -40,6 +41,14 @@ def shapes(config):
 
 
 # The phases of a run
+
+
+def test_there_are_slots_for_the_completions_of_a_step_and_for_those_of_an_evaluation_if_it_has_more(config, shapes):
+    assert shapes.slots == config.batch_size
+    more = config.model_copy(
+        update={"eval": EvalConfig(samples=5), "task": config.task.model_copy(update={"heldout": 30})}
+    )
+    assert Programs(more, shapes.mesh).slots == 150
 
 
 @pytest.fixture

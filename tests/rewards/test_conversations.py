@@ -99,6 +99,8 @@ def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between()
     assert found.played.reward == ("value", -0.75)
     assert found.values["tried"] == ["0", "99", "x"]
     assert found.finished
+    scored = found.sample(prompt("Guess.").example)
+    assert (scored.completion, [*scored.tokens]) == ("x", [*chain(*sampled)])
 
 
 def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():

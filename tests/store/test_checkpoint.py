@@ -128,6 +128,8 @@ def test_of_equal_scores_the_newest_is_the_best_and_one_without_never_is(store):
     save(store, *scores, accuracies=scores, keep=1, keep_best=True)
     assert store.steps() == [12, 20]
     assert (store.best_step([12, 20]), store.best_step([20])) == (12, None)
+    save(store, 24, accuracies={24: 0.9}, keep=3, keep_best=True)
+    assert store.best_step([12, 20, 24]) == 24
 
 
 def test_what_a_killed_save_has_left_is_removed(store):
