@@ -149,6 +149,13 @@ def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_
     assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
 
 
+def test_a_completion_whose_stop_token_is_the_last_that_it_may_have_has_ended_itself(model, prompts):
+    whole = complete(model, prompts, stops=NO_STOPS)
+    number, last = next((i, one.tokens[-1]) for i, one in enumerate(whole) if one.tokens[-1] not in one.tokens[:-1])
+    one = complete(model, prompts, stops=len(NO_STOPS) * (last,))[number]
+    assert (len(one.tokens), one.finished) == (LIMIT, True)
+
+
 def test_a_completion_s_text_has_no_control_tokens():
     """Rewards are given it, as TRL gives it to its functions."""
     ended = Completion(array("i", [*b"<7", 257, *b">", 258]), finished=True)
