@@ -129,7 +129,7 @@ def recurrent(
 
 
 def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B K G D E"]:
-    """The memory as it enters a program: XLA for GPUs else turns it before and after each chunk of decode steps."""
+    """The memory with its axes in this order on a GPU: else XLA turns all states before and after a decode chunk."""
     return with_layout_constraint(memory, Layout(major_to_minor=(0, 1, 2, 3, 4)))
 
 

@@ -22,7 +22,7 @@ from lm_head.tpu import tiles as tpu_tiles
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 TPU = TPU_F32._replace(shape=(200, 300, 64))
 Scalar = Callable[..., Any]
-"""Of hidden states, weight, labels, two operands and weights; with the tokens' statistics."""
+"""A loss takes hidden states, weight, labels, two operands and weights, and may return the tokens' statistics, too."""
 
 
 def arguments_of(engine: Engine) -> tuple[jax.Array, ...]:

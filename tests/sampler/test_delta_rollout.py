@@ -5,7 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from test_rollout import VOCABULARY, Answers, check, complete, made
+from test_answered_turns import Answers
+from test_rollout import check, complete, made, random_prompts
 from tiny import QWEN35, config
 
 from mllm.config.rollout import RolloutConfig
@@ -27,8 +28,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCABULARY, length).tolist() for length in LENGTHS]
+    return random_prompts(LENGTHS)
 
 
 @pytest.fixture

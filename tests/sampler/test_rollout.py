@@ -55,10 +55,14 @@ def model():
     return made(ARCHITECTURE)
 
 
+def random_prompts(lengths=(3, 8, 1, 12, 5, 7, 2, 4, 11, 6, 3, 3)):
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, VOCABULARY, length).tolist() for length in lengths]
+
+
 @pytest.fixture(scope="module")
 def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, VOCABULARY, length).tolist() for length in (3, 8, 1, 12, 5, 7, 2, 4, 11, 6, 3, 3)]
+    return random_prompts()
 
 
 def complete(
@@ -355,48 +359,3 @@ def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, ki
 def test_prompts_that_are_missing_empty_or_too_long_are_refused(model, lengths):
     with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
         complete(model, [[1] * length for length in lengths])
-
-
-class Answers:
-    """Answers each turn but a sequence's last with the next of its texts of tokens."""
-
-    def __init__(self, texts):
-        self.texts, self.turns, self.asked = texts, {}, []
-
-    def send(self, found):
-        for sequence, one in found.items():
-            self.turns.setdefault(sequence, []).append(one.tokens.tolist())
-
-    def receive(self, sequences):
-        self.asked.append(list(sequences))
-        return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sizes", "room"),
-    [
-        pytest.param(ARCHITECTURE, Room(5, 4 * 32), id="few pages"),  # the longest conversation has 4
-        pytest.param(ARCHITECTURE, Room(1, 5 * 32), id="one slot", marks=pytest.mark.nightly),
-        pytest.param(WINDOWS, Room(5), id="windows", marks=pytest.mark.nightly),
-        pytest.param(QWEN35, Room(5, 5 * 32), id="states"),
-        pytest.param(QWEN35, Room(1, 5 * 32), id="states, one slot", marks=pytest.mark.nightly),
-    ],
-)
-def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(prompts, sizes, room):
-    rng, chosen = np.random.default_rng(1), made(sizes)
-    texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
-    options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
-    talk, told = Answers(texts), []
-    given = {"options": options, "stops": (3, 5)}
-    found = complete(chosen, prompts, room=room, conversations=talk, ended=told.append, **given)
-    check(chosen, prompts, found)
-    assert sorted(number for some in told for number in some) == list(range(len(prompts)))
-    for sequence, one in enumerate(found):
-        begins, ends = ([*edges] for edges in zip(*one.given, strict=True)) if one.given else ([], [])
-        turns = zip([0, *ends], [*begins, len(one.tokens)], strict=True)
-        assert [one.tokens[a:b].tolist() for a, b in turns] == talk.turns[sequence]
-        assert [one.tokens[a:b].tolist() for a, b in one.given] == texts[sequence]
-    if sizes is ARCHITECTURE:
-        again = complete(chosen, prompts, room=Room(3), conversations=Answers(texts), **given)
-        assert [one.tokens for one in again] == [one.tokens for one in found]

@@ -49,8 +49,7 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
             return deviation / (std + STD_EPSILON)
         case "mean":
             if (rewards < 0).any():
-                way_out = "remove it, or add a constant to the rewards"
-                raise UserError(f"grpo.scale_rewards: mean is for rewards of 0 or more: {way_out}")
+                raise UserError("grpo.scale_rewards: mean is for rewards of 0 or more: remove it")
             mean = np.nansum(rewards, -1, keepdims=True) / np.maximum((~np.isnan(rewards)).sum(-1, keepdims=True), 1)
             return np.divide(deviation, mean, out=np.zeros_like(deviation), where=mean > 0)
         case "batch":
