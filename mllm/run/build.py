@@ -44,9 +44,9 @@ from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import SourceRun, load_policy, pin_commit
+from mllm.run.source_run import load_policy
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.run.teacher import load_teacher, pin_teacher
+from mllm.run.teacher import load_teacher, pin_all
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums
@@ -85,10 +85,9 @@ class Run:
         self.store, config = stack.enter_context(folder.claim(config, change))
         with raise_everywhere():
             wandb.check(config.log)
-            source_run = SourceRun.open(config.model)
             begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
             if not begun:
-                config = pin_teacher(source_run.pin(config) if source_run else pin_commit(config))
+                config = pin_all(config)
             self.config = config
             task = config.task and config.task.of_run(evaluates=config.eval is not None)
             self.task = load_task(task, config.seed) if task else None
@@ -97,7 +96,7 @@ class Run:
                 most = config.rollout.sampled_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
-            self.policy = policy = load_policy(config, self.mesh, source_run)
+            self.policy = policy = load_policy(config, self.mesh)
             self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
             self.algorithm = algorithm = make_algorithm(config)
             self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)

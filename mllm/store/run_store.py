@@ -21,23 +21,21 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from mllm.errors import UserError, brief
-from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket, local_place
-from mllm.store.fetch import fetch, fetch_folder, is_of_storage, naming, prune, send
+from mllm.errors import UserError
+from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
+from mllm.store.fetch import fetch, fetch_folder, naming, send
 from mllm.store.folder import UNFINISHED, failing, write_file
 from mllm.store.log import Log, Mark, compare
-from mllm.store.names import is_plain
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
-LARGEST_DOCUMENT = 2**28
 LARGEST_FILE = 2**31
 MIRRORS = "runs"
 """The folder of `local_place` with the files of runs in buckets that this machine writes."""
@@ -91,7 +89,7 @@ class RunStore:
 
     def entries(self) -> list[str]:
         """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
-        with self.failing("", "read"):
+        with self.reading(""):
             return sorted(path.name for path in below(self.place))
 
     def read(self, name: str) -> bytes | None:
@@ -100,7 +98,7 @@ class RunStore:
         UserError is raised for what is no regular file, or a huge one: the run may be a stranger's.
         """
         path = self.folder / name
-        with self.failing(name, "read"):
+        with self.reading(name):
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
             except (FileNotFoundError, NotADirectoryError):
@@ -113,8 +111,7 @@ class RunStore:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
-        self.check()
-        with self.failing(name, "written"):
+        with self.writing(name):
             path = self.folder / name
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
@@ -122,24 +119,26 @@ class RunStore:
         if self.in_bucket:
             self.send_files()
 
-    @contextmanager
-    def failing(self, name: str, use: str) -> Iterator[None]:
-        """Turn errors of a disk or bucket into a UserError: `name` can't be `use`, `read` or `written`.
+    def reading(self, name: str) -> AbstractContextManager[None]:
+        """Turn errors of the disk or bucket into a UserError that says that `name` can't be read."""
+        return failing(f"{self.url}/{name}: can't be read")
 
-        Where a disk does not take what is written it says from which checkpoint the same command goes on.
+    @contextmanager
+    def writing(self, name: str) -> Iterator[None]:
+        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError.
+
+        It says from which checkpoint the same command goes on.
         """
-        resumption = self.resumption if use == "written" else str
-        with naming("run_dir") if self.in_bucket else failing(self.folder / name, use, resumption):
+        self.check()
+        with failing(f"{self.url}/{name}: can't be written", self.resumption):
             yield
 
     def resumption(self) -> str:
         """What the same command does next, where something could not be written: the end of the error's line."""
-        try:
-            steps = self.steps()
-        except UserError:
-            return ", and the same command resumes"
-        next_ = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
-        return f", and the same command {next_}"
+        with suppress(UserError):
+            if steps := self.steps():
+                return f", and the same command goes on from checkpoint {steps[-1]}"
+        return ", and give the same command again"
 
     # Logs
 
@@ -156,7 +155,7 @@ class RunStore:
 
     def open_log(self, name: str, size: int = 0) -> Log:
         """A log to append to, of which `size` bytes stay."""
-        self.logs[name] = log = Log(self.folder / name, size, self.check, lambda: self.failing(name, "written"))
+        self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
         return log
 
     def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
@@ -166,7 +165,6 @@ class RunStore:
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
-        self.check()
         marks = {name: log.sync() for name, log in self.logs.items()}
         if self.in_bucket:
             self.send_files()
@@ -176,17 +174,12 @@ class RunStore:
 
     def fetch_files(self) -> None:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
-        with self.failing("", "read"):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            prune((cache_folder() / MIRRORS).iterdir())
-            for source in files_below(self.place, (CHECKPOINTS, LOCK)):
-                if not is_plain(str(source.relative_to(self.place))):
-                    continue
-                path = self.folder / (name := str(source.relative_to(self.place)))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(source.read_bytes())
-                self.sent[name] = stamp(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with self.reading(""):
+            paths = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
+        names = [*filter(is_plain, paths)]
+        fetched = fetch(self.url, names, "run_dir", MIRRORS)
+        self.sent = {name: stamp(path) for name, path in zip(names, fetched, strict=True)}
 
     def send_files(self) -> None:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
@@ -195,19 +188,18 @@ class RunStore:
             name = str(path.relative_to(self.folder))
             if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
                 continue
-            if path.is_file() and not name.endswith(UNFINISHED) and self.sent.get(name) != (now := stamp(path)):
-                changed[name] = now
-        names = sorted(changed, key=lambda name: (name == CONFIG, name))
-        self.check()
-        with self.failing("", "written"):
-            send(self.folder, self.url, names)
-        self.sent |= {name: changed[name] for name in names}
+            if is_plain(name) and path.is_file() and not name.endswith(UNFINISHED):
+                changed[name] = stamp(path)
+        names = [name for name in changed if changed[name] != self.sent.get(name)]
+        with self.writing(""):
+            send(self.folder, self.url, sorted(names, key=lambda name: (name == CONFIG, name)))
+        self.sent = changed
 
     # Checkpoints
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        with self.failing(CHECKPOINTS, "read"):
+        with self.reading(CHECKPOINTS):
             paths = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
@@ -217,13 +209,13 @@ class RunStore:
         Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
         name = f"{CHECKPOINTS}/{step}/document/metadata"
-        with self.failing(f"{CHECKPOINTS}/{step}", "read"):
-            if self.in_bucket:
+        if self.in_bucket:
+            with self.reading(name):
                 path = self.place / name
-                readable = path.exists() and path.stat().length < LARGEST_DOCUMENT
+                readable = path.exists() and path.stat().length < LARGEST_FILE
                 content = path.read_bytes() if readable else None
-            else:
-                content = self.read(name)
+        else:
+            content = self.read(name)
         if content is None:
             raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
@@ -241,26 +233,25 @@ class RunStore:
             return score if isinstance(score, float) and math.isfinite(score) else None
         return None
 
-    def best_step(self, steps: list[int]) -> int | None:
-        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score."""
-        scores = {step: score for step in steps if (score := self.score(step)) is not None}
+    def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
+        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score.
+
+        `known` are scores that need not be read.
+        """
+        known = known or {}
+        found = {step: known[step] if step in known else self.score(step) for step in steps}
+        scores = {step: score for step, score in found.items() if score is not None}
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
-        aside = f"damaged_{step}"
-        try:
-            names = {path.name for path in self.checkpoints.iterdir()}
+        self.check()
+        path, aside = self.checkpoints / str(step), f"damaged_{step}"
+        with failing(f"{path}: can't be read ({reason}), nor put aside as {aside}"):
+            names = {other.name for other in below(self.checkpoints)}
             while aside in names:
                 aside += "_again"
-            self.check()
-            (self.checkpoints / str(step)).rename(self.checkpoints / aside)
-        except Exception as error:
-            if isinstance(error, UserError) or not is_of_storage(error):
-                raise
-            why = getattr(error, "strerror", None) or brief(error)
-            fault = f"can't be read ({reason}), nor put aside as {aside} ({why})"
-            raise UserError(f"{self.url}/{CHECKPOINTS}/{step}: {fault}; rename or remove it") from None
+            path.rename(self.checkpoints / aside)
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
 
 
@@ -285,14 +276,12 @@ def find_run(run: str, key: str) -> RunStore | None:
 
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
-    try:
-        if not is_bucket(run):
-            store = RunStore(os.path.expanduser(run))
+    with naming(key, run):
+        store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
+        if not store.in_bucket:
             return store if os.path.isfile(store.folder / CONFIG) else None
-        if not RunStore(run).is_run():
+        if not store.is_run():
             return None
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
     return RunStore(run, fetch_folder(run, READ, key))
 
 
