@@ -29,7 +29,7 @@ from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
-from mllm.errors import UserError
+from mllm.errors import UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
@@ -37,7 +37,7 @@ from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
-from mllm.run import folder, report, wandb
+from mllm.run import folder, report
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
@@ -84,7 +84,8 @@ class Run:
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
         with raise_everywhere():
-            wandb.check(config.log)
+            if config.log.wandb and is_writer():
+                need("wandb", "wandb", "log.wandb")
             begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
             if not begun:
                 config = pin_all(config)

@@ -3,7 +3,7 @@
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,11 +42,8 @@ def find_fault(error: BaseException | None) -> BaseException | None:
 
 
 @contextmanager
-def failing(subject: str, resumption: Callable[[], str] = str) -> Iterator[None]:
-    """Turn errors of a disk or bucket into a UserError that begins with `subject`, such as `a.txt: can't be read`.
-
-    What `resumption` returns is the end of the line.
-    """
+def failing(subject: str, end: str = "") -> Iterator[None]:
+    """Turn errors of a disk or bucket into a UserError: `subject`, such as `a.txt: can't be read`, why, and `end`."""
     try:
         yield
     except UserError:
@@ -56,7 +53,7 @@ def failing(subject: str, resumption: Callable[[], str] = str) -> Iterator[None]
             raise
         reason = getattr(fault, "strerror", None) or brief(fault)
         remedy = REMEDY.get(getattr(fault, "errno", None), "check it")
-        raise UserError(f"{subject} ({reason}); {remedy}{resumption()}") from None
+        raise UserError(f"{subject} ({reason}); {remedy}{end}") from None
 
 
 def write_file(path: Path, data: bytes) -> None:

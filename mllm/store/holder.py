@@ -147,17 +147,16 @@ class Lease:
 
     def wait_for_end(self) -> Any:
         """Wait until the lease that is there has ended; returns the generation of what may be replaced."""
-        first = lease = self.objects.read(LOCK).result()
+        lease = self.objects.read(LOCK).result()
+        if lease.state != "value":
+            return lease.stamp.generation
         name = printable(lease.value.decode(errors="replace"))[:200]
-        if lease.state == "value":
-            print(f"{self.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
-        deadline = clock() + SECONDS
-        while lease.state == "value" and clock() < deadline:
-            time.sleep(SECONDS / RENEWALS)
-            lease = self.objects.read(LOCK).result()
-            if lease.state == "value" and lease.stamp.generation != first.stamp.generation:
-                raise in_use(self.url, name)
-        return lease.stamp.generation
+        print(f"{self.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
+        time.sleep(SECONDS)
+        now = self.objects.read(LOCK).result()
+        if now.state == "value" and now.stamp.generation != lease.stamp.generation:
+            raise in_use(self.url, name)
+        return now.stamp.generation
 
     def write(self) -> None:
         """Write the lease anew, if nobody else has; a request whose answer was lost finds its own work."""

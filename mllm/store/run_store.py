@@ -125,20 +125,11 @@ class RunStore:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
-        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError.
-
-        It says from which checkpoint the same command goes on.
-        """
+        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError."""
         self.check()
-        with failing(f"{self.url}/{name}: can't be written", self.resumption):
+        end = ", and the same command goes on from the newest checkpoint"
+        with failing(f"{self.url}/{name}: can't be written", end):
             yield
-
-    def resumption(self) -> str:
-        """What the same command does next, where something could not be written: the end of the error's line."""
-        with suppress(UserError):
-            if steps := self.steps():
-                return f", and the same command goes on from checkpoint {steps[-1]}"
-        return ", and give the same command again"
 
     # Logs
 
@@ -277,20 +268,19 @@ def find_run(run: str, key: str) -> RunStore | None:
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
     with naming(key, run):
-        store = RunStore(run if is_bucket(run) else os.path.expanduser(run))
-        if not store.in_bucket:
+        if not is_bucket(run):
+            store = RunStore(os.path.expanduser(run))
             return store if os.path.isfile(store.folder / CONFIG) else None
-        if not store.is_run():
-            return None
-    return RunStore(run, fetch_folder(run, READ, key))
+        return RunStore(run, fetch_folder(run, READ, key)) if RunStore(run).is_run() else None
 
 
 def tool_run(run: str) -> RunStore:
     """The store of a tool's argument; UserError where a bucket has no run there."""
-    store = find_run(run, "RUN")
-    if store is None and is_bucket(run):
+    if not is_bucket(run):
+        return RunStore(os.path.expanduser(run))
+    if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")
-    return store or RunStore(os.path.expanduser(run))
+    return store
 
 
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:
