@@ -35,7 +35,7 @@ from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder, report
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
@@ -86,7 +86,7 @@ class Run:
         with raise_everywhere():
             if config.log.wandb and is_writer():
                 need("wandb", "wandb", "log.wandb")
-            begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
+            begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
             if not begun:
                 config = pin_all(config)
             self.config = config

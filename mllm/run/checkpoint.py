@@ -10,10 +10,10 @@ or isn't what was written, is put aside with a warning, and the next older one i
 """
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from mllm.config.load import read
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
-from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import from_writer, gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
@@ -61,9 +61,8 @@ class Checkpoints:
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.ends: dict[str, int] | None = None
         """Where the logs of the restored checkpoint end."""
-        with raise_everywhere():
-            if is_writer() and begun:
-                check_there(store)
+        if begun:
+            from_writer(partial(check_there, store))
         self.manager = self.open_manager()
 
     def open_manager(self) -> ocp.CheckpointManager:
@@ -89,9 +88,7 @@ class Checkpoints:
         The checkpoint with the highest `score` is the best. The logs are synced before. UserError is raised if the
         checkpoint before can't be written.
         """
-        arrays = by_name(state.train)
-        with raise_everywhere():
-            logs = self.store.sync() if is_writer() else {}
+        arrays, logs = by_name(state.train), from_writer(self.store.sync)
         document = {**state.document(), "config": config, "score": score, "logs": logs, "digests": self.digests}
         document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
         items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
@@ -122,11 +119,7 @@ class Checkpoints:
                 damaged[step] = str(error)
                 continue
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
-            with raise_everywhere():
-                if is_writer():
-                    keep_logs(self.store, document["logs"], steps[0], [*document["logs"]] if damaged else [])
-                for number, reason in damaged.items() if is_writer() else ():
-                    self.store.put_aside(number, reason)
+            from_writer(partial(self.put_aside, damaged, document["logs"], steps[0]))
             if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
                 self.close()
                 self.manager = self.open_manager()
@@ -136,6 +129,18 @@ class Checkpoints:
             fault = f"none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]})"
             raise UserError(f"{self.store}/{CHECKPOINTS}: {fault}; put back what is missing, or take another run_dir")
         return None
+
+    def put_aside(self, damaged: Mapping[int, str], marks: Mapping[str, Any], newest: int) -> None:
+        """Put damaged checkpoints aside, and copies of logs whose lines will not come again: timings that changed, too.
+
+        `marks` are those of the checkpoint that was restored, the `newest` is the number of the one that was there.
+        """
+        if fault := self.store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
+            logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", self.store, TIMINGS, fault, newest)
+        for name in marks if damaged else [TIMINGS] if fault else []:
+            self.store.keep_log(name, f".until_{newest}")
+        for step, reason in damaged.items():
+            self.store.put_aside(step, reason)
 
     def check_dependencies(self, document: Mapping[str, Any]) -> None:
         """UserError where frozen parameters, or anything else outside of the run, are not as at the save."""
@@ -196,14 +201,6 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
     return sizes
 
 
-def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Sequence[str]) -> None:
-    """Keep copies of logs whose lines will not come again: `names`, and timings that have changed since `newest`."""
-    if fault := store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
-        logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, TIMINGS, fault, newest)
-    for name in dict.fromkeys([*names, *([TIMINGS] if fault else [])]):
-        store.keep_log(name, f".until_{newest}")
-
-
 def check_there(store: RunStore) -> None:
     """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
     folder, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
@@ -223,8 +220,7 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 def common_steps(store: RunStore) -> list[int]:
     """The steps of the checkpoints that process 0 sees, ascending; all processes must call this."""
-    with raise_everywhere():
-        return gather_objects(store.steps() if is_writer() else [])[0]
+    return from_writer(store.steps)
 
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:
@@ -244,8 +240,8 @@ def read_arrays(
     All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
     dtype, or another checksum than the document says; UserError where a disk or bucket fails.
     """
-    path = store.checkpoints / str(step) / "state"
-    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+    path, nbytes = store.checkpoints / str(step) / "state", sum(x.size * x.dtype.itemsize for x in like.values())
+    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes) as bar:
         stored = by_name(handler().metadata(path).tree)
         for name, leaf in like.items():
             if name not in stored:
@@ -308,10 +304,6 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
                     raise
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
-
-
-def nbytes(arrays: Mapping[str, Any]) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.model.weights import narrow
-from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import from_writer
 from mllm.run.checkpoint import by_name, common_steps, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
@@ -94,8 +94,7 @@ class SourceRun:
         number, steps = step, common_steps(self.store)
         if step == "best":  # where it is not kept, the best that is left need not be the best
             kept = steps if self.config.checkpoint.keep_best else []
-            with raise_everywhere():
-                number = gather_objects(self.store.best_step(kept) if is_writer() else None)[0]
+            number = from_writer(lambda: self.store.best_step(kept))
         elif step is None or step == "newest":
             step, number = "newest", max(steps, default=None)
         if not isinstance(number, int) or number not in steps:

@@ -38,19 +38,13 @@ def fetch_files(source: str, key: str) -> list[Path]:
     url, _, pattern = source.rpartition("/")
     if "*" in url or "?" in url or "[" in url:
         raise UserError(f"{key}: {source}: a pattern is only for the last part of a name in a bucket")
-    if not any(sign in pattern for sign in "*?["):
-        return fetch(url, [pattern], key)
-    names = matching(url, [pattern], key)
-    if not names:
-        raise UserError(f"{key}: no object matches {source}: correct the pattern")
-    return fetch(url, names, key)
+    is_pattern = any(sign in pattern for sign in "*?[")
+    return fetch(url, matching(url, [pattern], key) if is_pattern else [pattern], key)
 
 
 def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
     wanted = matching(url, patterns, key)
-    if not wanted:
-        raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
     folder = fetch(url, wanted, key)[0].parent
     for path in folder.iterdir():  # what has been removed from the bucket
         if path.name not in wanted and not path.name.startswith(".") and any(map(path.match, patterns)):
@@ -59,10 +53,12 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
 
 
 def matching(url: str, patterns: Sequence[str], key: str) -> list[str]:
-    """The names of the objects just below a URL that match one of the patterns, in order."""
+    """The names of the objects just below a URL that match one of the patterns, in order; UserError if none does."""
     with naming(key, url):
         names = [path.name for path in below(bucket_path(url))]
-    return sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns)))
+    if found := sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns))):
+        return found
+    raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
 
 
 def fetch(url: str, names: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:

@@ -68,7 +68,7 @@ def test_what_was_half_fetched_is_never_taken_for_whole(server, url):
     ("source", "answer", "message"),
     [
         ("nowhere.jsonl", None, "there is no such object: correct the URL"),
-        ("nowhere-*.jsonl", None, "no object matches"),
+        ("nowhere-*.jsonl", None, "nothing there is called"),
         ("nowhere/*/a.jsonl", None, "a pattern is only for the last part of a name in a bucket"),
         ("train.jsonl", "403", "check the bucket and its credentials"),
     ],
