@@ -105,33 +105,21 @@ class SourceRun:
     def read_parameters(self, step: int | str | None, like: Params, model: ModelConfig) -> Params:
         """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
 
-        `model` says how a matrix is rounded that loses bits.
+        Adapters are added to their matrices in float32. `model` says how a matrix is rounded that loses bits.
         """
-        step = self.choose_step(step)
-        if self.config.model.lora is not None:
-            return self.merged_parameters(step, like, model)
-        dtype = self.config.model.param_dtype
-
-        def stored_as(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=jax.tree.leaves(leaf)[0].sharding)
-
-        stored = jax.tree.map(stored_as, like, is_leaf=is_int8)
-        _, params = restore_params(self.store, stored, step)
-        return narrowed(params, like, model)
-
-    def merged_parameters(self, step: int, like: Params, model: ModelConfig) -> Params:
-        """The parameters of a run that trained adapters, which are added to its model's matrices in float32."""
         policy = load_own_policy(self.store, self.config, jax.tree.leaves(like)[0].sharding.mesh)
         if policy.exported != policy.architecture:
             fault = f"{self.store} parted the head from the embedding"
             raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
-        _, adapters = restore_params(self.store, policy.trained, step)
+        _, trained = restore_params(self.store, policy.trained, self.choose_step(step))
+        if policy.lora is None:
+            return narrowed(trained, like, model)
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
             return narrowed(merge_all_adapters(params, policy.lora), like, model)
 
-        return merge(policy.complete(adapters))
+        return merge(policy.complete(trained))
 
 
 def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
