@@ -89,7 +89,7 @@ def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
             raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
     if CONFIG in entries:
-        return read(store.local(CONFIG)), max(store.steps(), default=0)
+        return read(store.config_path()), max(store.steps(), default=0)
     # A run that was killed before it began leaves these.
     leftover = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
     if {*entries} - leftover - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():

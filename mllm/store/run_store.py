@@ -43,6 +43,8 @@ PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 RECORDED = ("arrays", "logs", "digests", "frozen")
 """What every document has: by name, the checksums of arrays, logs, and what the run depends on."""
+READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
+"""The files of a run in a bucket that tools read."""
 logger = logging.getLogger(__name__)
 
 
@@ -77,20 +79,32 @@ class RunStore:
     def checkpoints(self) -> epath.Path:
         return self.place / CHECKPOINTS
 
+    def reading(self, name: str = "") -> AbstractContextManager[None]:
+        """Turn errors of the disk or bucket into a UserError."""
+        return failing(f"{self.url}/{name}: can't be read")
+
+    @contextmanager
+    def writing(self, name: str = "") -> Iterator[None]:
+        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError."""
+        self.check()
+        end = ", and the same command goes on from the newest checkpoint"
+        with failing(f"{self.url}/{name}: can't be written", end):
+            yield
+
     # Files
 
-    def local(self, name: str) -> Path:
-        """A file on this machine, fetched if the run is in a bucket, where the file must be."""
-        return fetch(self.url, [name], "run_dir")[0] if self.in_bucket else self.folder / name
+    def entries(self) -> list[str]:
+        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
+        with self.reading():
+            return sorted(path.name for path in below(self.place))
 
     def is_run(self) -> bool:
         """Whether a run has begun there."""
         return CONFIG in self.entries()
 
-    def entries(self) -> list[str]:
-        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
-        with self.reading(""):
-            return sorted(path.name for path in below(self.place))
+    def config_path(self) -> Path:
+        """The run's configuration as a file of this machine, fetched if the run is in a bucket."""
+        return fetch(self.url, [CONFIG], "run_dir")[0] if self.in_bucket else self.folder / CONFIG
 
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file.
@@ -116,20 +130,7 @@ class RunStore:
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
             write_file(path, data)
-        if self.in_bucket:
-            self.send_files()
-
-    def reading(self, name: str) -> AbstractContextManager[None]:
-        """Turn errors of the disk or bucket into a UserError that says that `name` can't be read."""
-        return failing(f"{self.url}/{name}: can't be read")
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[None]:
-        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError."""
-        self.check()
-        end = ", and the same command goes on from the newest checkpoint"
-        with failing(f"{self.url}/{name}: can't be written", end):
-            yield
+        self.send_files()
 
     # Logs
 
@@ -139,10 +140,9 @@ class RunStore:
 
     def keep_log(self, name: str, suffix: str) -> None:
         """Copy a log, as it is, to a name that ends so and that nothing has yet."""
-        content, aside = self.read_log(name), f"{name}{suffix}"
-        while (self.folder / aside).exists():
-            aside += "_again"
-        self.write(aside, content)
+        while (self.folder / f"{name}{suffix}").exists():
+            suffix += "_again"
+        self.write(f"{name}{suffix}", self.read_log(name))
 
     def open_log(self, name: str, size: int = 0) -> Log:
         """A log to append to, of which `size` bytes stay."""
@@ -157,8 +157,7 @@ class RunStore:
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
         marks = {name: log.sync() for name, log in self.logs.items()}
-        if self.in_bucket:
-            self.send_files()
+        self.send_files()
         return marks
 
     # A bucket's copy
@@ -166,7 +165,7 @@ class RunStore:
     def fetch_files(self) -> None:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        with self.reading(""):
+        with self.reading():
             paths = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
         names = [*filter(is_plain, paths)]
         fetched = fetch(self.url, names, "run_dir", MIRRORS)
@@ -174,17 +173,19 @@ class RunStore:
 
     def send_files(self) -> None:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
-        changed = dict[str, tuple[int, int]]()
+        if not self.in_bucket:
+            return
+        files = dict[str, tuple[int, int]]()
         for path in self.folder.rglob("*"):
             name = str(path.relative_to(self.folder))
             if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
                 continue
             if is_plain(name) and path.is_file() and not name.endswith(UNFINISHED):
-                changed[name] = stamp(path)
-        names = [name for name in changed if changed[name] != self.sent.get(name)]
-        with self.writing(""):
-            send(self.folder, self.url, sorted(names, key=lambda name: (name == CONFIG, name)))
-        self.sent = changed
+                files[name] = stamp(path)
+        changed = [name for name in files if files[name] != self.sent.get(name)]
+        with self.writing():
+            send(self.folder, self.url, sorted(changed, key=lambda name: (name == CONFIG, name)))
+        self.sent = files
 
     # Checkpoints
 
@@ -200,13 +201,9 @@ class RunStore:
         Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
         name = f"{CHECKPOINTS}/{step}/document/metadata"
-        if self.in_bucket:
-            with self.reading(name):
-                path = self.place / name
-                readable = path.exists() and path.stat().length < LARGEST_FILE
-                content = path.read_bytes() if readable else None
-        else:
-            content = self.read(name)
+        with self.reading(name):
+            path = self.place / name
+            content = self.read(name) if not self.in_bucket else path.read_bytes() if path.exists() else None
         if content is None:
             raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
@@ -217,30 +214,25 @@ class RunStore:
             raise Damaged("another version of this program wrote its document")
         return document
 
-    def score(self, step: int) -> float | None:
-        """The score of a checkpoint, by which it may be the best; None where it has none, or is damaged."""
-        with suppress(Damaged):
-            score = self.document(step).get("score")
-            return score if isinstance(score, float) and math.isfinite(score) else None
-        return None
-
     def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
         """The step of the best of these checkpoints, of the newest one among equals; None if none has a score.
 
-        `known` are scores that need not be read.
+        `known` are scores that need not be read; a damaged checkpoint has none.
         """
-        known = known or {}
-        found = {step: known[step] if step in known else self.score(step) for step in steps}
-        scores = {step: score for step, score in found.items() if score is not None}
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        scores: dict[int, Any] = dict(known or {})
+        for step in steps:
+            if step not in scores:
+                with suppress(Damaged):
+                    scores[step] = self.document(step).get("score")
+        scored = {step: x for step, x in scores.items() if isinstance(x, float) and math.isfinite(x)}
+        return max(scored, key=lambda step: (scored[step], step), default=None)
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
         self.check()
         path, aside = self.checkpoints / str(step), f"damaged_{step}"
         with failing(f"{path}: can't be read ({reason}), nor put aside as {aside}"):
-            names = {other.name for other in below(self.checkpoints)}
-            while aside in names:
+            while (self.checkpoints / aside).exists():
                 aside += "_again"
             path.rename(self.checkpoints / aside)
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
@@ -256,10 +248,6 @@ def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.P
 def stamp(path: Path) -> tuple[int, int]:
     """A file's size and time, which change when it does."""
     return path.stat().st_size, path.stat().st_mtime_ns
-
-
-READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
-"""The files of a run in a bucket that tools read."""
 
 
 def find_run(run: str, key: str) -> RunStore | None:

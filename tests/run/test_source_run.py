@@ -65,7 +65,7 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, monkeypatch, step, number):
     copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
     run_dir.write(RunStore(copy.run_dir), copy)
-    monkeypatch.setattr(RunStore, "score", lambda self, step: -step)
+    monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))
     settings = following(copy, tmp_path / "run", step=step)
     source = SourceRun.open(settings.model)
     assert source is not None
