@@ -43,29 +43,23 @@ class TolerantWriter(event_file_writer.EventsWriter):
 event_file_writer.EventsWriter = TolerantWriter
 
 
-class Events:
-    """A new file of events in a folder, which is made where it is missing."""
+def open_events(folder: Path, first_step: int) -> SummaryWriter | None:
+    """A new file of events in a folder, which is made where it is missing; None where that fails.
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it."""
-        self.writer = None
-        try:
-            self.writer = SummaryWriter(
-                str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=f".{time.time_ns()}"
-            )
-        except OSError as error:
-            warn(error)
+    TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it.
+    """
+    try:
+        suffix = f".{time.time_ns()}"
+        return SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
+    except OSError as error:
+        warn(error)
+        return None
 
-    def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        """Add numbers, all finite, to a step's events."""
-        if self.writer is not None:
-            values = [value for name, number in numbers.items() for value in scalar(name, number).value]
-            self.writer.file_writer.add_summary(Summary(value=values), step)  # one event, where add_scalar makes many
 
-    def close(self) -> None:
-        """Wait until all events are in the file."""
-        if self.writer is not None:
-            self.writer.close()
+def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float | int]) -> None:
+    """Add numbers, all finite, to a step's events: as one event, where add_scalar makes many."""
+    values = [value for name, number in numbers.items() for value in scalar(name, number).value]
+    events.file_writer.add_summary(Summary(value=values), step)
 
 
 def warn(error: OSError) -> None:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
-from mllm.run.events import Events
+from mllm.run.events import open_events, write_numbers
 from mllm.run.wandb import sending
 from mllm.store.log import Log
 from mllm.store.run_store import RunStore
@@ -63,7 +63,8 @@ class RunLog:
             if config and config.log.wandb:
                 self.stack.enter_context(sending(store, config))
             store.check()
-            self.events = self.stack.enter_context(closing(Events(store.folder / EVENTS, last_step + 1)))
+            if (events := open_events(store.folder / EVENTS, last_step + 1)) is not None:
+                self.events = self.stack.enter_context(closing(events))
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -102,9 +103,9 @@ class RunLog:
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
-        if name != "samples.jsonl" and self.events:
+        if name != SAMPLES and self.events:
             numbers = {key: value for key, value in finite.items() if value is not None and key != "changed"}
-            self.events.write(step, numbers)
+            write_numbers(self.events, step, numbers)
 
     def close(self) -> None:
         self.stack.close()
