@@ -44,9 +44,8 @@ from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy
+from mllm.run.source_run import load_policy, load_teacher, pin_all
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.run.teacher import load_teacher, pin_all
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums

@@ -56,13 +56,11 @@ CHANGEABLE = {
 
 @contextmanager
 def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
-    """Check the place of a configuration's run as `check` does, and hold it; all processes must enter this."""
+    """Hold the place of a configuration's run, and check it as `check` does; all processes must enter this."""
     store = RunStore(config.run_dir)
-    with raise_everywhere():
-        check(store, config, change)
     with hold(store):
         with raise_everywhere():
-            config = check(store, config, change)  # another process may have held it until now
+            config = check(store, config, change)
         yield store, config
 
 
@@ -84,9 +82,6 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
 
 def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     """The configuration of the run that is there and its newest checkpoint's step; None in an empty place."""
-    for path in () if store.in_bucket else (store.folder, *store.folder.parents):
-        if path.is_file():
-            raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
     if CONFIG in entries:
         return read(store.config_path()), max(store.steps(), default=0)

@@ -17,10 +17,8 @@ from tqdm import tqdm
 
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
-from mllm.run.events import open_events, write_numbers
-from mllm.run.wandb import sending
-from mllm.store.log import Log
-from mllm.store.run_store import RunStore
+from mllm.run.events import open_events, wandb_run, write_numbers
+from mllm.store.run_store import Log, RunStore
 
 METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
@@ -61,7 +59,7 @@ class RunLog:
                 log = store.open_log(name, ends[name] if ends else 0)
                 self.files[name] = self.stack.enter_context(closing(log))
             if config and config.log.wandb:
-                self.stack.enter_context(sending(store, config))
+                self.stack.enter_context(wandb_run(store, config))
             store.check()
             if (events := open_events(store.folder / EVENTS, last_step + 1)) is not None:
                 self.events = self.stack.enter_context(closing(events))

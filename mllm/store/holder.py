@@ -55,7 +55,7 @@ def hold_folder(store: RunStore) -> Iterator[None]:
     The operating system releases the lock when the process ends, however it ends.
     """
     folder = store.folder
-    with failing(f"{folder}: can't be written"):
+    with failing(f"run_dir: {folder} can't be written"):
         file = open_locked(folder)
 
     def check() -> None:

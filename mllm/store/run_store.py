@@ -12,6 +12,7 @@ A run in a bucket has a copy of its files on this machine, where they are read a
 with each checkpoint. Here nothing knows JAX: `mllm.run.checkpoint` writes and reads the arrays.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 
@@ -32,7 +33,6 @@ from mllm.errors import UserError
 from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
 from mllm.store.fetch import fetch, fetch_folder, naming, send
 from mllm.store.folder import UNFINISHED, failing, write_file
-from mllm.store.log import Log, Mark, compare
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
@@ -50,6 +50,54 @@ logger = logging.getLogger(__name__)
 
 class Damaged(Exception):
     """The data that was read is not what was written."""
+
+
+class Mark(NamedTuple):
+    """How far a log has come."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """The checksum of these bytes, in hexadecimal digits."""
+
+
+class Log:
+    """A file that only grows, without a buffer here; a run that resumes cuts it where its checkpoint says."""
+
+    def __init__(self, path: Path, size: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Open a log, of which `size` bytes stay. All that is written is written inside of `writing`."""
+        self.writing = writing
+        with writing():
+            self.file = path.open("ab", buffering=0)
+            self.file.truncate(size)
+            content = path.read_bytes()
+        self.size, self.checksum = len(content), hashlib.sha256(content)
+
+    def append(self, record: bytes) -> None:
+        with self.writing():
+            left = record
+            while left:
+                left = left[self.file.write(left) :]
+        self.size += len(record)
+        self.checksum.update(record)
+
+    def sync(self) -> Mark:
+        """Wait until all of the log survives a crash of the machine."""
+        with self.writing():
+            os.fsync(self.file.fileno())
+        return Mark(self.size, self.checksum.hexdigest())
+
+    def close(self) -> None:
+        self.sync()
+        self.file.close()
+
+
+def compare(content: bytes, mark: Any) -> str:
+    """How a log's content differs from what stood there when `mark` was made, in words; empty where it does not."""
+    size, sha256 = mark
+    if len(content) < size:
+        return f"lacks its last {size - len(content):,} bytes"
+    return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""
 
 
 class RunStore:

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from runs import arguments, changed
@@ -14,9 +15,8 @@ from tiny import config
 import train
 from mllm.algorithms.grpo.algorithm import Grpo
 from mllm.run import report
-from mllm.run.events import open_events, write_numbers
+from mllm.run.events import open_events, run_id, write_numbers
 from mllm.run.metrics import RunLog, last_logged_step
-from mllm.run.wandb import run_id
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
 
@@ -169,6 +169,26 @@ def test_a_moved_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
     restored.rename(moved.folder)
     assert run_id(moved) == number
     assert len({number, other}) == 2
+
+
+def test_a_run_there_sees_all_events_and_its_trouble_is_a_warning(tmp_path, monkeypatch, caplog):
+    """With a module that stands for the package."""
+    seen = []
+
+    def finish():
+        seen.append([path.stat().st_size > 100 for path in tmp_path.glob("tensorboard/*")])
+        raise OSError("no network")
+
+    def init(**options):
+        seen.append((options["project"], options["id"], options["sync_tensorboard"], [*tmp_path.glob("tensorboard")]))
+        return SimpleNamespace(finish=finish)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Settings=dict))
+    log = RunLog(store := RunStore(tmp_path), -1, 1, SETTINGS)
+    log.write(1, {"loss": 1.0})
+    log.close()
+    assert seen == [("project", run_id(store), True, []), [True]]
+    assert "log.wandb: no network; the run goes on without it" in caplog.text
 
 
 def test_without_the_package_nothing_starts(tmp_path, monkeypatch, capsys):
