@@ -38,7 +38,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder, report
-from mllm.run.checkpoint import Checkpoints, by_name, common_steps
+from mllm.run.checkpoint import Checkpoints, by_name
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
@@ -106,7 +106,7 @@ class Run:
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            needed = policy.lora is not None or not common_steps(self.store)
+            needed = policy.lora is not None or not from_writer(self.store.steps)
             initial = policy.initial_params() if algorithm.reference or needed else None
             if initial is not None and algorithm.reference == "at_start":
                 self.set_reference(initial)

@@ -1,7 +1,6 @@
 """What a run says on the terminal: a line when it starts, and at its end a table of accuracy, speed and memory."""
 
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -58,7 +57,7 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
     """
     metrics = read_records(store, "metrics.jsonl")
     timings = read_records(store, "timings.jsonl")
-    lines = [("ended", ended), *held_out(metrics), *progress(metrics, shown), *speed(timings), ("", ""), *places(store)]
+    lines = [("ended", ended), *held_out(metrics), *progress(metrics, shown), *speed(timings), ("files", str(store))]
     width = max(18, *(len(name) for name, _ in lines))
     return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 
@@ -80,9 +79,6 @@ def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterato
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])
             yield name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
-    if metrics and (without := metrics[-1].get("updates_without_gradient")):
-        equal = "no completion's reward differed from its group's"
-        yield "nothing to learn", f"in {without:,} of {metrics[-1]['step']:,} updates: {equal}"
 
 
 def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -100,11 +96,3 @@ def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
     """The values of all records that have one."""
     return [record[key] for record in records if record.get(key) is not None]
-
-
-def places(store: RunStore) -> Iterator[tuple[str, str]]:
-    for name in ("tensorboard", "samples.jsonl", "metrics.jsonl", "checkpoints", "curves.png"):
-        if (entry := store.place / name).exists() and (entry.is_dir() or entry.stat().length):
-            path = f"{store}/{name}"
-            opened_by = f"tensorboard --logdir {shlex.quote(path)}"
-            yield name.partition(".")[0], opened_by if name == "tensorboard" else path

@@ -28,7 +28,7 @@ from mllm.model.lora import merge_all_adapters
 from mllm.model.tokenizer import Tokenizer
 from mllm.model.weights import narrow
 from mllm.parallel.processes import from_writer
-from mllm.run.checkpoint import by_name, common_steps, restore_params
+from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, "step": None, "revision": None}
@@ -94,7 +94,7 @@ class SourceRun:
 
         UserError is raised where the run has no such checkpoint.
         """
-        number, steps = step, common_steps(self.store)
+        number, steps = step, from_writer(self.store.steps)
         if step == "best":  # where it is not kept, the best that is left need not be the best
             kept = steps if self.config.checkpoint.keep_best else []
             number = from_writer(lambda: self.store.best_step(kept))
