@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -100,7 +100,10 @@ def leave(code: int, line: str) -> NoReturn:
 
 
 class Watch:
-    """What this process is doing; a thread ends it when another one has failed, or a phase exceeds `limit` seconds."""
+    """What this process does while it is entered, and how it ends together with the others.
+
+    A thread ends it when another process has failed, or a phase exceeds `limit` seconds.
+    """
 
     def __init__(self, limit: float | None) -> None:
         self.limit, self.client = limit, distributed.global_state.client
@@ -137,7 +140,10 @@ class Watch:
             time.sleep(2 * POLL)  # this one's connections stay open until the others have read it
         leave(code, line)
 
-    def finish(self, error: BaseException | None) -> None:
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End with the run: normally, or by an error that all processes raise alike; another error ends all of them."""
         self.stopped.set()
         self.thread.join()
@@ -150,15 +156,3 @@ class Watch:
         if code == 1:
             traceback.print_exception(error)
         self.fail(code, line)
-
-
-@contextmanager
-def watched(limit: float | None = None) -> Iterator[Watch]:
-    """This process's watch while the body runs, at whose end the processes of a run end together."""
-    watch = Watch(limit)
-    try:
-        yield watch
-    except BaseException as error:
-        watch.finish(error)
-        raise
-    watch.finish(None)

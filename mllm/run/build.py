@@ -33,16 +33,16 @@ from mllm.errors import UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
-from mllm.parallel.group import Watch, watched
+from mllm.parallel.group import Watch
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
-from mllm.run import folder, report
+from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
-from mllm.run.metrics import RunLog
+from mllm.run.metrics import RunLog, start_lines
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_policy, load_teacher, pin_all
 from mllm.run.state import PendingEvaluation, RunState
@@ -72,7 +72,7 @@ class Run:
         All processes must enter this. `change` permits other settings than the run has had. Without a new phase for
         `stall_limit` seconds the run ends.
         """
-        with ExitStack() as stack, watched(stall_limit) as watch:
+        with ExitStack() as stack, Watch(stall_limit) as watch:
             yield cls(config, change, stack, watch)
 
     def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
@@ -245,10 +245,8 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            print(
-                report.start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step),
-                file=sys.stderr,
-            )
+            said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
+            print(said, file=sys.stderr)
         log = RunLog(
             self.store,
             state.logged_step,

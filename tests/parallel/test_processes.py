@@ -273,7 +273,7 @@ def join_and_end(what):
 def end(what):
     """In each of two processes: work, and let process 1 fail in the midst of it."""
     number = jax.process_index()
-    with group_module.watched(2.0 if what == "stall" else None) as watch:
+    with group_module.Watch(2.0 if what == "stall" else None) as watch:
         for step in range(1000):
             watch.mark(step, "update")
             gather_objects(step)
@@ -330,7 +330,7 @@ def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
 
 @pytest.mark.nightly
 def test_a_stalled_process_that_trains_alone_ends_and_only_then():
-    script = "import time; from mllm.parallel.group import *\nwith watched(1.0) as watch:\n    {}\n    print('done')"
+    script = "import time; from mllm.parallel.group import *\nwith Watch(1.0) as watch:\n    {}\n    print('done')"
     for body, code, said in (
         ("[(time.sleep(0.3), watch.mark(step, 'data')) for step in range(6)]", 0, "done\n"),
         (

@@ -14,9 +14,8 @@ from tiny import config
 
 import train
 from mllm.algorithms.grpo.algorithm import Grpo
-from mllm.run import report
 from mllm.run.events import open_events, run_id, write_numbers
-from mllm.run.metrics import RunLog, last_logged_step
+from mllm.run.metrics import RunLog, last_logged_step, summary
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
 
@@ -130,7 +129,7 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
     for step, speed in (2, 1000.0), (3, 3000.0):  # as of a step with a rollout, and of one that takes the same again
         log.write_timings(step, {"tokens_per_second": speed}, {})
     log.close()
-    lines = [" ".join(line.split()) for line in report.summary(store, "after it all", {"loss": "loss"}).splitlines()]
+    lines = [" ".join(line.split()) for line in summary(store, "after it all", {"loss": "loss"}).splitlines()]
     assert lines[1:14] == [
         "ended after it all",
         "eval/reward 0.250 at step 0, 0.750 at step 3",

@@ -34,6 +34,7 @@ from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.config.load import load
 from mllm.parallel import group
+from mllm.run import build
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore, tool_run
@@ -184,7 +185,7 @@ def test_logs_are_synced_before_a_checkpoint_is_saved_and_the_watch_is_told_ever
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Checkpoints, "save", saved)
-    monkeypatch.setattr(group, "Watch", Watch)
+    monkeypatch.setattr(build, "Watch", Watch)
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=2, eval=None, rollout=None, checkpoint={"every": 1})
     assert run(settings, "--stall-limit", "300") == 0
     assert told == [300.0, *((step, phase) for step in (0, 1) for phase in ("data", "update", "save"))]
