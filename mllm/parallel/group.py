@@ -100,10 +100,7 @@ def leave(code: int, line: str) -> NoReturn:
 
 
 class Watch:
-    """What this process does while it is entered, and how it ends together with the others.
-
-    A thread ends it when another process has failed, or a phase exceeds `limit` seconds.
-    """
+    """What this process is doing; a thread ends it when another one has failed, or a phase exceeds `limit` seconds."""
 
     def __init__(self, limit: float | None) -> None:
         self.limit, self.client = limit, distributed.global_state.client

@@ -81,10 +81,7 @@ def raise_everywhere() -> Iterator[None]:
 
 
 def from_writer(action: Callable[[], Any]) -> Any:
-    """What process 0 gets from an action that it alone takes, in all processes; as JSON, if there are several.
-
-    A UserError that it raises is raised in all.
-    """
+    """What process 0 gets, as JSON, from an action that it alone takes, in all processes, as is its UserError."""
     with raise_everywhere():
         return gather_objects(action() if is_writer() else None)[0]
 

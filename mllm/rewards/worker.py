@@ -81,10 +81,7 @@ class Worker:
         self.kinds, self.codes = [kind for kind, _ in functions], [code for _, code in functions]
 
     def ask(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[Answer]:
-        """Each function's answers for the samples, one function after the other; several are called together.
-
-        A call with all samples may take `seconds` for each of them.
-        """
+        """Each function's answers for the samples, one function after the other; each may take `seconds`."""
         answers, wanted = list[Answer](), len(functions) * len(samples)
         while len(answers) < wanted:
             if not self.alive or not self.process.is_alive():

@@ -53,12 +53,7 @@ from mllm.training.algorithm import Parts, make_algorithm
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.room import room_that_fits
-from mllm.training.step import (
-    Forward,
-    abstract_state,
-    init_state,
-    make_train_step,
-)
+from mllm.training.step import Forward, abstract_state, init_state, make_train_step
 
 
 class Run:
@@ -227,10 +222,7 @@ class Run:
         return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
-        """The state from which the run goes on: the newest checkpoint's, or a new run's.
-
-        The source is at its position then, and the log ends with its last line.
-        """
+        """The state from which the run goes on, the newest checkpoint's or a new one; source and log are there, too."""
         trained, self.trained = self.trained, None
         state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
         if state is not None:
@@ -247,13 +239,7 @@ class Run:
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
             said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
             print(said, file=sys.stderr)
-        log = RunLog(
-            self.store,
-            state.logged_step,
-            self.source.steps,
-            self.config,
-            self.algorithm.progress,
-            self.checkpoints.ends,
-        )
+        steps, ends = self.source.steps, self.checkpoints.ends
+        log = RunLog(self.store, state.logged_step, steps, self.config, self.algorithm.progress, ends)
         self.log = self.stack.enter_context(closing(log))
         return state

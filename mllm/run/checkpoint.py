@@ -156,10 +156,7 @@ class Checkpoints:
                 )
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of the checkpoints, the newest last, stays: the newest ones do, and the best by its score.
-
-        It makes this Orbax's policy. UserError is raised where the run is not this process's now.
-        """
+        """Orbax's policy: whether each checkpoint stays, as the newest ones do, which come last, and the best one."""
         self.store.check()
         steps = [info.step for info in checkpoints]
         kept = {*steps[-self.config.keep :]}
@@ -258,10 +255,7 @@ def read_arrays(store: RunStore, step: int, like: Any, document: Mapping[str, An
 
 
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of the checkpoint of `step`, or of the newest; UserError where it can't be read.
-
-    All processes must call this.
-    """
+    """The step and parameters of a checkpoint, by default the newest; UserError where it can't be read."""
     steps = from_writer(store.steps)
     if not steps or (step is not None and step not in steps):
         raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")

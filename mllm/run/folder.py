@@ -68,8 +68,7 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
     """The configuration with which the run there goes on, or a new one begins: with the record of its changes.
 
     `change` permits settings to differ as `check_changes` says. UserError is raised if the place holds a run of
-    another configuration, or something that is no run. Process 0 looks: others may see files of a disk they share
-    later.
+    another configuration, or something that is no run.
     """
     existing = from_writer(lambda: look(store))
     if existing is None:
@@ -107,14 +106,10 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
 
 
 def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
-    """The configuration with the record of all of the run's changes, also the ones from its `old` settings.
+    """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
-    Args:
-        run: its name, for messages.
-        newest: the step of its newest checkpoint, after which changes take effect.
-        permitted: whether `CHANGEABLE` settings may differ.
-
-    UserError is raised for a setting that may not differ.
+    Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for a setting that
+    may not differ: one of `CHANGEABLE` may if it is `permitted`.
     """
     for name in ("model", "teacher"):
         section, begun = getattr(config, name), old.get(name) or {}

@@ -36,10 +36,7 @@ OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, 
 
 
 def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run's folder.
-
-    UserError is raised as there, and by `SourceRun.open`.
-    """
+    """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run."""
     source = SourceRun.open(config.model)
     if source is None:
         return load.load_policy(config, mesh)
@@ -56,10 +53,7 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub.
-
-    All processes must call this. UserError is raised where the run has no such checkpoint.
-    """
+    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub."""
     if (run := SourceRun.open(model)) is not None:
         return {"step": run.choose_step(model.step)}
     if model.init != "pretrained" or not model.source:
@@ -90,10 +84,7 @@ class SourceRun:
         return cls(store, configs.load_run(store.folder / CONFIG))
 
     def choose_step(self, step: int | str | None) -> int:
-        """The number of the step that `model.step` names; all processes must call this.
-
-        UserError is raised where the run has no such checkpoint.
-        """
+        """The number of the step that `model.step` names, in all processes; UserError where there is no such one."""
         number, steps = step, from_writer(self.store.steps)
         if step == "best":  # where it is not kept, the best that is left need not be the best
             kept = steps if self.config.checkpoint.keep_best else []

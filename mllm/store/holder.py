@@ -30,10 +30,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def hold(store: RunStore) -> Iterator[None]:
-    """Hold a run for this run of processes, all of which must enter this: no other one writes it meanwhile.
-
-    At the end a bucket has everything. UserError is raised if another run holds it, or it can't be written.
-    """
+    """Hold a run for these processes, all of which must enter this; UserError if others do, or it can't be written."""
     with ExitStack() as stack:
         with raise_everywhere():
             if is_writer():
@@ -50,10 +47,7 @@ def in_use(place: object, holder: str) -> UserError:
 
 @contextmanager
 def hold_folder(store: RunStore) -> Iterator[None]:
-    """Lock a folder, which is made if it is missing; an empty one is removed at the end if no run has begun there.
-
-    The operating system releases the lock when the process ends, however it ends.
-    """
+    """Lock a folder, which is made if it is missing; the system releases it when the process ends, however it ends."""
     folder = store.folder
     with failing(f"run_dir: {folder} can't be written"):
         file = open_locked(folder)
@@ -118,7 +112,7 @@ def hold_bucket(store: RunStore) -> Iterator[None]:
     try:
         store.fetch_files()
         yield
-        store.send_files()
+        store.send_logs()
     finally:
         store.check = lambda: None
         lease.release()

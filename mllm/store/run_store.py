@@ -32,7 +32,7 @@ from etils import epath
 from mllm.errors import UserError
 from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
 from mllm.store.fetch import fetch, fetch_folder, naming, send
-from mllm.store.folder import UNFINISHED, failing, write_file
+from mllm.store.folder import failing, write_file
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
@@ -112,8 +112,6 @@ class RunStore:
         self.check: Callable[[], None] = lambda: None
         """Raises UserError where this process may not write any more."""
         self.logs: dict[str, Log] = {}
-        self.sent: dict[str, tuple[int, int]] = {}
-        """Size and time of each file that the bucket has."""
 
     def __str__(self) -> str:
         return self.url
@@ -178,7 +176,7 @@ class RunStore:
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
             write_file(path, data)
-        self.send_files()
+        self.send([name])
 
     # Logs
 
@@ -205,7 +203,7 @@ class RunStore:
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
         marks = {name: log.sync() for name, log in self.logs.items()}
-        self.send_files()
+        self.send_logs()
         return marks
 
     # A bucket's copy
@@ -214,26 +212,19 @@ class RunStore:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with self.reading():
-            paths = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
-        names = [*filter(is_plain, paths)]
-        fetched = fetch(self.url, names, "run_dir", MIRRORS)
-        self.sent = {name: stamp(path) for name, path in zip(names, fetched, strict=True)}
+            names = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
+        fetch(self.url, [*filter(is_plain, names)], "run_dir", MIRRORS)
 
-    def send_files(self) -> None:
-        """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
-        if not self.in_bucket:
-            return
-        files = dict[str, tuple[int, int]]()
-        for path in self.folder.rglob("*"):
-            name = str(path.relative_to(self.folder))
-            if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
-                continue
-            if is_plain(name) and path.is_file() and not name.endswith(UNFINISHED):
-                files[name] = stamp(path)
-        changed = [name for name in files if files[name] != self.sent.get(name)]
-        with self.writing():
-            send(self.folder, self.url, sorted(changed, key=lambda name: (name == CONFIG, name)))
-        self.sent = files
+    def send_logs(self) -> None:
+        """Send the logs, and the newest file of events, to the bucket."""
+        events = sorted(self.folder.glob("tensorboard/*"))[-1:]
+        self.send([*self.logs, *(str(path.relative_to(self.folder)) for path in events)])
+
+    def send(self, names: Sequence[str]) -> None:
+        """Send files to the bucket; nothing where the run is on a disk."""
+        if self.in_bucket:
+            with self.writing():
+                send(self.folder, self.url, names)
 
     # Checkpoints
 
@@ -244,10 +235,7 @@ class RunStore:
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
     def document(self, step: int | str) -> dict[str, Any]:
-        """The document of a checkpoint.
-
-        Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
-        """
+        """The document of a checkpoint; Damaged where it is missing or has changed, UserError where a disk fails."""
         name = f"{CHECKPOINTS}/{step}/document/metadata"
         with self.reading(name):
             path = self.place / name
@@ -263,10 +251,7 @@ class RunStore:
         return document
 
     def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
-        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score.
-
-        `known` are scores that need not be read; a damaged checkpoint has none.
-        """
+        """The best of these checkpoints, the newest among equals, with `known` scores; None if none has a score."""
         scores: dict[int, Any] = dict(known or {})
         for step in steps:
             if step not in scores:
@@ -293,16 +278,8 @@ def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.P
             yield from files_below(path) if path.stat().is_directory else [path]
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """A file's size and time, which change when it does."""
-    return path.stat().st_size, path.stat().st_mtime_ns
-
-
 def find_run(run: str, key: str) -> RunStore | None:
-    """The store of a run, to be read; None where no run is there.
-
-    UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
-    """
+    """The store of a run, to be read; None where no run is there. Errors of a bucket name the setting `key`."""
     with naming(key, run):
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))
