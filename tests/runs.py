@@ -29,7 +29,7 @@ from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
-from mllm.store.bucket import is_bucket, local_place
+from mllm.store.files import is_bucket, local_place
 from mllm.store.run_store import tool_run
 from mllm.training import step as updates
 from mllm.training.optimizer import make_optimizer

@@ -41,11 +41,10 @@ from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
-from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog, start_lines
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_policy, load_teacher, pin_all
-from mllm.run.state import PendingEvaluation, RunState
+from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums

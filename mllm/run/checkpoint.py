@@ -29,7 +29,7 @@ from mllm.progress import transfer_bar
 from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
-from mllm.store.folder import failing, find_fault
+from mllm.store.files import failing, find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.training.step import TrainState
 
@@ -37,8 +37,6 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that say what is on a disk; after all others the disk, the bucket or the machine has failed."""
 logger = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of seconds that it waits, and of metrics not given
-RESTORE_GB = 1
-"""Arrays of this many gigabytes are read at a time."""
 
 
 class Checkpoints:
@@ -136,7 +134,8 @@ class Checkpoints:
 
         `marks` are those of the checkpoint that was restored, the `newest` is the number of the one that was there.
         """
-        if fault := self.store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
+        fault = self.store.compare_log(TIMINGS, marks[TIMINGS]) if TIMINGS in marks else ""
+        if fault:
             logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", self.store, TIMINGS, fault, newest)
         for name in marks if damaged else [TIMINGS] if fault else []:
             self.store.keep_log(name, f".until_{newest}")
@@ -185,8 +184,8 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
 
     Damaged is raised where lines are missing, or have changed, that are made again from an older one; timings are not.
     """
-    for name, fault in store.compare_logs(marks).items():
-        if name != TIMINGS:
+    for name, mark in marks.items():
+        if name != TIMINGS and (fault := store.compare_log(name, mark)):
             raise Damaged(f"{name} {fault}")
     sizes = {name: size for name, (size, _) in marks.items()}
     if TIMINGS in sizes:
@@ -212,8 +211,8 @@ def check_there(store: RunStore) -> None:
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of arrays. zstd would take a tenth off the size, and every core for several steps."""
-    return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=RESTORE_GB)
+    """Orbax's handler, which reads a gigabyte at a time. zstd would take off a tenth, and every core for some steps."""
+    return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=1)
 
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:

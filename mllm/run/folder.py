@@ -14,7 +14,7 @@ from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
 from mllm.parallel.processes import from_writer, is_writer, raise_everywhere
-from mllm.store.folder import UNFINISHED
+from mllm.store.files import UNFINISHED
 from mllm.store.holder import hold
 from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, RunStore
 

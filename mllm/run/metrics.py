@@ -9,7 +9,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from statistics import fmean, harmonic_mean
 from typing import Any
@@ -137,7 +137,7 @@ def number(record: Mapping[str, Any], key: str) -> str:
 
 def last_logged_step(store: RunStore) -> int:
     """The step of the last complete line of metrics.jsonl; -1 if it has none."""
-    for line in reversed(store.read_log("metrics.jsonl").splitlines(keepends=True)):
+    for line in reversed(store.read_log(METRICS).splitlines(keepends=True)):
         with suppress(ValueError, KeyError, TypeError):
             if line.endswith(b"\n"):
                 return int(json.loads(line)["step"])
@@ -180,10 +180,10 @@ def start_lines(
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
-    changed = [
+    later = [
         f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
     ]
-    return "\n".join([begun, *changed])
+    return "\n".join([begun, *later])
 
 
 def why_ended(state: RunState, steps: int) -> str:
@@ -197,44 +197,34 @@ def why_ended(state: RunState, steps: int) -> str:
 def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
     """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`.
 
-    `shown` are the metrics that say what its updates have learned, by their names in the table.
+    What was measured beside the updates has a line each: first, last, and a loss where it was lowest. So have what they
+    learned from, the mean of their first and last tenth: reward functions, and the metrics `shown`, by their names.
     """
-    metrics = read_records(store, "metrics.jsonl")
-    timings = read_records(store, "timings.jsonl")
-    lines = [("ended", ended), *held_out(metrics), *progress(metrics, shown), *speed(timings), ("files", str(store))]
-    width = max(18, *(len(name) for name, _ in lines))
-    return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
-
-
-def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What was measured beside the updates and when: first, last, and a loss where it was lowest."""
+    metrics, timings = read_records(store, METRICS), read_records(store, TIMINGS)
+    lines = [("ended", ended)]
     for key in dict.fromkeys(key for record in metrics for key in measured(record)):
         records = [record for record in metrics if record.get(key) is not None]
         lowest = [min(records, key=lambda record: record[key])] if key.endswith("loss") else []
         chosen = {record["step"]: record for record in (records[0], *lowest, records[-1])}
-        yield key, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
-
-
-def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """What updates learned from: the mean of the first and of the last tenth of the steps."""
+        lines.append((key, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())))
     rewards = {key: key for record in metrics for key in rewards_of(record)}
     for name, key in {**shown, **rewards}.items():
         if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])
-            yield name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"
-
-
-def speed(timings: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+            lines.append((name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"))
     if speeds := present(timings, "tokens_per_second"):
         # Not the median: where several updates share a rollout, it is the speed of the updates without one.
         mean = harmonic_mean(speeds[1:] or speeds)
-        yield "tokens/s", f"{mean:,.0f} (of all steps but the first; prompts and completions)"
+        lines.append(("tokens/s", f"{mean:,.0f} (of all steps but the first; prompts and completions)"))
     phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
-    if sums := [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]:
-        yield "seconds", ", ".join(sums)
+    seconds = [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]
+    lines.append(("seconds", ", ".join(seconds)))
     if peaks := present(timings, "memory/peak_bytes"):
-        yield "peak memory", f"{max(peaks) / 2**20:,.0f} MiB"
+        lines.append(("peak memory", f"{max(peaks) / 2**20:,.0f} MiB"))
+    lines.append(("files", str(store)))
+    width = max(18, *(len(name) for name, _ in lines))
+    return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
 
 
 def present(records: list[dict[str, Any]], key: str) -> list[float | int]:

@@ -19,8 +19,7 @@ from etils import epath
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.store.bucket import below, bucket_path, cache_folder, is_plain, local_place
-from mllm.store.folder import failing
+from mllm.store.files import below, bucket_path, cache_folder, failing, is_plain, local_place
 
 AT_ONCE = 8
 """Objects that are read at a time."""

@@ -18,13 +18,14 @@ from typing import Any, TextIO
 
 from mllm.errors import UserError, brief, printable
 from mllm.parallel.processes import is_writer, raise_everywhere
-from mllm.store.folder import failing
+from mllm.store.files import failing
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
 """How long a lease lasts that nobody renews."""
 RENEWALS = 6
 """Renewals in that time."""
+IN_USE = "run_dir: {} is in use by {}; wait for it, or give another folder"
 logger = logging.getLogger(__name__)
 
 
@@ -36,10 +37,6 @@ def hold(store: RunStore) -> Iterator[None]:
             if is_writer():
                 stack.enter_context(hold_bucket(store) if store.in_bucket else hold_folder(store))
         yield
-
-
-def in_use(place: object, holder: str) -> UserError:
-    return UserError(f"run_dir: {place} is in use by {holder}; wait for it, or give another folder")
 
 
 # A folder
@@ -89,7 +86,8 @@ def open_locked(folder: Path) -> TextIO:
         except BlockingIOError:
             with file:
                 file.seek(0)
-                raise in_use(folder, file.read().strip() or "another process") from None
+                holder = file.read().strip() or "another process"
+            raise UserError(IN_USE.format(folder, holder)) from None
         except OSError as error:
             logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
         if is_at(file, folder):
@@ -149,7 +147,7 @@ class Lease:
         time.sleep(SECONDS)
         now = self.objects.read(LOCK).result()
         if now.state == "value" and now.stamp.generation != lease.stamp.generation:
-            raise in_use(self.url, name)
+            raise UserError(IN_USE.format(self.url, name))
         return now.stamp.generation
 
     def write(self) -> None:

@@ -25,14 +25,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from etils import epath
 
 from mllm.errors import UserError
-from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
 from mllm.store.fetch import fetch, fetch_folder, naming, send
-from mllm.store.folder import failing, write_file
+from mllm.store.files import below, bucket_path, failing, is_bucket, is_plain, local_place, write_file
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
@@ -48,17 +47,12 @@ READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
 
 
+Mark = tuple[int, str]
+"""How far a log has come: its bytes, and their SHA-256."""
+
+
 class Damaged(Exception):
     """The data that was read is not what was written."""
-
-
-class Mark(NamedTuple):
-    """How far a log has come."""
-
-    size: int
-    """Bytes."""
-    sha256: str
-    """The checksum of these bytes, in hexadecimal digits."""
 
 
 class Log:
@@ -85,19 +79,11 @@ class Log:
         """Wait until all of the log survives a crash of the machine."""
         with self.writing():
             os.fsync(self.file.fileno())
-        return Mark(self.size, self.checksum.hexdigest())
+        return self.size, self.checksum.hexdigest()
 
     def close(self) -> None:
         self.sync()
         self.file.close()
-
-
-def compare(content: bytes, mark: Any) -> str:
-    """How a log's content differs from what stood there when `mark` was made, in words; empty where it does not."""
-    size, sha256 = mark
-    if len(content) < size:
-        return f"lacks its last {size - len(content):,} bytes"
-    return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""
 
 
 class RunStore:
@@ -195,10 +181,12 @@ class RunStore:
         self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
         return log
 
-    def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
-        """How logs differ from their marks, in words; logs that don't are left out."""
-        faults = {name: compare(self.read_log(name), mark) for name, mark in marks.items()}
-        return {name: fault for name, fault in faults.items() if fault}
+    def compare_log(self, name: str, mark: Mark) -> str:
+        """How a log differs from what stood there when `mark` was made, in words; empty where it does not."""
+        content, (size, sha256) = self.read_log(name), mark
+        if len(content) < size:
+            return f"lacks its last {size - len(content):,} bytes"
+        return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
