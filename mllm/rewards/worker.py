@@ -102,7 +102,7 @@ class Worker:
     def send(self, message: bytes, answers: int) -> None:
         """Send a message, for which so many answers are expected, in a thread that puts each into a queue.
 
-        None is put there where no more can come, b"" for what is no message. The thread may be blocked for as long as the
+        None is put there where no more can come, b"" for what is no message. The thread may be blocked as long as the
         process lives, since a function may write half a message.
         """
         connection, self.received = self.connection, (received := queue.SimpleQueue[bytes | None]())
