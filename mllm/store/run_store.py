@@ -181,7 +181,7 @@ class RunStore:
         self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
         return log
 
-    def compare_log(self, name: str, mark: Mark) -> str:
+    def compare_log(self, name: str, mark: Sequence[Any]) -> str:
         """How a log differs from what stood there when `mark` was made, in words; empty where it does not."""
         content, (size, sha256) = self.read_log(name), mark
         if len(content) < size:
