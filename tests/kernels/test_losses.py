@@ -64,7 +64,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(
     ("engine", "workspace", "objective", "scale", "rows", "options"),
-    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES), *every(OTHER_DTYPES, LOSSES[4], daily=False)],
+    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES, kernels="quick"), *every(OTHER_DTYPES, LOSSES[4], kernels="nightly")],
 )
 def test_any_loss_with_any_workspace_is_float64_s(
     engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
@@ -83,14 +83,16 @@ def test_any_loss_with_any_workspace_is_float64_s(
     assert not np.any(got.rows.weight[common:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
+@pytest.mark.parametrize(
+    ("impl", "workspace"),
+    [("xla", 100_000), *(pytest.param(*way, marks=pytest.mark.slow) for way in (("xla", 0), ("chunked_logits", 0)))],
+)
 def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
     check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], daily=False))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], kernels="nightly"))
 def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
     """In the student's row or in the teacher's."""
     problem, row = engine.problem(), np.arange(engine.shape[0])
@@ -114,7 +116,9 @@ FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, daily=False))
+@pytest.mark.parametrize(
+    ("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, kernels="nightly")
+)
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
     problem, options = engine.problem(), {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
@@ -133,7 +137,8 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
 @pytest.mark.parametrize(
     ("engine", "workspace"),
     [
-        *(parameter(*way) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, XLA.waves), (XLA_BF16, 0))),
+        parameter(XLA_BF16, XLA.waves),
+        *(parameter(*way, slow=True) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, 0))),
         *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, SOME_ROWS), (GPU, 0))),
     ],
 )
@@ -155,7 +160,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
     cases.assert_as_accurate_as_rounding(got.rows, right.rows)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], daily=False))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], kernels="nightly"))
 def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine, workspace: str) -> None:
     hidden, weight, labels = engine.problem(30.0)
     likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1).astype(labels.dtype)
@@ -245,18 +250,26 @@ def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
 # --- configurations of JAX, no tokens, lists ---
 
 
+def x64() -> Any:
+    return jax.enable_x64(True)
+
+
+def strict_promotion() -> Any:
+    return jax.numpy_dtype_promotion("strict")
+
+
+def debug_nans() -> Any:
+    return jax.debug_nans(True)
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("engine", "workspace", "setting"),
     [
-        lambda: jax.enable_x64(True),
-        lambda: jax.numpy_dtype_promotion("strict"),
-        lambda: jax.debug_nans(True),
-        lambda: jax.default_prng_impl("rbg"),
+        parameter(XLA, "some", x64),
+        *(parameter(XLA, "some", setting, slow=True) for setting in (strict_promotion, debug_nans)),
+        parameter(FULL, "all", x64, slow=True),
+        parameter(TPU_F32, "some", x64, nightly=True),
     ],
-    ids=["x64", "strict promotion", "debug_nans", "rbg keys"],
-)
-@pytest.mark.parametrize(
-    ("engine", "workspace"), [parameter(XLA, "some"), parameter(FULL, "all"), parameter(TPU_F32, "some", nightly=True)]
 )
 def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
     engine: Engine, workspace: str, setting: Any
