@@ -125,8 +125,8 @@ def engines(*chosen: Engine) -> Any:
 def every(ways: Sequence[Any], *rows: Any, kernels: str = "slow") -> list[Any]:
     """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
 
-    FAST has all rows with xla, whose ways take turns, and the first row with the other engines. Interpreted kernels take
-    seconds: the last way of each has the first row, which is quick, slow or nightly, and all else is nightly.
+    FAST has all rows with xla, whose ways take turns, and the first row with the other engines. Interpreted kernels
+    take seconds: the last way of each has the first row, which is quick, slow or nightly, and all else is nightly.
     """
     ways, rows = [way if type(way) is tuple else (way,) for way in ways], rows or ((),)
     plain = [way for way in ways if way[0].impl == "xla"]

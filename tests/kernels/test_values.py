@@ -64,7 +64,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize(("engine", "softmax", "rows", "options"), every(EVERY, *PROBLEMS, kernels="quick"))
+@pytest.mark.parametrize(("engine", "softmax", "rows", "options"), every(EVERY, *PROBLEMS))
 def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows: str, options: dict[str, Any]) -> None:
     """The temperature is traced."""
     problem = engine.problem(SCALES[softmax]) if softmax in SCALES else softmax(engine)
