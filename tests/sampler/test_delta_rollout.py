@@ -62,7 +62,7 @@ def test_prompts_of_all_lengths_are_completed_as_by_the_whole_model(model, promp
 
 
 def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_within_a_chunk(prefilled):
-    """A layer of each kind. Turns are one chunk; the first conversation's ends a token before it, once with a stop text.
+    """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
     Answers of different lengths are prefilled together, and conversations outgrow the page of their first turn.
     """
