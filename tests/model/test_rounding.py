@@ -266,6 +266,14 @@ def test_rows_that_are_looked_up_are_those_of_the_matrix():
     assert_same_bits(copied(values[tokens], rows=jnp.asarray(tokens)[..., None]), copied(values)[tokens])
 
 
+@pytest.mark.parametrize("name", ["embed", "head"])
+def test_a_tied_head_is_rounded_as_the_embedding_is_and_one_of_its_own_by_its_own_name(name):
+    sizes = Architecture.from_hf({**ARCHITECTURE, "tie_word_embeddings": name == "embed"}, "test")
+    model, values = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=True), RNG.normal(size=SHAPE)
+    found = model.head_copy(jnp.asarray(values, jnp.float32)).astype(jnp.float32)
+    assert_same_bits(np.asarray(found), copied(values, name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rounding", [DITHERED, NEAREST])
 def test_the_sampler_reads_rounded_matrices_and_vectors_as_they_are(rounding):
