@@ -23,8 +23,6 @@ from strict_tpu import strict_interpreter
 from lm_head import choose_impl, divergence_loss, likeliest_tokens, target, token_logprobs, token_loss
 from lm_head.contract import Inputs, Options
 from lm_head.gpu import tiles as gpu_tiles
-from lm_head.gpu.forward import hits_of_strip, is_hit, labels_in_tiles
-from lm_head.gpu.products import Place
 from lm_head.live_rows import LiveRows
 from lm_head.tpu import tiles
 
@@ -274,20 +272,6 @@ def test_temporaries_stay_within_the_workspace_and_a_few_tiles(impl: str, functi
 
 
 # --- programs for accelerators ---
-
-
-@pytest.mark.slow
-def test_a_strip_s_bits_say_which_of_its_tiles_have_a_label_on_hopper() -> None:
-    """A strip begins in any of the 32 places of an integer, and has 32 tiles at most."""
-    sizes, vocabulary = gpu_tiles.Tiles(), 100 * 256 - 8
-    labels = np.random.default_rng(0).integers(0, vocabulary, 192)
-    labels[:64] = -1
-    in_tile = labels_in_tiles(jnp.asarray(labels), vocabulary, sizes)
-    for group, chunk, first in ((0, 0, 0), (1, 7, 25), (2, 0, 64), (2, 3, 65)):
-        place = Place(jnp.int32(64 * group), jnp.int32(first), jnp.int32(32), jnp.int32(0))
-        bits = hits_of_strip(in_tile, jnp.int32(chunk * 256), place, sizes)
-        own = np.isin(chunk + first + np.arange(32), labels[64 * group : 64 * (group + 1)] // 256)
-        np.testing.assert_array_equal([is_hit(bits, jnp.int32(i)) for i in range(32)], own)
 
 
 @pytest.mark.slow

@@ -126,13 +126,7 @@ def test_a_dithered_model_moves_as_float32_does_and_one_rounded_to_nearest_hardl
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_a_sampler_in_int8_moves_as_float32_does():
-    assert 0.8 < gains(model("bfloat16", weights="int8"), 3e-5)[1] < 1.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["layers.q_bias", "layers.attention_norm", "layers.mlp_norm", "norm"])
+@pytest.mark.parametrize("kind", ["layers.q_bias", "norm"])
 def test_norms_and_biases_are_not_rounded(kind):
     """From 1 the next number in bfloat16 is 1 + 2^-7."""
     ones = map_parameters(lambda x, name: x if is_matrix(name) else jnp.ones_like(x), base()[0])
@@ -351,6 +345,7 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_adapters_stay_as_they_are():
     settings = config(model={"lora": ON_TWO, "dtype": "bfloat16"})
     policy = load_policy(settings, make_mesh(settings.mesh))
