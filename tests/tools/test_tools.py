@@ -14,20 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import checksums, newest
-from tiny import config
+from runs import changed, checksums, newest
+from tiny import METHODS, config
 
-from mllm.config.model import MeshConfig, ModelConfig
+from mllm.config.load import dump
+from mllm.config.model import LoraConfig, MeshConfig, ModelConfig
 from mllm.model import peft
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.load import load_model, load_policy
 from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
+from mllm.run.build import Run
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.run.report import summary
+from mllm.run.state import RunState
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
 from mllm.store.run_store import RunStore
+from mllm.training.step import init_state
 from tools import export, generate, plot
 
 ROOT = Path(__file__).parent.parent.parent
@@ -41,9 +45,15 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def trained(finished):
-    """The configuration of a short run with checkpoints 4 and 8."""
-    return finished("sft")
+def trained(tmp_path_factory):
+    """The configuration of a run with checkpoints 4 and 8, whose parameters all differ, though no update was made."""
+    settings = changed(METHODS["sft"], run_dir=str(tmp_path_factory.mktemp("trained") / "run"))
+    with Run.build(settings) as run:
+        for step in (4, 8):
+            params = jax.tree.map(lambda leaf, step=step: leaf * (1 + step / 100), run.trained)
+            state = RunState(step, init_state(params, run.optimizer), run.source.position())
+            run.checkpoints.save(state, dump(settings))
+    return settings
 
 
 @pytest.fixture
