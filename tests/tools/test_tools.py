@@ -18,7 +18,7 @@ from runs import changed, checksums, newest
 from tiny import METHODS, config
 
 from mllm.config.load import dump
-from mllm.config.model import LoraConfig, MeshConfig, ModelConfig
+from mllm.config.model import MeshConfig, ModelConfig
 from mllm.model import peft
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.load import load_model, load_policy
@@ -80,7 +80,6 @@ def load(folder):
 # tools/export.py
 
 
-@pytest.mark.slow
 def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_it_was(trained, exported):
     leaves = (jax.tree.leaves(params) for params in (load(exported / "export"), newest(trained).train.params))
     for leaf, same in zip(*leaves, strict=True):
@@ -104,6 +103,16 @@ def test_an_older_step_is_exported_in_another_dtype_dithered_as_training_and_sam
     assert (found != exact.astype(jnp.bfloat16)).any()
     sizes = [(run / "export" / "model.safetensors").stat().st_size for run in (copy, exported)]
     assert sizes[0] < 0.6 * sizes[1]
+
+
+def test_merged_adapters_of_a_tied_head_part_it_from_the_embedding(trained, tmp_path):
+    settings = changed(trained, model={"lora": {"rank": 2, "alpha": 4, "targets": ["head"]}})
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), policy.trained)
+    export.save_model(settings, policy, 1, policy.complete(ones), "float32", "run", str(tmp_path / "export"))
+    assert json.loads((tmp_path / "export" / "config.json").read_text())["tie_word_embeddings"] is False
+    params = load(tmp_path / "export")
+    np.testing.assert_allclose(params["head"][...], params["embed"][...] + 4 / 2 * 2, rtol=1e-6)
 
 
 def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_path, capsys):
@@ -164,6 +173,20 @@ def test_prompts_on_the_command_line_are_answered_n_times_each_below_a_line_that
     assert first == f"{exported}: step 8; prompts are rendered by the chat template"
     assert others[0].startswith("4 done, ")
     assert others[1:] == ["> 1+2=", "> 1+2=", "> 3+4=", "> 3+4="]
+
+
+def test_prompts_of_a_run_are_rendered_with_its_task_s_arguments_of_the_template(exported, calls, monkeypatch, capsys):
+    restore = export.restore
+
+    def with_arguments(*given):
+        run, policy, *rest = restore(*given)
+        template = policy.tokenizer.chat_template
+        policy.tokenizer.chat_template = template.replace("content'] }}", "content'] }}{{ mood }}")
+        return changed(run, task={"template_args": {"mood": "!"}}), policy, *rest
+
+    monkeypatch.setattr(export, "restore", with_arguments)
+    assert generate.main([str(exported), "1+2="]) == 0
+    assert capsys.readouterr().out == "Sum.!1+2=!\n"
 
 
 def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported, calls, monkeypatch, capsys):
@@ -295,7 +318,8 @@ def drawn(**runs):
 
 
 @pytest.mark.slow
-def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(copy, capsys):
+def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(finished, tmp_path, capsys):
+    copy = Path(shutil.copytree(finished("sft").run_dir, tmp_path / "run"))
     with (copy / "metrics.jsonl").open("a") as file:  # a half-written line doesn't matter
         file.write('{"step": 5, "lo')
     assert plot.main([str(copy)]) == 0
@@ -306,6 +330,7 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
     assert str(copy / "curves.png") in summary(RunStore(copy), "", {})
 
 
+@pytest.mark.slow
 def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
     lengths = {f"completions/{name}_length": value for name, value in (("mean", 5.0), ("min", 2), ("max", 9))}
     accuracies = "eval/greedy_accuracy", "eval/avg@4", "eval/pass@2", "eval/pass@4"
