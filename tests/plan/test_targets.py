@@ -86,7 +86,7 @@ class TestByTheTpuCompiler:
         found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
         assert found.temporaries > 4 * 2**16 * 151936 > targets.TPUS["v6e"].memory
 
-    @pytest.mark.parametrize("chip", targets.TPUS)
+    @pytest.mark.parametrize("chip", [pytest.param(x, marks=[pytest.mark.slow] * (x != "v6e")) for x in targets.TPUS])
     def test_devices_have_the_name_and_the_memory_that_the_compiler_grants(self, chip):
         mesh = targets.mesh(chip)
         assert mesh.devices.flat[0].device_kind == targets.TPUS[chip].kind
