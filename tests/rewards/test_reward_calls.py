@@ -365,6 +365,7 @@ def test_overlong_is_dapo_s_equation_13():
     assert {length: overlong(length, max_completion_length=16, cache=4) for length in lengths} == lengths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("completion", "answer", "reward"),
     [
