@@ -5,7 +5,6 @@ import re
 import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import own_environments
 import pytest
