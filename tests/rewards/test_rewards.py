@@ -2,6 +2,7 @@
 counted, and harms neither the trainer nor other functions.
 """
 
+import json
 import math
 import os
 import re
@@ -307,6 +308,8 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
 
 # What comes back
 
+METRIC, TURN = ["metric", "a", 0.5], ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]
+
 
 @pytest.mark.parametrize(
     ("line", "answer"),
@@ -314,14 +317,8 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
         ('[0, "value", 0.5]', ("value", 0.5)),
         ('[0, "raised", "no"]', ("raised", "no")),
         ('[0, "not_applicable", ""]', ("not_applicable", "")),
-        (
-            '[0, "value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]]',
-            ("value", 0.5, ["metric", "a", 0.5], ["extra", "b", "c"]),
-        ),
-        (
-            '[0, "value", 0.5, ["turn", [{"role": "a", "content": "b"}], true, [], 0, {}]]',
-            ("value", 0.5, ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]),
-        ),
+        (f'[0, "value", 0.5, {json.dumps(METRIC)}]', ("value", 0.5, METRIC)),
+        (f'[0, "value", 0.5, {json.dumps(TURN)}]', ("value", 0.5, TURN)),
         *(
             (f'[0, "value", 0.5, ["turn", {turn}]]', None)
             for turn in (
