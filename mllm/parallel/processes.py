@@ -86,13 +86,6 @@ def from_writer(action: Callable[[], Any]) -> Any:
         return gather_objects(action() if is_writer() else None)[0]
 
 
-def check_same(value: object, message: str) -> None:
-    """Raise CommonError with the message in all processes unless they all pass equal values."""
-    first, *others = gather_objects(value)
-    if any(other != first for other in others):
-        raise CommonError(message)
-
-
 @dataclass(frozen=True)
 class RowShare:
     """This process's share of the rows of every batch: the rows on its devices."""

@@ -29,13 +29,13 @@ from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
-from mllm.errors import UserError, need
+from mllm.errors import CommonError, UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, from_writer, gather_objects, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
@@ -111,7 +111,9 @@ class Run:
             self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
             scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
             self.train_step = partial(train_step, **scored)
-        check_same(self.source.position(), "data: the processes have different examples: give all the same data")
+        position, *others = gather_objects(self.source.position())
+        if any(other != position for other in others):
+            raise CommonError("data: the processes have different examples: give all the same data")
         fixed: Any = self.fixed.reference or self.frozen
         fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
         self.checkpoints = stack.enter_context(
@@ -239,6 +241,7 @@ class Run:
             said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
             print(said, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
-        log = RunLog(self.store, state.logged_step, steps, self.config, self.algorithm.progress, ends)
+        last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written
+        log = RunLog(self.store, last_step, steps, self.config, self.algorithm.progress, ends)
         self.log = self.stack.enter_context(closing(log))
         return state

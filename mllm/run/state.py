@@ -36,11 +36,6 @@ class RunState:
     validations_without_gain: int = 0
     """How many validations in a row have not lowered the loss."""
 
-    @property
-    def logged_step(self) -> int:
-        """The last step whose lines are written; -1 if there is none."""
-        return self.step - (self.pending_evaluation is not None)
-
     def after_update(self, train: TrainState, position: Mapping[str, Any], skipped: bool) -> "RunState":
         """The state one update later."""
         in_a_row = self.skipped_in_a_row + 1 if skipped else 0

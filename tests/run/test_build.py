@@ -10,6 +10,7 @@ from runs import changed
 from tiny import METHODS, config
 
 from mllm.data.dataset import training_order
+from mllm.errors import UserError
 from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
@@ -21,7 +22,7 @@ from mllm.store.checksum import checksums
 SEED = 7
 RANDOM = {"load_task", "Sampler", "make_train_step"}
 TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation", "check_same"}
+OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation"}
 ROWS = RowShare(0, 1)
 """What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
 
@@ -101,7 +102,13 @@ def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
     if run.config.data:
         shares += [run.source.batches.share]
     assert all(share is ROWS for share in shares)
-    assert given["check_same"]["value"] == run.source.position()
+
+
+def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "gather_objects", lambda own: [own, {**own, "content": "other"}])
+    settings = config("sft", run_dir=str(tmp_path / "run"), eval=None, rollout=None)
+    with pytest.raises(UserError, match="the processes have different examples"), Run.build(settings):
+        pass
 
 
 def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
