@@ -19,8 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,20 +41,10 @@ from mllm.sampler.schedule import (
     prompts_a_batch,
     slot_buckets,
 )
-from mllm.sampler.slots import CHUNK, Prefilled, Slots, Stream, decode, empty_cache, on_devices, prefill
+from mllm.sampler.slots import CHUNK, Candidate, Prefilled, Slots, Stream, decode, empty_cache, on_devices, prefill
 
 CALL_SECONDS = 0.25
 """About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
-
-
-class Candidate(NamedTuple):
-    """A sequence whose prompt is prefilled, and which waits for a slot."""
-
-    sequence: int
-    batch: Prefilled
-    """The prompts that were prefilled with its own, on all devices."""
-    source: int
-    """The prompt's row among the prompts that its device prefilled in the batch."""
 
 
 class RolloutEngine:
@@ -71,10 +60,9 @@ class RolloutEngine:
         greedy: bool,
     ) -> None:
         self.sampler, self.options, self.work = sampler, sampler.options, sampler.work
-        self.params, self.prompts = params, prompts
-        self.first_sequence = first_sequence
-        stop_ids = np.asarray(sampler.stop_ids, np.int32)
-        self.stream = Stream(stop_ids, np.int32(sampler.seed), np.int32(step), np.bool_(greedy))
+        self.params, self.prompts, self.first_sequence = params, prompts, first_sequence
+        stop_ids, seed = np.asarray(sampler.stop_ids, np.int32), np.int32(sampler.seed)
+        self.stream = Stream(stop_ids, seed, np.int32(step), np.bool_(greedy))
         self.model = nnx.merge(sampler.graphdef, params)
         self.decoder = decoding_graphdef(self.model)
         self.weights = decoding_weights(sampler.graphdef, params, self.options.weights == "int8")
@@ -92,7 +80,7 @@ class RolloutEngine:
         self.slot_sizes = slot_buckets(self.most_slots, vocabulary, self.cache.weights, answered)
         self.batches: list[Prefilled] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
-        self.tail: Cache | None = None
+        self.tail: Cache = ()
         self.steps_a_call = 1
         self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
@@ -107,8 +95,6 @@ class RolloutEngine:
         self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
-
-    # --- sequences enter and leave ------------------------------------------------------------------------------------
 
     def admit(self) -> bool:
         """Fill free slots, as far as there are pages; False where all slots are empty."""
@@ -179,7 +165,7 @@ class RolloutEngine:
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
-        entering = [*islice(candidates, self.most_slots - len({*live, *resumed, *self.parked(shard)}))]
+        entering = list(candidates)[: self.most_slots - len({*live, *resumed, *self.parked(shard)})]
         needed = self.cache.needed(*map(self.span, [*held, *(candidate.sequence for candidate in entering)]))
         while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
             needed -= self.cache.needed(self.span(entering.pop().sequence))
@@ -277,8 +263,6 @@ class RolloutEngine:
             self.cache.release(self.shard_of[sequence], sequence)
         return {sequence: self.completions[sequence] for sequence in sequences}
 
-    # --- decoding -----------------------------------------------------------------------------------------------------
-
     def decode_chunk(self) -> dict[int, Completion]:
         """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long.
 
@@ -286,11 +270,7 @@ class RolloutEngine:
         """
         done, ended, before = 0, 0, self.sequences.copy()
         enough = self.stop_after(int((self.sequences >= 0).sum()))
-        counted = self.slots()
-        pages, places = self.cache.views(before, counted.lengths, CHUNK)
-        pages, places, lengths = on_devices(self.layout, (pages, places, counted.lengths))
-        if self.tail is None or len(self.tail[0].keys) != before.size:
-            self.tail = empty_cache(self.model, [before.size] * len(pages), CHUNK)
+        pages, places, lengths = self.begin_chunk()
         while done < CHUNK and ended < enough:
             # Several processes exchange once a chunk whether a signal has come.
             left = CHUNK - done
@@ -311,6 +291,25 @@ class RolloutEngine:
             completion = self.completions[sequence]
             self.completions[sequence] = replace(completion, text=self.sampler.text_of(completion))
         return {sequence: self.completions[sequence] for sequence in finished}
+
+    def begin_chunk(self) -> Any:
+        """The pages, places and lengths that `decode` and `add_tail` take, on the devices; makes the tail."""
+        lengths = self.slots().lengths
+        views = on_devices(self.layout, (*self.cache.views(self.sequences, lengths, CHUNK), lengths))
+        if not self.tail or len(self.tail[0].keys) != lengths.size:
+            self.tail = empty_cache(self.model, [lengths.size] * len(views[0]), CHUNK)
+        return views
+
+    def compile_rest(self) -> None:
+        """Once all have ended, compile the decode programs of the numbers of slots that no rollout had yet."""
+        for slots in sorted({*self.slot_sizes} - {slots for slots, *_ in self.work.programs}):
+            self.sequences = np.full((self.shards, slots), -1)
+            self.cache.hold([{}] * self.shards, slots)
+            self.cache.states.arrange(self.sequences)
+            pages, places, lengths = self.begin_chunk()
+            self.run_decode(pages, begun=0, steps=0, stop_after=1)
+            self.cache.add_tail(self.tail, places, lengths)
+            self.work.programs.add((slots, *self.cache.pages))
 
     def stop_at_texts(self, sequences: np.ndarray) -> None:
         """End the completions of the slots' sequences behind the token that completes a stop text."""
@@ -370,8 +369,7 @@ class RolloutEngine:
             options=self.options,
         )
         self.cache.states.layers = [*states]
-        shape = self.sequences.shape
-        drawn = jax.tree.map(lambda x: x.reshape(*shape, *x.shape[1:])[:, :, begun:], jax.device_get(chunk))
+        drawn = jax.tree.map(lambda x: x.reshape(*slots.live.shape, -1)[:, :, begun:], jax.device_get(chunk))
         return drawn, int(done) - begun
 
     def record(self, chunk: sampling.Draw, steps: int) -> int:

@@ -81,6 +81,16 @@ class Prefilled(NamedTuple):
         return math.prod(self.cache[0].keys.shape[::2]) if self.cache else 0
 
 
+class Candidate(NamedTuple):
+    """A sequence whose prompt is prefilled, and which waits for a slot."""
+
+    sequence: int
+    batch: Prefilled
+    """The prompts that were prefilled with its own, on all devices."""
+    source: int
+    """The prompt's row among the prompts that its device prefilled in the batch."""
+
+
 @partial(jax.jit, static_argnames="graphdef")
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]

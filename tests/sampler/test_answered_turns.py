@@ -1,12 +1,18 @@
 """Turns that are answered go on from what is cached, as the model without a cache would."""
 
+import re
+
+import jax
 import numpy as np
 import pytest
+from flax import nnx
 from test_rollout import VOCABULARY, WINDOWS, check, complete, made, random_prompts
 from tiny import ARCHITECTURE, QWEN35
 
 from mllm.config.rollout import RolloutConfig
-from mllm.sampler.schedule import Room
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.sampler.sampler import Sampler
+from mllm.sampler.schedule import Room, Usual
 
 
 class Answers:
@@ -52,3 +58,17 @@ def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on
     if sizes is ARCHITECTURE:
         again = complete(chosen, prompts, room=Room(3), conversations=Answers(texts), **given)
         assert [one.tokens for one in again] == [one.tokens for one in found]
+
+
+@pytest.mark.slow
+def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_come(caplog):
+    """Where all conversations of the first last equally long, later ones need fewer slots in the end."""
+    chosen = made(ARCHITECTURE)
+    options = RolloutConfig(max_prompt_length=4, max_completion_length=3, max_turns=2, max_total_length=16)
+    prompts, usual = [[number] for number in range(1, 5)], Usual(4, 4)
+    sampler = Sampler(nnx.split(chosen)[0], Renderer(bytes_tokenizer()), (-1,), options, 0, usual=usual)
+    for texts, programs in (([[[7]]] * 4, 2), ([[[7]], [], [], []], 0)):
+        caplog.clear()
+        with jax.log_compiles(), caplog.at_level("WARNING"):
+            sampler.complete(nnx.state(chosen), prompts, step=0, conversations=Answers(texts))
+        assert len(re.findall(r"Finished XLA compilation of jit\(decode\)", caplog.text)) == programs
