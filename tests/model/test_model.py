@@ -106,6 +106,7 @@ def test_a_product_is_differentiated_by_products_of_the_compute_dtype_and_its_we
     assert made == {x.shape: "bfloat16", weight.shape: "float32"}
 
 
+@pytest.mark.slow
 def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum() -> None:
     """docs/log.md has what rounding to bfloat16 would cost; `project` and `add_feed_forward` narrow their operands."""
     config, params, tokens, *_ = fixture("grouped_bfloat16")
