@@ -155,9 +155,8 @@ def tagged(value: Any) -> str:
 
 
 def function(**values: str) -> str:
-    return (
-        "<function=add>" + "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items()) + "</function>"
-    )
+    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<function=add>{given}</function>"
 
 
 def read(text: str) -> list[Any]:
@@ -172,11 +171,8 @@ CALL = {"name": "add", "arguments": {"x": "a"}}
     "text", ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
 )
 def test_a_text_is_what_was_written(text: str) -> None:
-    for written in (
-        tagged(function(x=text, n="1")),
-        function(x=text),
-        tagged({"name": "add", "arguments": {"x": text}}),
-    ):
+    as_json = {"name": "add", "arguments": {"x": text}}
+    for written in (tagged(function(x=text, n="1")), function(x=text), tagged(as_json)):
         (arguments,) = read(f"I add.\n{written}")
         assert arguments["x"] == text
 
@@ -217,10 +213,7 @@ def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) ->
         (tagged({"name": "add", "arguments": {"x": "</tool_call>"}}), [{"x": "</tool_call>"}]),
         ('{"name": "Ada", "age": 36}', []),
         ('{"name": "add", "parameters": {"x": "a </think> <tool_call>"}}', [{"x": "a </think> <tool_call>"}]),
-        (
-            '<think>a</think>\n{"name": "add", "parameters": {"x": "a"}}; {"name": "add", "arguments": {}}',
-            [{"x": "a"}, {}],
-        ),
+        ('<think>a</think>{"name": "add", "parameters": {"n": 1}}; {"name": "add", "arguments": {}}', [{"n": 1}, {}]),
         ('{"name": "add", "parameters": {"x": ', ["error"]),
         ('{"name": "Ada", ', []),
         ('<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [{}]),

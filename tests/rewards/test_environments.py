@@ -100,12 +100,8 @@ def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs
     move = held("Meeting", seconds=0.5)
     move(*(begun(number) for number in range(4)))
     found = move(*(Move(number, completion=text) for number, text in enumerate(["a", "never", "bc", "d"])))
-    assert [answer[:2] for answer in found] == [
-        ("value", 1),
-        ("timed_out", "took longer than 0.5 s"),
-        ("value", 2),
-        ("value", 1),
-    ]
+    late = "timed_out", "took longer than 0.5 s"
+    assert [answer[:2] for answer in found] == [("value", 1), late, ("value", 2), ("value", 1)]
 
 
 @pytest.mark.parametrize(
@@ -141,17 +137,14 @@ def documented(tmp_path, monkeypatch):
 def test_the_examples_of_the_docs_work_as_they_stand(documented):
     number = own_environments.random.Random(5).randint(1, 20)
     assert len(BLOCKS["my_env"].splitlines()) <= 20
-    first, second, third = held("my_env:Guess")(
-        begun(prompt="Guess."), Move(0, completion="x"), Move(0, completion=f" {number}")
-    )
-    assert [said(turn)[:4] for turn in (first, second, third)] == [
+    turns = held("my_env:Guess")(begun(prompt="Guess."), Move(0, completion="x"), Move(0, completion=f" {number}"))
+    assert [said(turn)[:4] for turn in turns] == [
         (["Guess. It is between 1 and 20."], "not_applicable", "", False),
         (["higher"], "value", 0, False),
         (["right"], "value", 1, True),
     ]
-    _, turn, over = held("my_counter:Counter")(
-        begun(), Move(0, completion=call("add", amount=3)), Move(0, completion="3")
-    )
+    counted = Move(0, completion=call("add", amount=3)), Move(0, completion="3")
+    _, turn, over = held("my_counter:Counter")(begun(), *counted)
     assert (said(turn)[0], said(over)[-1]) == (["3.0"], {"reward": 3.0})
 
 
@@ -172,9 +165,8 @@ def test_a_changed_file_of_a_tool_is_another_code(tmp_path, monkeypatch):
     file, codes = tmp_path / "a_tool.py", []
     monkeypatch.syspath_prepend(str(tmp_path))
     for returned in (1, 2):
-        file.write_text(
-            f'def tool(x: int) -> int:\n    """Do.\n\n    Args:\n        x: It.\n    """\n    return {returned}\n'
-        )
+        described = '"""Do.\n\n    Args:\n        x: It.\n    """'
+        file.write_text(f"def tool(x: int) -> int:\n    {described}\n    return {returned}\n")
         codes.append(Player("own_environments:Guess", ["a_tool:tool"], 1.0).code)
     assert "" not in codes
     assert codes[0] != codes[1]
