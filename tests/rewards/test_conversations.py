@@ -252,6 +252,7 @@ def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others
         assert (metrics | evaluated)[f"{start}environment/mean_turns"] == 5 / 4
 
 
+@pytest.mark.slow
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
     call = '<tool_call>{"name": "double", "arguments": %s}</tool_call>'
     sampler = speaker(["pass"], ["raise ValueError"], [call % '{"number": 1}'], [call % "{}"])

@@ -77,13 +77,15 @@ def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is
     ((_, _, (_, _, schemas)),) = move(Move())
     assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
     move(begun(answer="7", level=1))
-    text = f"Well. {call('step', number=2)}{call('step', number=0)}{call('double', number=4)}{call('triple')}"
+    tagged = "<function=double><parameter=number>4</parameter></function>"
+    text = f"Well. {call('step', number=2)}{call('step', number=0)}<tool_call>{{</tool_call>{tagged}{call('triple')}"
     (turn,) = move(Move(0, completion=text))
     texts, kind, _, done, calls, errors, _ = said(turn)
-    assert (texts[0], texts[2], kind, done, errors) == ("2", "8", "not_applicable", False, 2)
+    assert (texts[0], texts[3], kind, done, errors) == ("2", "8", "not_applicable", False, 3)
     assert "number must be positive" in texts[1]
-    assert "there is no tool triple; there are double, step" in texts[3]
-    assert calls[1] == {"name": "step", "arguments": {"number": 0}}
+    assert texts[2].startswith("Error: ValueError: a tool call is not JSON")
+    assert "there is no tool triple; there are double, step" in texts[4]
+    assert calls[1:3] == [{"name": "step", "arguments": {"number": 0}}, {"name": "double", "arguments": {"number": 4}}]
     (unread,) = move(Move(0, completion="<tool_call>{"))
     assert said(unread)[3:6] == (False, [], 1)
     (over,) = move(Move(0, completion="Done."))
@@ -149,16 +151,6 @@ def test_the_examples_of_the_docs_work_as_they_stand(documented):
 
 
 # Tools, and games
-
-
-def test_a_call_that_can_not_be_read_is_answered_beside_one_that_is_run():
-    readable = "<function=double><parameter=number>4</parameter></function>"
-    text = f"{call('double', number=3)}<tool_call>{{</tool_call>{readable}"
-    _, turn = held(None, "double")(begun(), Move(0, completion=text))
-    texts, _, _, done, calls, errors, _ = said(turn)
-    assert (texts[0], texts[2], done, errors) == ("6", "8", False, 1)
-    assert texts[1].startswith("Error: ValueError: a tool call is not JSON")
-    assert [one["arguments"] for one in calls] == [{"number": 3}, {"number": 4}]
 
 
 def test_a_changed_file_of_a_tool_is_another_code(tmp_path, monkeypatch):

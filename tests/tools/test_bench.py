@@ -105,6 +105,7 @@ def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
     assert bench.main([*small, "--check"]) == 0
 
 
+@pytest.mark.slow
 def test_a_number_that_is_off_fails_the_check(monkeypatch):
     right = logits_programs.fused
     monkeypatch.setattr(logits_programs, "fused", lambda *given, **options: right(*given, **options) + 1e-3)
