@@ -148,7 +148,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                     with watch.phase("save"):
                         checkpoints.save(state, configs.dump(config), measurements.score(metrics))
                     saved_step = step
-                log.write_timings(step, watch.timings() | checkpoints.timings(), metrics)
+                log.write_timings(step, watch.timings(), metrics)
+                checkpoints.check()
         except Interrupted:  # in a rollout, whose step counts as not begun, or in an evaluation, which stays pending
             finished, stopping = False, True
 

@@ -107,6 +107,7 @@ def test_files_are_read_in_one_sitting() -> None:
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 400] == []
 
 
+@pytest.mark.slow
 def test_docstrings_are_sentences() -> None:
     for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
         nodes = [n for n in nodes_of(path) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]

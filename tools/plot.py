@@ -92,12 +92,9 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
     """A picture with a panel for each topic that a run has a metric of; UserError if there is none."""
     from matplotlib.figure import Figure
 
-    from mllm.run.metrics import at_k, functions_of
+    from mllm.run.metrics import at_k, rewards_of
 
-    named = dict.fromkeys(
-        key for records in runs.values() for record in records for key in functions_of(record).values()
-    )
-    means = tuple(named)
+    means = dict.fromkeys(key for records in runs.values() for record in records for key in rewards_of(record))
     curves = [
         (topic, run, key, having)
         for topic, metrics in TOPICS.items()

@@ -20,7 +20,7 @@ from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
 from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket
-from mllm.store.fetch import OBJECTS, fetch_folder, naming, send
+from mllm.store.fetch import OBJECTS, fetch_folder, send
 from mllm.store.folder import failing
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -150,7 +150,8 @@ def replacing_in_bucket(url: str) -> Iterator[Path]:
         with TemporaryDirectory(prefix="export_", dir=copies) as folder:
             yield Path(folder)
             files = sorted(Path(folder).iterdir(), key=lambda path: (path.name in LAST, path.name))
-            with naming(url), transfer_bar(f"sending to {url}", sum(path.stat().st_size for path in files)) as bar:
+            total = sum(path.stat().st_size for path in files)
+            with failing(f"{url}: can't be written"), transfer_bar(f"sending to {url}", total) as bar:
                 if bucket_path(url).exists():
                     bucket_path(url).rmtree()
                 for path in files:
@@ -165,7 +166,7 @@ def refuse_foreign_files(place: str | Path) -> None:
     folder = bucket_path(str(place)) if is_bucket(place) else epath.Path(place)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{place}: is a file; choose another folder for the export")
-    with naming(str(place)) if is_bucket(place) else failing(place, "read"):
+    with failing(f"{place}: can't be read"):
         names = [path.name + "/" * path.is_dir() for path in below(folder)]
     exported = README in names and (folder / README).read_bytes().startswith(REPLACED.encode())
     if foreign := [name for name in names if name and not (exported if name == README else EXPORTED.fullmatch(name))]:

@@ -6,7 +6,7 @@ is unpickled. Process 0 writes the run's files.
 
 import base64
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -104,6 +104,15 @@ def raise_everywhere() -> Iterator[None]:
     process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
     alike = all(error == errors[0] for error in errors)
     raise error_type(message if alike else f"process {process}: {message}")
+
+
+def from_writer(action: Callable[[], Any]) -> Any:
+    """What process 0 gets from an action that it alone takes, in all processes; as JSON, if there are several.
+
+    A UserError that it raises is raised in all.
+    """
+    with raise_everywhere():
+        return gather_objects(action() if is_writer() else None)[0]
 
 
 def check_same(value: object, message: str) -> None:

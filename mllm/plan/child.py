@@ -1,8 +1,8 @@
 """Runs a command in a session of its own, with a time limit: compilers and benchmarks, which hang or are killed.
 
     ended = child.run([sys.executable, "-m", "package.module", argument], seconds=60)
-    ended.answer    # the last JSON object or array on a line of its stdout: the child calls `answer(value)`
-    ended.reason    # "" or one line that says why the child failed
+    ended.answers    # the JSON objects and arrays on lines of its stdout: the child calls `answer(value)`
+    ended.reason     # "" or one line that says why the child failed
 
 This module needs only the standard library.
 """
@@ -45,11 +45,6 @@ class Ended:
             with suppress(ValueError):
                 values.append(json.loads(line))
         return [value for value in values if isinstance(value, dict | list)]
-
-    @property
-    def answer(self) -> Any:
-        """The last answer, or None."""
-        return self.answers[-1] if self.answers else None
 
     @property
     def reason(self) -> str:

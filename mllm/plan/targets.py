@@ -264,12 +264,12 @@ def parse_account(report: str, assignment: str) -> Account:
 
 
 def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program and print its memory, as `memory` gives it, as a line of JSON."""
+    """Compile a program, whose account the compiler writes."""
     settings = json.loads(arguments)
     axes = settings.pop("mesh", {"chip": 1})
     make = program(name)
     target_mesh = mesh(target, tuple(axes.values()), tuple(axes))
-    child.answer(memory(compiled(*make(target_mesh, **settings), target_mesh)))
+    compiled(*make(target_mesh, **settings), target_mesh)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 
 from mllm import strict_json
 from mllm.errors import UserError
-from mllm.rewards.calls import FAILURES, LARGEST, LONGEST_MESSAGE, NOT_APPLICABLE, Logged, answers
+from mllm.rewards.calls import LONGEST_MESSAGE, Logged, answers
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 """The signals that reach all processes of a job, and are the trainer's to handle."""
@@ -97,35 +97,11 @@ def encode(number: int, kind: str, value: float | str, *logged: Logged) -> bytes
 
 
 def decode(message: bytes, number: int) -> Any:
-    """The `Answer` in a message of this number, or None where it has another form: a function may have written it."""
-    kinds = ("ready", "failed") if number == HANDSHAKE else (*FAILURES, NOT_APPLICABLE)
+    """The answer in a message of this number, or None where a function has written it, which knows no number."""
     try:
         match strict_json.load(message):
-            case [int(sent), "value", float(value), *logged] if sent == number and abs(value) <= LARGEST:
-                return ("value", value, *logged) if all(map(is_logged, logged)) else None
-            case [int(sent), str(kind), str(text), *logged] if sent == number and kind in kinds:
-                return (kind, text, *logged) if all(map(is_logged, logged)) else None
+            case [int(sent), str(kind), float() | str() as value, *logged] if sent == number:
+                return (kind, value, *logged)
     except ValueError:
         pass
     return None
-
-
-def is_logged(entry: Any) -> bool:
-    """Whether this is a `Logged` as a list."""
-    match entry:
-        case ["extra", str(), str()]:
-            return True
-        case ["extra" | "metric", str(), float(value)]:
-            return abs(value) <= LARGEST
-        case ["turn", list(messages), bool(), list(calls), int(errors), dict()]:
-            return all(map(is_message, messages)) and all(map(is_call, calls)) and 0 <= errors <= len(calls) + 1
-    return False
-
-
-def is_message(message: Any) -> bool:
-    has_keys = isinstance(message, dict) and {"role", "content"} <= message.keys() <= {"role", "content", "name"}
-    return has_keys and all(isinstance(text, str) for text in message.values())
-
-
-def is_call(call: Any) -> bool:
-    return isinstance(call, dict) and isinstance(call.get("name"), str) and isinstance(call.get("arguments"), dict)

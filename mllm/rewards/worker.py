@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import queue
+import secrets
 import signal
 import socket
 import sys
@@ -92,10 +93,12 @@ class Worker:
             kind = self.kinds[functions[0]]
             # The process itself watches over coroutines and environments, and is waited for longer.
             limit = seconds * {"single": 1, "played": 3, "batched": wanted, "async": wanted + 1}[kind]
-            request = functions, len(answers), samples[len(answers) :], seconds
-            self.send(pickle.dumps(request), wanted - len(answers))
-            while self.alive and len(answers) < wanted:
-                answers.append(self.answer(len(answers), limit))
+            first = secrets.randbits(48)  # so that what a function writes to the connection is no answer
+            numbers = range(first, first + wanted - len(answers))
+            self.send(pickle.dumps((functions, first, samples[len(answers) :], seconds)), len(numbers))
+            for number in numbers:
+                if self.alive:
+                    answers.append(self.answer(number, limit))
             if kind in ("batched", "async"):
                 answers += answers[-1:] * (wanted - len(answers))  # the call has failed for the rest
         return answers

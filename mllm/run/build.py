@@ -29,24 +29,24 @@ from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
-from mllm.errors import UserError
+from mllm.errors import UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import Watch, watched
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import RowShare, check_same, gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
-from mllm.run import folder, report, wandb
+from mllm.run import folder, report
 from mllm.run.checkpoint import Checkpoints, by_name, common_steps
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
 from mllm.run.measurements import Measurement, Measurements
 from mllm.run.metrics import RunLog
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import SourceRun, load_policy, pin_commit
+from mllm.run.source_run import load_policy
 from mllm.run.state import PendingEvaluation, RunState
-from mllm.run.teacher import load_teacher, pin_teacher
+from mllm.run.teacher import load_teacher, pin_all
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums
@@ -84,11 +84,11 @@ class Run:
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
         with raise_everywhere():
-            wandb.check(config.log)
-            source_run = SourceRun.open(config.model)
-            begun = gather_objects(self.store.is_run())[0]  # processes may see a folder's files at different times
+            if config.log.wandb and is_writer():
+                need("wandb", "wandb", "log.wandb")
+            begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
             if not begun:
-                config = pin_teacher(source_run.pin(config) if source_run else pin_commit(config))
+                config = pin_all(config)
             self.config = config
             task = config.task and config.task.of_run(evaluates=config.eval is not None)
             self.task = load_task(task, config.seed) if task else None
@@ -97,7 +97,7 @@ class Run:
                 most = config.rollout.sampled_length
                 runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
                 self.rewards = stack.enter_context(runner)
-            self.policy = policy = load_policy(config, self.mesh, source_run)
+            self.policy = policy = load_policy(config, self.mesh)
             self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
             self.algorithm = algorithm = make_algorithm(config)
             self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)

@@ -10,11 +10,10 @@ or isn't what was written, is put aside with a warning, and the next older one i
 """
 
 import logging
-import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,21 +23,17 @@ from mllm.config.load import read
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
-from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import from_writer, gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
-from mllm.store.folder import find_fault
+from mllm.store.folder import failing, find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.training.step import TrainState
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors that say what is on a disk; after all other errors of the system the disk or the machine has failed."""
-BUCKET_FAILS = re.compile(
-    r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL"
-)
-"""How tensorstore's errors begin that say nothing of what a bucket holds."""
+"""Errors that say what is on a disk; after all others the disk, the bucket or the machine has failed."""
 logger = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of seconds that it waits, and of metrics not given
 RESTORE_GB = 1
@@ -66,26 +61,24 @@ class Checkpoints:
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.ends: dict[str, int] | None = None
         """Where the logs of the restored checkpoint end."""
-        self.nbytes, self.started, self.save_timings = 0, 0.0, dict[str, float]()
-        with raise_everywhere():
-            if is_writer() and begun:
-                check_there(store)
+        if begun:
+            from_writer(partial(check_there, store))
         self.manager = self.open_manager()
 
     def open_manager(self) -> ocp.CheckpointManager:
         """Orbax's manager of the checkpoints that are there now; it reads nothing of them."""
-        with self.store.failing(CHECKPOINTS, "written"):
+        with self.store.writing(CHECKPOINTS):
             return ocp.CheckpointManager(
                 self.store.checkpoints,
                 # It tells a run's empty directory from a disk that is not mounted; a bucket has no directories.
                 metadata=None if self.store.in_bucket else {"written_by": "mllm"},
                 item_handlers={"state": handler(), "document": ocp.JsonCheckpointHandler()},
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=Preservation(self.store, self.config),
+                    preservation_policy=self,
                     best_fn=(lambda metrics: metrics["score"]) if self.config.keep_best else None,
                     cleanup_tmp_directories=True,
                     lightweight_initialize=True,  # a damaged checkpoint must not keep the others from being found
-                    async_options=ocp.AsyncOptions(post_finalization_callback=self.published),
+                    async_options=ocp.AsyncOptions(post_finalization_callback=lambda: self.store.check()),
                 ),
             )
 
@@ -95,16 +88,13 @@ class Checkpoints:
         The checkpoint with the highest `score` is the best. The logs are synced before. UserError is raised if the
         checkpoint before can't be written.
         """
-        arrays = by_name(state.train)
-        with raise_everywhere():
-            logs = self.store.sync() if is_writer() else {}
+        arrays, logs = by_name(state.train), from_writer(self.store.sync)
         document = {**state.document(), "config": config, "score": score, "logs": logs, "digests": self.digests}
         document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
         items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
         metrics = {"score": score} if self.config.keep_best and score is not None else None
-        with self.store.failing(CHECKPOINTS, "written"):
+        with self.store.writing(CHECKPOINTS):
             self.manager.wait_until_finished()
-            self.nbytes, self.started = nbytes(arrays), time.monotonic()
             self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore(self, like: TrainState) -> RunState | None:
@@ -129,11 +119,7 @@ class Checkpoints:
                 damaged[step] = str(error)
                 continue
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
-            with raise_everywhere():
-                if is_writer():
-                    keep_logs(self.store, document["logs"], steps[0], [*document["logs"]] if damaged else [])
-                for number, reason in damaged.items() if is_writer() else ():
-                    self.store.put_aside(number, reason)
+            from_writer(partial(self.put_aside, damaged, document["logs"], steps[0]))
             if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
                 self.close()
                 self.manager = self.open_manager()
@@ -143,6 +129,18 @@ class Checkpoints:
             fault = f"none of its {len(steps)} checkpoints can be read ({damaged[steps[0]]})"
             raise UserError(f"{self.store}/{CHECKPOINTS}: {fault}; put back what is missing, or take another run_dir")
         return None
+
+    def put_aside(self, damaged: Mapping[int, str], marks: Mapping[str, Any], newest: int) -> None:
+        """Put damaged checkpoints aside, and copies of logs whose lines will not come again: timings that changed, too.
+
+        `marks` are those of the checkpoint that was restored, the `newest` is the number of the one that was there.
+        """
+        if fault := self.store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
+            logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", self.store, TIMINGS, fault, newest)
+        for name in marks if damaged else [TIMINGS] if fault else []:
+            self.store.keep_log(name, f".until_{newest}")
+        for step, reason in damaged.items():
+            self.store.put_aside(step, reason)
 
     def check_dependencies(self, document: Mapping[str, Any]) -> None:
         """UserError where frozen parameters, or anything else outside of the run, are not as at the save."""
@@ -156,35 +154,32 @@ class Checkpoints:
                     f"{name} is not what {self.store} has begun with: put it back, or begin another run_dir"
                 )
 
-    def wait(self) -> None:
-        """Wait until a save that was begun has ended, and say so where it takes long; UserError as `save`."""
-        if self.manager.is_saving_in_progress():
-            with transfer_bar(f"saving checkpoint {self.manager.latest_step()}", self.nbytes):
-                self.end_saving()
-        self.end_saving()
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each of the checkpoints, the newest last, stays: the newest ones do, and the best by its score.
 
-    def end_saving(self) -> None:
-        with self.store.failing(CHECKPOINTS, "written"):
+        It makes this Orbax's policy. UserError is raised where the run is not this process's now.
+        """
+        self.store.check()
+        steps = [info.step for info in checkpoints]
+        kept = {*steps[-self.config.keep :]}
+        if self.config.keep_best:
+            own = {info.step: info.metrics["score"] for info in checkpoints if info.metrics}  # saved by this process
+            kept.add(self.store.best_step(steps, own))
+        return [step in kept for step in steps]
+
+    def wait(self) -> None:
+        """Wait until a save that was begun has ended; UserError as `save`."""
+        with self.store.writing(CHECKPOINTS):
             self.manager.wait_until_finished()
 
-    def close(self) -> None:
-        with self.store.failing(CHECKPOINTS, "written"):
-            self.manager.close()
-
-    def published(self) -> None:
-        """Called by Orbax's thread when all of a checkpoint is written, before it is published and old ones removed."""
-        self.store.check()
-        self.save_timings = {"save/gb_per_second": self.nbytes / 1e9 / max(time.monotonic() - self.started, 1e-9)}
-
-    def timings(self) -> dict[str, float]:
-        """The speed of a save that has ended since the last call, summed over processes.
-
-        UserError is raised if it couldn't be written: the next `save`, which would say so, may be far away.
-        """
+    def check(self) -> None:
+        """Raise UserError if a save has failed: the next `save`, which would say so, may be far away."""
         if not self.manager.is_saving_in_progress():
-            self.end_saving()
-        timings, self.save_timings = self.save_timings, {}
-        return timings
+            self.wait()
+
+    def close(self) -> None:
+        with failing(f"{self.store}/{CHECKPOINTS}: can't be written"):
+            self.manager.close()
 
 
 def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[str, int]:
@@ -206,14 +201,6 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
     return sizes
 
 
-def keep_logs(store: RunStore, marks: Mapping[str, Any], newest: int, names: Sequence[str]) -> None:
-    """Keep copies of logs whose lines will not come again: `names`, and timings that have changed since `newest`."""
-    if fault := store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
-        logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", store, TIMINGS, fault, newest)
-    for name in dict.fromkeys([*names, *([TIMINGS] if fault else [])]):
-        store.keep_log(name, f".until_{newest}")
-
-
 def check_there(store: RunStore) -> None:
     """UserError where a run that has begun has lost its checkpoints: an unmounted disk, or a copy of a part."""
     folder, way_out = f"{store}/{CHECKPOINTS}", "put the checkpoints there, or begin another run_dir"
@@ -226,25 +213,6 @@ def check_there(store: RunStore) -> None:
         raise UserError(f"{folder}: is empty, but {due}: {way_out}")
 
 
-class Preservation:
-    """Orbax's policy of what is kept: the newest checkpoints, and the best by its score."""
-
-    def __init__(self, store: RunStore, config: CheckpointConfig) -> None:
-        self.store, self.config = store, config
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of the checkpoints stays, the newest last; UserError where the run is not this process's now."""
-        self.store.check()
-        steps = [info.step for info in checkpoints]
-        kept = {*steps[-self.config.keep :]}
-        if self.config.keep_best:
-            local = {info.step: info.metrics["score"] for info in checkpoints if info.metrics}  # saved by this process
-            scores = {step: local.get(step, self.store.score(step)) for step in steps}
-            scored = [step for step in steps if scores[step] is not None]
-            kept |= {max(scored, key=lambda step: (scores[step], step))} if scored else set()
-        return [step in kept for step in steps]
-
-
 def handler() -> ocp.PyTreeCheckpointHandler:
     """Orbax's handler of arrays. zstd would take a tenth off the size, and every core for several steps."""
     return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=RESTORE_GB)
@@ -252,8 +220,7 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 def common_steps(store: RunStore) -> list[int]:
     """The steps of the checkpoints that process 0 sees, ascending; all processes must call this."""
-    with raise_everywhere():
-        return gather_objects(store.steps() if is_writer() else [])[0]
+    return from_writer(store.steps)
 
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:
@@ -273,8 +240,8 @@ def read_arrays(
     All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
     dtype, or another checksum than the document says; UserError where a disk or bucket fails.
     """
-    path = store.checkpoints / str(step) / "state"
-    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes(like)) as bar:
+    path, nbytes = store.checkpoints / str(step) / "state", sum(x.size * x.dtype.itemsize for x in like.values())
+    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes) as bar:
         stored = by_name(handler().metadata(path).tree)
         for name, leaf in like.items():
             if name not in stored:
@@ -318,10 +285,8 @@ def damage(error: Exception) -> str | None:
     What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
     bucket that does not answer, no memory. The checkpoint may be sound.
     """
-    if isinstance(error, MemoryError | UserError) or BUCKET_FAILS.match(str(error)):
-        return None
     fault = find_fault(error)
-    if fault is not None and not isinstance(fault, MISSING):
+    if isinstance(error, MemoryError | UserError) or not (fault is None or isinstance(fault, MISSING)):
         return None
     return str(error) if isinstance(error, Damaged) else f"{type(error).__name__}: {brief(error)[:200]}"
 
@@ -335,14 +300,10 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
             yield
         except Exception as error:
             if (reason := damage(error)) is None:
-                with store.failing(f"{CHECKPOINTS}/{step}", "read"):
+                with store.reading(f"{CHECKPOINTS}/{step}"):
                     raise
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
-
-
-def nbytes(arrays: Mapping[str, Any]) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in arrays.values())
 
 
 def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:

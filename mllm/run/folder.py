@@ -13,7 +13,7 @@ from mllm.config.load import differences, dump, read
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
-from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import from_writer, is_writer, raise_everywhere
 from mllm.store.folder import UNFINISHED
 from mllm.store.holder import hold
 from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, RunStore
@@ -73,7 +73,7 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
     another configuration, or something that is no run. Process 0 looks: others may see files of a disk they share
     later.
     """
-    existing = gather_objects(look(store) if is_writer() else None)[0]
+    existing = from_writer(lambda: look(store))
     if existing is None:
         if change:
             raise UserError(f"--change: {store} holds no run; leave it out to begin one")
@@ -89,7 +89,7 @@ def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
             raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
     if CONFIG in entries:
-        return read(store.local(CONFIG)), max(store.steps(), default=0)
+        return read(store.config_path()), max(store.steps(), default=0)
     # A run that was killed before it began leaves these.
     leftover = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
     if {*entries} - leftover - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():

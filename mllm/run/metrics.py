@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -18,21 +18,18 @@ from tqdm import tqdm
 from mllm.config.schema import Config
 from mllm.parallel.processes import is_writer
 from mllm.run.events import Events
-from mllm.run.wandb import Wandb
+from mllm.run.wandb import sending
 from mllm.store.log import Log
 from mllm.store.run_store import RunStore
 
 METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
-MEASURED = {
-    "held-out, greedy": "eval/greedy_accuracy",
-    "validation loss": "validation/loss",
-    "validation preferred": "validation/rewards/accuracies",
-    "test reward": "test/reward",
-    "test accuracy": "test/greedy_accuracy",
-}
-"""What is measured beside the updates, by its name on the terminal."""
+MEASURED = (
+    *("eval/reward", "eval/greedy_accuracy", "validation/loss", "validation/rewards/accuracies"),
+    *("test/reward", "test/greedy_accuracy"),
+)
+"""What is measured beside the updates and stands on the terminal."""
 
 
 class RunLog:
@@ -56,16 +53,17 @@ class RunLog:
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
-        self.files: dict[str, Log] = {}
-        if is_writer():
-            for name in RECORDS:
-                self.files[name] = store.open_log(name, ends[name] if ends else 0)
+        self.files, self.events, self.stack = dict[str, Log](), None, ExitStack()
         self.steps, self.said, self.progress = steps, -1.0, progress or {"loss": "loss"}
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
-        # Weights & Biases follows the events of files that are opened later.
-        self.wandb = Wandb(store, config) if self.files and config and config.log.wandb else None
-        store.check()
-        self.events = Events(store.folder / EVENTS, last_step + 1) if self.files else None
+        if is_writer():
+            for name in RECORDS:
+                log = store.open_log(name, ends[name] if ends else 0)
+                self.files[name] = self.stack.enter_context(closing(log))
+            if config and config.log.wandb:
+                self.stack.enter_context(sending(store, config))
+            store.check()
+            self.events = self.stack.enter_context(closing(Events(store.folder / EVENTS, last_step + 1)))
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -73,7 +71,7 @@ class RunLog:
             self.append("samples.jsonl", step, sample)
         changed = {"changed": self.changes[step]} if step in self.changes else {}
         self.append("metrics.jsonl", step, {**metrics, **changed})
-        self.say(step, [f"{name} {number(metrics, key)}" for name, key in measured(metrics).items()])
+        self.say(step, [f"{key} {number(metrics, key)}" for key in measured(metrics)])
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
         """Append the step's timings, and at most every second print some of the `metrics` and the time that is left."""
@@ -109,32 +107,20 @@ class RunLog:
             self.events.write(step, numbers)
 
     def close(self) -> None:
-        try:
-            for file in self.files.values():
-                file.sync()
-                file.close()
-        finally:
-            if self.events:
-                self.events.close()
-            if self.wandb:
-                self.wandb.close()
+        self.stack.close()
 
 
-def measured(record: Mapping[str, Any]) -> dict[str, str]:
-    """What a step measured beside its update: name on the terminal, metric; accuracy if `exact_match` is a reward."""
-    exact = any(key.endswith("rewards/exact_match/mean") for key in record)
-    functions = {f"held-out {name}": key for name, key in functions_of(record, "eval/").items()}
-    accuracy = {key.replace("eval/", "held-out ").replace("/", " "): key for key in at_k([record]) if exact}
-    fixed = {name: key for name, key in MEASURED.items() if exact or not key.endswith("accuracy")}
-    names = {"held-out reward": "eval/reward", **functions, **accuracy, **fixed}
-    return {name: key for name, key in names.items() if record.get(key) is not None}
+def measured(record: Mapping[str, Any]) -> list[str]:
+    """The metrics of what a step measured beside its update, in their order on the terminal."""
+    keys = (*MEASURED, *rewards_of(record, "eval/"), *at_k([record]))
+    return [key for key in keys if record.get(key) is not None]
 
 
-def functions_of(record: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The means of the reward functions, if there are several: each one's name and metric."""
+def rewards_of(record: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The metrics of the reward functions' means, if there are several."""
     begin, end = f"{prefix}rewards/", "/mean"
     keys = [key for key, value in record.items() if key.startswith(begin) and key.endswith(end) and value is not None]
-    return {key.removeprefix(begin).removesuffix(end): key for key in keys if len(keys) > 1}
+    return keys if len(keys) > 1 else []
 
 
 def number(record: Mapping[str, Any], key: str) -> str:

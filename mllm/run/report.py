@@ -13,7 +13,7 @@ from lm_head import EngineChoice
 from mllm.config.schema import Change
 from mllm.model.layout import count
 from mllm.model.load import Policy
-from mllm.run.metrics import functions_of, measured, number, read_records
+from mllm.run.metrics import measured, number, read_records, rewards_of
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore
 
@@ -65,17 +65,17 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
 
 def held_out(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """What was measured beside the updates and when: first, last, and a loss where it was lowest."""
-    for name, key in dict(pair for record in metrics for pair in measured(record).items()).items():
+    for key in dict.fromkeys(key for record in metrics for key in measured(record)):
         records = [record for record in metrics if record.get(key) is not None]
         lowest = [min(records, key=lambda record: record[key])] if key.endswith("loss") else []
         chosen = {record["step"]: record for record in (records[0], *lowest, records[-1])}
-        yield name, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
+        yield key, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())
 
 
 def progress(metrics: list[dict[str, Any]], shown: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """What updates learned from: the mean of the first and of the last tenth of the steps."""
-    functions = dict(pair for record in metrics for pair in functions_of(record).items())
-    for name, key in {**shown, **(functions if "reward" in shown else {})}.items():
+    rewards = {key: key for record in metrics for key in rewards_of(record)}
+    for name, key in {**shown, **rewards}.items():
         if values := present(metrics, key):
             tenth = max(1, len(values) // 10)
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])

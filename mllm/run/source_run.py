@@ -15,7 +15,7 @@ from jaxtyping import Array
 from mllm.config import load as configs
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
-from mllm.errors import UserError
+from mllm.errors import CommonError, UserError
 from mllm.model import load
 from mllm.model.compute_copy import Rounding
 from mllm.model.folder import commit_of
@@ -24,20 +24,20 @@ from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
 from mllm.model.weights import narrow
-from mllm.parallel.processes import gather_objects, is_writer, raise_everywhere
-from mllm.run.checkpoint import by_name, restore_params
+from mllm.parallel.processes import from_writer
+from mllm.run.checkpoint import by_name, common_steps, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, "step": None, "revision": None}
 """Settings of a model that is read from a run's folder."""
 
 
-def load_policy(config: Config, mesh: Mesh, source: "SourceRun | None" = None) -> Policy:
+def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run's folder.
 
-    `source` is that run where it is open already. UserError is raised as there, and by `SourceRun.open`.
+    UserError is raised as there, and by `SourceRun.open`.
     """
-    source = source or SourceRun.open(config.model)
+    source = SourceRun.open(config.model)
     if source is None:
         return load.load_policy(config, mesh)
     model = config.model.model_copy(update={"source": str(source.store.folder), "step": None})
@@ -52,13 +52,16 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
     return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
 
 
-def pin_commit(config: Config) -> Config:
-    """A new run's configuration with the commit of its model on the hub, which may have a newer one later."""
-    model = config.model
+def pin(model: ModelConfig) -> dict[str, Any]:
+    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub.
+
+    All processes must call this. UserError is raised where the run has no such checkpoint.
+    """
+    if (run := SourceRun.open(model)) is not None:
+        return {"step": run.choose_step(model.step)}
     if model.init != "pretrained" or not model.source:
-        return config
-    commit = commit_of(model.source, model.revision, "model.source")
-    return config.model_copy(update={"model": model.model_copy(update={"revision": commit})})
+        return {}
+    return {"revision": commit_of(model.source, model.revision, "model.source")}
 
 
 @dataclass(frozen=True)
@@ -83,62 +86,40 @@ class SourceRun:
             return None
         return cls(store, configs.load_run(store.folder / CONFIG))
 
-    def pin(self, config: Config) -> Config:
-        """A new run's configuration with the step's number, which may not be the newest or best one later."""
-        step = self.choose_step(config.model.step)
-        return config.model_copy(update={"model": config.model.model_copy(update={"step": step})})
-
     def choose_step(self, step: int | str | None) -> int:
-        """The number of the step that `model.step` names for process 0; all processes must call this.
+        """The number of the step that `model.step` names; all processes must call this.
 
         UserError is raised where the run has no such checkpoint.
         """
-        with raise_everywhere():
-            return gather_objects(self.find_step(step) if is_writer() else 0)[0]
-
-    def find_step(self, step: int | str | None) -> int:
-        """The number of the step, as this process finds the checkpoints."""
-        steps = self.store.steps()
-        number = step
+        number, steps = step, common_steps(self.store)
         if step == "best":  # where it is not kept, the best that is left need not be the best
-            number = self.store.best_step(steps) if self.config.checkpoint.keep_best else None
+            kept = steps if self.config.checkpoint.keep_best else []
+            number = from_writer(lambda: self.store.best_step(kept))
         elif step is None or step == "newest":
             step, number = "newest", max(steps, default=None)
         if not isinstance(number, int) or number not in steps:
-            kept = ", as checkpoint.keep_best keeps one" * (step == "best")
-            raise UserError(f"model.step: {self.store} has no checkpoint {step}{kept}; there are {steps}")
+            why = ", as checkpoint.keep_best keeps one" * (step == "best")
+            raise CommonError(f"model.step: {self.store} has no checkpoint {step}{why}; there are {steps}")
         return number
 
     def read_parameters(self, step: int | str | None, like: Params, model: ModelConfig) -> Params:
         """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
 
-        `model` says how a matrix is rounded that loses bits.
+        Adapters are added to their matrices in float32. `model` says how a matrix is rounded that loses bits.
         """
-        step = self.choose_step(step)
-        if self.config.model.lora is not None:
-            return self.merged_parameters(step, like, model)
-        dtype = self.config.model.param_dtype
-
-        def stored_as(leaf: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=jax.tree.leaves(leaf)[0].sharding)
-
-        stored = jax.tree.map(stored_as, like, is_leaf=is_int8)
-        _, params = restore_params(self.store, stored, step)
-        return narrowed(params, like, model)
-
-    def merged_parameters(self, step: int, like: Params, model: ModelConfig) -> Params:
-        """The parameters of a run that trained adapters, which are added to its model's matrices in float32."""
         policy = load_own_policy(self.store, self.config, jax.tree.leaves(like)[0].sharding.mesh)
         if policy.exported != policy.architecture:
             fault = f"{self.store} parted the head from the embedding"
             raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
-        _, adapters = restore_params(self.store, policy.trained, step)
+        _, trained = restore_params(self.store, policy.trained, self.choose_step(step))
+        if policy.lora is None:
+            return narrowed(trained, like, model)
 
         @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
         def merge(params: Params) -> Params:
             return narrowed(merge_all_adapters(params, policy.lora), like, model)
 
-        return merge(policy.complete(adapters))
+        return merge(policy.complete(trained))
 
 
 def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:

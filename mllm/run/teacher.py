@@ -8,10 +8,9 @@ from jax.sharding import Mesh
 
 from mllm.config.schema import Config
 from mllm.errors import UserError
-from mllm.model.folder import commit_of
 from mllm.model.load import Policy
 from mllm.model.tokenizer import Tokenizer
-from mllm.run.source_run import SourceRun, load_policy
+from mllm.run.source_run import load_policy, pin
 
 
 @contextmanager
@@ -37,16 +36,13 @@ def load_teacher(config: Config, mesh: Mesh, student: Tokenizer) -> Policy | Non
     return policy
 
 
-def pin_teacher(config: Config) -> Config:
-    """A new run's configuration with the number of its teacher's step, where that is a run's, or its commit."""
-    if config.teacher is None:
-        return config
-    with naming():
-        run = SourceRun.open(config.teacher.model(config.model))
-        pinned: dict[str, Any] = {"step": run.choose_step(config.teacher.step)} if run else {}
-        if not run:
-            pinned["revision"] = commit_of(config.teacher.source, config.teacher.revision, "model.source")
-    return config.model_copy(update={"teacher": config.teacher.model_copy(update=pinned)})
+def pin_all(config: Config) -> Config:
+    """A new run's configuration with what must stay as it is now of its model, and of its teacher: see `pin`."""
+    changes: dict[str, Any] = {"model": config.model.model_copy(update=pin(config.model))}
+    if config.teacher is not None:
+        with naming():
+            changes["teacher"] = config.teacher.model_copy(update=pin(config.teacher.model(config.model)))
+    return config.model_copy(update=changes)
 
 
 def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:

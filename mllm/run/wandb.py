@@ -6,11 +6,9 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from mllm.config.schema import Config, LogConfig
-from mllm.errors import UserError, brief
-from mllm.parallel.processes import is_writer
+from mllm.config.schema import Config
+from mllm.errors import brief
 from mllm.store.run_store import RunStore
 
 SECONDS = 60
@@ -20,53 +18,40 @@ ID = "wandb/id"
 logger = logging.getLogger(__name__)
 
 
-def check(log: LogConfig) -> None:
-    """UserError is raised where `log.wandb` is set and the package is missing, in the process that would use it."""
-    if log.wandb is None or not is_writer():
-        return
+@contextmanager
+def optional() -> Iterator[None]:
+    """Turn an error, from the network, the service's process or the library itself, into a warning."""
     try:
-        from wandb import init  # noqa: F401  (a folder of that name can be imported, too)
-    except ImportError:
-        raise UserError("log.wandb: the package is missing: pip install wandb, or remove the setting") from None
+        yield
+    except Exception as error:
+        logger.warning("log.wandb: %s; the run goes on without it", brief(error))
 
 
-class Wandb:
-    """W&B's run for a run_dir, which resumes with it and gets the events of all files that are opened from now on.
+@contextmanager
+def sending(store: RunStore, config: Config) -> Iterator[None]:
+    """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
 
-    After the first error, which is a warning, nothing more is sent.
+    What is left is sent at the end; the file of events must be closed by then.
     """
+    run = None
+    with optional():
+        import wandb
 
-    def __init__(self, store: RunStore, config: Config) -> None:
-        """Begin or resume the run."""
-        self.run: Any = None
-        with self.optional():
-            import wandb
-
-            self.run = wandb.init(
-                project=config.log.wandb,
-                id=run_id(store),
-                name=Path(store.url).absolute().name,
-                dir=str(store.folder),
-                resume="allow",
-                sync_tensorboard=True,
-                config=config.model_dump(mode="json"),
-                allow_val_change=True,
-                settings=wandb.Settings(console="off", quiet=True, init_timeout=SECONDS, finish_timeout=SECONDS),
-            )
-
-    def close(self) -> None:
-        """Send what is left; the file of events must be closed by now."""
-        if self.run is not None:
-            with self.optional():
-                self.run.finish()
-
-    @contextmanager
-    def optional(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # from the network, the service's process, or the library itself
-            self.run = None
-            logger.warning("log.wandb: %s; the run goes on without it", brief(error))
+        run = wandb.init(
+            project=config.log.wandb,
+            id=run_id(store),
+            name=Path(store.url).absolute().name,
+            dir=str(store.folder),
+            resume="allow",
+            sync_tensorboard=True,
+            config=config.model_dump(mode="json"),
+            allow_val_change=True,
+            settings=wandb.Settings(console="off", quiet=True, init_timeout=SECONDS, finish_timeout=SECONDS),
+        )
+    yield
+    if run is not None:
+        with optional():
+            run.finish()
 
 
 def run_id(store: RunStore) -> str:

@@ -2,22 +2,33 @@
 
 import hashlib
 import os
+import re
 from pathlib import Path
 
 from etils import epath
 
 from mllm.errors import UserError, need
-from mllm.store.names import is_plain
 
 SCHEME = "gs://"
+PLAIN = re.compile(r"([^./\\][^/\\]*/)*[^./\\][^/\\]*")
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name with slashes, which may be a stranger's, leads to a file below its folder and prints as it is.
+
+    Absolute paths, backslashes, control characters and parts that begin with a dot, as `..` does, are refused.
+    """
+    return bool(PLAIN.fullmatch(name)) and name.isprintable()
 
 
 def is_bucket(place: object) -> bool:
     """Whether a path of a configuration names something in a bucket; UserError for a storage that isn't known."""
-    if not isinstance(place, str) or "://" not in place or place.startswith(SCHEME):
-        return isinstance(place, str) and place.startswith(SCHEME)
-    way_out = "mount it as a file system, or copy the folder after the run"
-    raise UserError(f"{place}: of buckets only {SCHEME} is known: {way_out}")
+    if not isinstance(place, str) or "://" not in place:
+        return False
+    if not place.startswith(SCHEME):
+        way_out = "mount it as a file system, or copy the folder after the run"
+        raise UserError(f"{place}: of buckets only {SCHEME} is known: {way_out}")
+    return True
 
 
 def bucket_path(url: str) -> epath.Path:

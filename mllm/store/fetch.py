@@ -6,20 +6,20 @@ nothing has used for `UNUSED_DAYS`, and the folders used longest ago while all h
 """
 
 import fcntl
-import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from etils import epath
 from tqdm import tqdm
 
-from mllm.errors import UserError, brief
-from mllm.store.bucket import below, bucket_path, cache_folder, local_place
-from mllm.store.names import is_plain
+from mllm.errors import UserError
+from mllm.store.bucket import below, bucket_path, cache_folder, is_plain, local_place
+from mllm.store.folder import failing
 
 AT_ONCE = 8
 """Objects that are read at a time."""
@@ -38,21 +38,13 @@ def fetch_files(source: str, key: str) -> list[Path]:
     url, _, pattern = source.rpartition("/")
     if "*" in url or "?" in url or "[" in url:
         raise UserError(f"{key}: {source}: a pattern is only for the last part of a name in a bucket")
-    if not any(sign in pattern for sign in "*?["):
-        return fetch(url, [pattern], key)
-    with naming(key):
-        names = matching(url, [pattern])
-    if not names:
-        raise UserError(f"{key}: no object matches {source}: correct the pattern")
-    return fetch(url, names, key)
+    is_pattern = any(sign in pattern for sign in "*?[")
+    return fetch(url, matching(url, [pattern], key) if is_pattern else [pattern], key)
 
 
 def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
-    with naming(key):
-        wanted = matching(url, patterns)
-    if not wanted:
-        raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
+    wanted = matching(url, patterns, key)
     folder = fetch(url, wanted, key)[0].parent
     for path in folder.iterdir():  # what has been removed from the bucket
         if path.name not in wanted and not path.name.startswith(".") and any(map(path.match, patterns)):
@@ -60,110 +52,93 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
     return folder
 
 
-def matching(url: str, patterns: Sequence[str]) -> list[str]:
-    """The names of the objects just below a URL that match one of the patterns, in order."""
-    names = [path.name for path in below(bucket_path(url))]
-    return sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns)))
+def matching(url: str, patterns: Sequence[str], key: str) -> list[str]:
+    """The names of the objects just below a URL that match one of the patterns, in order; UserError if none does."""
+    with naming(key, url):
+        names = [path.name for path in below(bucket_path(url))]
+    if found := sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns))):
+        return found
+    raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
 
 
-def fetch(url: str, names: Sequence[str], key: str) -> list[Path]:
-    """Objects below a URL as files; UserError as `fetch_files`. One process of a machine fetches, the others wait."""
-    with naming(key):
-        bucket_path(url)  # an URL that names no place in a bucket could lead anywhere below
-    folder = local_place(url.rstrip("/"), OBJECTS)
+def fetch(url: str, names: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
+    """Objects below a URL as files in `root`; UserError as `fetch_files`.
 
-    def get(name: str) -> Path:
-        source, path = bucket_path(f"{url}/{name}"), folder / name
-        try:
-            stat = source.stat()
-        except FileNotFoundError:
-            stat = None
-        if stat is None or stat.is_directory:
-            raise UserError(f"{source}: there is no such object: correct the URL")
-        mark = path.with_name(f".{path.name}.generation")  # says which version of the object the file is
-        with suppress(OSError):
-            if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:
-                return path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        with unfinished.open("wb") as file, source.open("rb") as content:
-            while data := content.read(PART_BYTES):
-                file.write(data)
-                bar.update(len(data))
-        if (now := source.stat()) != stat:
-            raise UserError(f"{source}: has changed while it was read: start again")
-        mark.unlink(missing_ok=True)
-        unfinished.replace(path)
-        mark.write_text(f"{now.mtime} {now.length}")
-        return path
+    One process of a machine fetches, the others wait.
+    """
+    folder = local_place(url.rstrip("/"), root)
+    with naming(key, url):
+        sources = [bucket_path(f"{url}/{name}") for name in names]  # before a folder of such a name is made
+        with locked(folder), ThreadPoolExecutor(AT_ONCE) as pool:
+            prune((cache_folder() / root).iterdir())
+            fetched = pool.map(fetch_object, sources, [folder / name for name in names])
+            return list(tqdm(fetched, f"fetching {url}", len(names), unit="file", delay=1, disable=None))
 
-    bar = tqdm(desc=f"fetching {url}", unit="B", unit_scale=True, delay=1, disable=None)
-    with naming(key), locked(folder), bar, ThreadPoolExecutor(AT_ONCE) as pool:
-        prune((cache_folder() / OBJECTS).iterdir())
-        return list(pool.map(get, names))
+
+def fetch_object(source: epath.Path, path: Path) -> Path:
+    """The file of an object, at a path where an earlier version may be."""
+    try:
+        stat = source.stat()
+    except FileNotFoundError:
+        stat = None
+    if stat is None or stat.is_directory:
+        raise UserError(f"{source}: there is no such object: correct the URL")
+    mark = path.with_name(f".{path.name}.generation")  # says which version of the object the file is
+    with suppress(OSError):
+        if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:
+            return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with source.open("rb") as content, unfinished.open("wb") as file:
+        shutil.copyfileobj(content, file, PART_BYTES)
+    if source.stat() != stat:
+        raise UserError(f"{source}: has changed while it was read: start again")
+    mark.unlink(missing_ok=True)
+    unfinished.replace(path)
+    mark.write_text(f"{stat.mtime} {stat.length}")
+    return path
 
 
 def prune(folders: Iterable[Path]) -> None:
-    """Remove the files in such folders as the module says; no files in folders used within a day, or locked."""
-    entries = list[tuple[float, int, Path]]()
+    """Remove the files in such folders as the module says, but no files in folders used within a day."""
+    entries = list[tuple[float, int, list[Path]]]()
     for folder in folders:
         with suppress(OSError):  # another process may be removing them, too
-            files = [path.stat() for path in folder.rglob("*") if path.is_file()]
-            used = max((file.st_mtime for file in files), default=0.0)
-            entries.append((used, sum(file.st_size for file in files), folder))
+            files = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+            used = max((file.st_mtime for file in files.values()), default=0.0)
+            entries.append((used, sum(file.st_size for file in files.values()), [*files]))
     total = sum(size for _, size, _ in entries)
-    for used, size, folder in sorted(entries):
+    for used, size, paths in sorted(entries):
         days = (time.time() - used) / 86400
         if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
-            with suppress(OSError), ExitStack() as held:
-                if all(held.enter_context(locked(lock.parent, wait=False)) for lock in folder.rglob(LOCK)):
-                    for path in folder.rglob("*"):
-                        if path.is_file() and path.name != LOCK:  # others may wait for the lock
-                            path.unlink()
-                    total -= size
-
-
-def is_of_storage(error: Exception) -> bool:
-    """Whether a disk or a bucket has failed: gcsfs, aiohttp and tensorstore have kinds of errors of their own."""
-    library = type(error).__module__.partition(".")[0]
-    of_tensorstore = type(error) is ValueError and re.match(r"[A-Z_]+: ", str(error))
-    return isinstance(error, OSError) or library in ("gcsfs", "aiohttp", "google", "fsspec") or bool(of_tensorstore)
+            for path in paths:
+                with suppress(OSError):
+                    if path.name != LOCK:  # others may wait for the lock
+                        path.unlink()
+            total -= size
 
 
 @contextmanager
-def naming(key: str) -> Iterator[None]:
+def naming(key: str, url: str) -> Iterator[None]:
     """Let errors begin with the setting, and make errors of this machine's disk, or of the bucket, UserErrors."""
     try:
-        yield
+        with failing(f"{url}: can't be had"):
+            yield
     except UserError as error:
         raise UserError(f"{key}: {error}") from None
-    except Exception as error:
-        if not is_of_storage(error):
-            raise
-        if isinstance(error, OSError) and error.filename:
-            reason = f"{error.filename} can't be written ({error.strerror})"
-            raise UserError(f"{key}: {reason}: make room, or set XDG_CACHE_HOME to another folder") from None
-        way_out = "check the bucket and its credentials"
-        raise UserError(f"{key}: the bucket does not answer as it should ({brief(error)}): {way_out}") from None
 
 
 @contextmanager
-def locked(folder: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold a folder, which is made, against the other processes of this machine; the system releases it at their end.
-
-    Unless it is to `wait`, it may not get the folder: the value says whether it has.
-    """
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made, against other processes of this machine; the system releases it at their end."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("w") as file:  # its time says when it was last used
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not wait:
-                yield False
-                return
             print(f"waiting for another process that has {folder}", file=sys.stderr)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield True
+        yield
 
 
 def send(folder: Path, url: str, names: Sequence[str]) -> None:

@@ -1,9 +1,9 @@
-"""Writes files as a whole, and explains errors of a full, read-only or failing disk or bucket."""
+"""Writes files as a whole, and explains errors of a disk or bucket that is full, refuses or fails."""
 
 import errno
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,34 +11,39 @@ from mllm.errors import UserError, brief
 
 REMEDY = {
     errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room, or have the quota raised",
-    errno.EFBIG: "allow larger files there",
     errno.EACCES: "allow access there",
-    errno.EPERM: "allow access there",
     errno.EROFS: "allow writing there",
     errno.EMFILE: "allow more open files (ulimit -n)",
-    errno.ENOMEM: "give the machine more memory",
+    None: "check the bucket and its credentials",
 }
-TENSORSTORE_ERROR = re.compile(r"\[os_error_code='(\d+)'\]")
-"""The operating system's error number in the text of tensorstore's errors, which are ValueErrors."""
+"""What mends an error, by its number; errors of a bucket have none."""
+CLIENTS = ("gcsfs", "aiohttp", "google", "fsspec")
+"""The packages of a bucket's client whose errors are kinds of their own. Tensorstore's are ValueErrors."""
+STATUS = re.compile(
+    r"UNAVAILABLE|DEADLINE_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED|ABORTED|INTERNAL"
+)
+"""How tensorstore's errors begin that say nothing of what a bucket holds."""
+SYSTEM = re.compile(r"\[os_error_code='(\d+)'\]")
+"""The operating system's error number in the text of tensorstore's errors."""
 UNFINISHED = ".tmp"
 """How the name of a file ends that is not whole yet."""
 
 
-def find_fault(error: BaseException | None) -> OSError | None:
-    """The operating system's error that `error` is, or was caused by; None if there is none."""
+def find_fault(error: BaseException | None) -> BaseException | None:
+    """The error of the operating system or a bucket that `error` is, or was caused by; None if there is none."""
     while error is not None:
-        if isinstance(error, OSError):
-            return error
-        if match := TENSORSTORE_ERROR.search(str(error)):
+        if match := SYSTEM.search(str(error)):
             return OSError(int(match[1]), os.strerror(int(match[1])))
+        of_tensorstore = type(error) is ValueError and STATUS.match(str(error))
+        if isinstance(error, OSError) or of_tensorstore or type(error).__module__.partition(".")[0] in CLIENTS:
+            return error
         error = error.__cause__ or error.__context__
     return None
 
 
 @contextmanager
-def failing(place: object, use: str, resumption: Callable[[], str] = str) -> Iterator[None]:
-    """Turn the system's errors into a UserError: `place` can't be `use`, as in `read`; `resumption()` ends the line."""
+def failing(subject: str, end: str = "") -> Iterator[None]:
+    """Turn errors of a disk or bucket into a UserError: `subject`, such as `a.txt: can't be read`, why, and `end`."""
     try:
         yield
     except UserError:
@@ -46,10 +51,9 @@ def failing(place: object, use: str, resumption: Callable[[], str] = str) -> Ite
     except Exception as error:
         if (fault := find_fault(error)) is None:
             raise
-        reason = fault.strerror or brief(fault)
-        raise UserError(
-            f"{place}: can't be {use} ({reason}); {REMEDY.get(fault.errno or 0, 'check it')}{resumption()}"
-        ) from None
+        reason = getattr(fault, "strerror", None) or brief(fault)
+        remedy = REMEDY.get(getattr(fault, "errno", None), "check it")
+        raise UserError(f"{subject} ({reason}); {remedy}{end}") from None
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -60,12 +64,7 @@ def write_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
-    sync(path.parent)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, survives a crash of the machine."""
-    handle = os.open(path, os.O_RDONLY)
+    handle = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -5,7 +5,6 @@ its lock is an object that the holder rewrites every few seconds, and that expir
 """
 
 import fcntl
-import json
 import logging
 import os
 import socket
@@ -19,7 +18,7 @@ from typing import Any, TextIO
 
 from mllm.errors import UserError, brief, printable
 from mllm.parallel.processes import is_writer, raise_everywhere
-from mllm.store.folder import failing, sync
+from mllm.store.folder import failing
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
@@ -42,32 +41,27 @@ def hold(store: RunStore) -> Iterator[None]:
         yield
 
 
+def in_use(place: object, holder: str) -> UserError:
+    return UserError(f"run_dir: {place} is in use by {holder}; wait for it, or give another folder")
+
+
 # A folder
 
 
 @contextmanager
 def hold_folder(store: RunStore) -> Iterator[None]:
-    """Lock a folder, which is made if it is missing; one in which no run has begun is left as it was found.
+    """Lock a folder, which is made if it is missing; an empty one is removed at the end if no run has begun there.
 
     The operating system releases the lock when the process ends, however it ends.
     """
     folder = store.folder
-    with failing(folder, "written"):
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
+    with failing(f"{folder}: can't be written"):
         file = open_locked(folder)
-        for path in made:
-            sync(path.parent)
-
-    def is_ours() -> bool:
-        with suppress(OSError):
-            return os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat())
-        return False
 
     def check() -> None:
-        if is_ours():
-            return
-        fault = "was moved, removed or replaced while this run wrote it"
-        raise UserError(f"run_dir: {folder} {fault}: nothing more is written; start again where it is now")
+        if not is_at(file, folder):
+            fault = "was moved, removed or replaced while this run wrote it"
+            raise UserError(f"run_dir: {folder} {fault}: nothing more is written; start again where it is now")
 
     store.check = check
     try:
@@ -78,11 +72,17 @@ def hold_folder(store: RunStore) -> Iterator[None]:
         with suppress(OSError):
             file.truncate(0)
         with suppress(OSError, UserError):
-            if is_ours() and not store.is_run():
+            if is_at(file, folder) and not store.is_run():
                 (folder / LOCK).unlink()
-                for path in made:
-                    path.rmdir()
+                folder.rmdir()
         file.close()
+
+
+def is_at(file: TextIO, folder: Path) -> bool:
+    """Whether the folder's lock file is this one."""
+    with suppress(OSError):
+        return os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat())
+    return False
 
 
 def open_locked(folder: Path) -> TextIO:
@@ -93,15 +93,13 @@ def open_locked(folder: Path) -> TextIO:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            file.close()
-            raise UserError(f"run_dir: {folder} is in use by {holder}; wait for it, or give another folder") from None
+            with file:
+                file.seek(0)
+                raise in_use(folder, file.read().strip() or "another process") from None
         except OSError as error:
             logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
-                break
+        if is_at(file, folder):
+            break
         file.close()  # another process removed it before this one had locked it
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -133,25 +131,19 @@ class Lease:
         """Take the lease; UserError where another process holds it, or the bucket can't be written."""
         import tensorstore
 
-        self.url, self.holder = url, f"process {os.getpid()} on {socket.gethostname()}"
+        self.url, self.ended = url, threading.Event()
+        self.expires = clock() + SECONDS
+        """When this process must have stopped to write; infinitely long ago once another one has the lease."""
         bucket, _, path = url.partition("://")[2].strip("/").partition("/")
-        spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}
-        with self.failing():
+        try:
+            spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}
             self.objects = tensorstore.KvStore.open(spec).result()
             self.generation = self.wait_for_end()
-            self.lost, self.renewed, self.ended = False, clock(), threading.Event()
             self.write()
-        if self.lost:
-            raise UserError(f"run_dir: {url} was taken by another process; wait for it, or give another folder")
-        threading.Thread(target=self.renew, name="lease", daemon=True).start()
-
-    @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Turn tensorstore's errors, which are ValueErrors, into UserErrors."""
-        try:
-            yield
         except ValueError as error:
-            raise UserError(f"run_dir: {self.url}: {brief(error)}: check the bucket and its credentials") from None
+            raise UserError(f"run_dir: {url}: {brief(error)}: check the bucket and its credentials") from None
+        self.check()
+        threading.Thread(target=self.renew, name="lease", daemon=True).start()
 
     def wait_for_end(self) -> Any:
         """Wait until the lease that is there has ended; returns the generation of what may be replaced."""
@@ -160,31 +152,28 @@ class Lease:
             return lease.stamp.generation
         name = printable(lease.value.decode(errors="replace"))[:200]
         print(f"{self.url}: {name} held it; waiting {SECONDS} s for a sign of its life", file=sys.stderr)
-        deadline, generation = clock() + SECONDS, lease.stamp.generation
-        while clock() < deadline:
-            time.sleep(SECONDS / RENEWALS)
-            lease = self.objects.read(LOCK).result()
-            if lease.state != "value":
-                return lease.stamp.generation
-            if lease.stamp.generation != generation:
-                raise UserError(f"run_dir: {self.url} is in use by {name}; wait for it, or give another folder")
-        return generation
+        time.sleep(SECONDS)
+        now = self.objects.read(LOCK).result()
+        if now.state == "value" and now.stamp.generation != lease.stamp.generation:
+            raise in_use(self.url, name)
+        return now.stamp.generation
 
     def write(self) -> None:
         """Write the lease anew, if nobody else has; a request whose answer was lost finds its own work."""
         begun = clock()  # the answer may come late
-        content = json.dumps({"holder": self.holder, "time": time.time()}).encode()
+        content = f"process {os.getpid()} on {socket.gethostname()} at {time.time()}".encode()
         stamp = self.objects.write(LOCK, content, if_equal=self.generation).result()
         if not stamp.generation:
             lease = self.objects.read(LOCK).result()
             if lease.value != content:
-                self.lost = True
+                self.expires = -float("inf")
+                self.ended.set()
                 return
             stamp = lease.stamp
-        self.generation, self.renewed = stamp.generation, begun
+        self.generation, self.expires = stamp.generation, begun + SECONDS * 0.9
 
     def renew(self) -> None:
-        while not self.ended.wait(SECONDS / RENEWALS) and not self.lost:
+        while not self.ended.wait(SECONDS / RENEWALS):
             try:
                 self.write()
             except ValueError as error:  # the next attempt may succeed; if none does, `check` says so
@@ -192,10 +181,9 @@ class Lease:
 
     def check(self) -> None:
         """Raise UserError if another process may have taken the run: nothing more may be written."""
-        if self.lost:
-            raise UserError(f"run_dir: {self.url} was taken by another process; wait for it, or give another folder")
-        if clock() - self.renewed > SECONDS * 0.9:
-            raise UserError(f"run_dir: the lease of {self.url} could not be renewed; the same command resumes")
+        if clock() > self.expires:
+            fault = "was taken by another process, or could not be renewed"
+            raise UserError(f"run_dir: the lease of {self.url} {fault}; the same command resumes")
 
     def release(self) -> None:
         """Let another process take the run, if this one still holds it."""

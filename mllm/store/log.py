@@ -16,33 +16,21 @@ class Mark(NamedTuple):
     sha256: str
     """The checksum of these bytes, in hexadecimal digits."""
 
-    @classmethod
-    def of(cls, content: bytes) -> "Mark":
-        return cls(len(content), hashlib.sha256(content).hexdigest())
-
 
 class Log:
-    """A log on a disk, without a buffer here. Each method raises UserError where the disk refuses."""
+    """A log on a disk, without a buffer here."""
 
-    def __init__(
-        self, path: Path, size: int, check: Callable[[], None], failing: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        """Open a log, of which `size` bytes stay.
-
-        `check` raises UserError where the run was taken from this process; `failing` makes UserErrors of the system's
-        errors.
-        """
-        self.check, self.failing = check, failing
-        check()
-        with failing():
+    def __init__(self, path: Path, size: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Open a log, of which `size` bytes stay. All that is written is written inside of `writing`."""
+        self.writing = writing
+        with writing():
             self.file = path.open("ab", buffering=0)
             self.file.truncate(size)
             content = path.read_bytes()
-            self.size, self.checksum = len(content), hashlib.sha256(content)
+        self.size, self.checksum = len(content), hashlib.sha256(content)
 
     def append(self, record: bytes) -> None:
-        self.check()
-        with self.failing():
+        with self.writing():
             left = record
             while left:
                 left = left[self.file.write(left) :]
@@ -51,14 +39,13 @@ class Log:
 
     def sync(self) -> Mark:
         """Wait until all of the log survives a crash of the machine."""
-        with self.failing():
-            if not self.file.closed:  # a run saves once more after its log was closed
-                os.fsync(self.file.fileno())
+        with self.writing():
+            os.fsync(self.file.fileno())
         return Mark(self.size, self.checksum.hexdigest())
 
     def close(self) -> None:
-        with self.failing():
-            self.file.close()
+        self.sync()
+        self.file.close()
 
 
 def compare(content: bytes, mark: Any) -> str:
@@ -66,4 +53,4 @@ def compare(content: bytes, mark: Any) -> str:
     size, sha256 = mark
     if len(content) < size:
         return f"lacks its last {size - len(content):,} bytes"
-    return "has changed" if Mark.of(content[:size]).sha256 != sha256 else ""
+    return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""

@@ -21,23 +21,21 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
-from mllm.errors import UserError, brief
-from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket, local_place
-from mllm.store.fetch import fetch, fetch_folder, is_of_storage, naming, prune, send
+from mllm.errors import UserError
+from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
+from mllm.store.fetch import fetch, fetch_folder, naming, send
 from mllm.store.folder import UNFINISHED, failing, write_file
 from mllm.store.log import Log, Mark, compare
-from mllm.store.names import is_plain
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
-LARGEST_DOCUMENT = 2**28
 LARGEST_FILE = 2**31
 MIRRORS = "runs"
 """The folder of `local_place` with the files of runs in buckets that this machine writes."""
@@ -45,6 +43,8 @@ PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 RECORDED = ("arrays", "logs", "digests", "frozen")
 """What every document has: by name, the checksums of arrays, logs, and what the run depends on."""
+READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
+"""The files of a run in a bucket that tools read."""
 logger = logging.getLogger(__name__)
 
 
@@ -79,20 +79,32 @@ class RunStore:
     def checkpoints(self) -> epath.Path:
         return self.place / CHECKPOINTS
 
+    def reading(self, name: str = "") -> AbstractContextManager[None]:
+        """Turn errors of the disk or bucket into a UserError."""
+        return failing(f"{self.url}/{name}: can't be read")
+
+    @contextmanager
+    def writing(self, name: str = "") -> Iterator[None]:
+        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError."""
+        self.check()
+        end = ", and the same command goes on from the newest checkpoint"
+        with failing(f"{self.url}/{name}: can't be written", end):
+            yield
+
     # Files
 
-    def local(self, name: str) -> Path:
-        """A file on this machine, fetched if the run is in a bucket, where the file must be."""
-        return fetch(self.url, [name], "run_dir")[0] if self.in_bucket else self.folder / name
+    def entries(self) -> list[str]:
+        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
+        with self.reading():
+            return sorted(path.name for path in below(self.place))
 
     def is_run(self) -> bool:
         """Whether a run has begun there."""
         return CONFIG in self.entries()
 
-    def entries(self) -> list[str]:
-        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
-        with self.failing("", "read"):
-            return sorted(path.name for path in below(self.place))
+    def config_path(self) -> Path:
+        """The run's configuration as a file of this machine, fetched if the run is in a bucket."""
+        return fetch(self.url, [CONFIG], "run_dir")[0] if self.in_bucket else self.folder / CONFIG
 
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file.
@@ -100,7 +112,7 @@ class RunStore:
         UserError is raised for what is no regular file, or a huge one: the run may be a stranger's.
         """
         path = self.folder / name
-        with self.failing(name, "read"):
+        with self.reading(name):
             try:
                 handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
             except (FileNotFoundError, NotADirectoryError):
@@ -113,33 +125,12 @@ class RunStore:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
-        self.check()
-        with self.failing(name, "written"):
+        with self.writing(name):
             path = self.folder / name
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
             write_file(path, data)
-        if self.in_bucket:
-            self.send_files()
-
-    @contextmanager
-    def failing(self, name: str, use: str) -> Iterator[None]:
-        """Turn errors of a disk or bucket into a UserError: `name` can't be `use`, `read` or `written`.
-
-        Where a disk does not take what is written it says from which checkpoint the same command goes on.
-        """
-        resumption = self.resumption if use == "written" else str
-        with naming("run_dir") if self.in_bucket else failing(self.folder / name, use, resumption):
-            yield
-
-    def resumption(self) -> str:
-        """What the same command does next, where something could not be written: the end of the error's line."""
-        try:
-            steps = self.steps()
-        except UserError:
-            return ", and the same command resumes"
-        next_ = f"goes on from checkpoint {steps[-1]}" if steps else "begins again: there is no checkpoint yet"
-        return f", and the same command {next_}"
+        self.send_files()
 
     # Logs
 
@@ -149,14 +140,13 @@ class RunStore:
 
     def keep_log(self, name: str, suffix: str) -> None:
         """Copy a log, as it is, to a name that ends so and that nothing has yet."""
-        content, aside = self.read_log(name), f"{name}{suffix}"
-        while (self.folder / aside).exists():
-            aside += "_again"
-        self.write(aside, content)
+        while (self.folder / f"{name}{suffix}").exists():
+            suffix += "_again"
+        self.write(f"{name}{suffix}", self.read_log(name))
 
     def open_log(self, name: str, size: int = 0) -> Log:
         """A log to append to, of which `size` bytes stay."""
-        self.logs[name] = log = Log(self.folder / name, size, self.check, lambda: self.failing(name, "written"))
+        self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
         return log
 
     def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
@@ -166,48 +156,42 @@ class RunStore:
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
-        self.check()
         marks = {name: log.sync() for name, log in self.logs.items()}
-        if self.in_bucket:
-            self.send_files()
+        self.send_files()
         return marks
 
     # A bucket's copy
 
     def fetch_files(self) -> None:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
-        with self.failing("", "read"):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
-            prune((cache_folder() / MIRRORS).iterdir())
-            for source in files_below(self.place, (CHECKPOINTS, LOCK)):
-                if not is_plain(str(source.relative_to(self.place))):
-                    continue
-                path = self.folder / (name := str(source.relative_to(self.place)))
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(source.read_bytes())
-                self.sent[name] = stamp(path)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with self.reading():
+            paths = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
+        names = [*filter(is_plain, paths)]
+        fetched = fetch(self.url, names, "run_dir", MIRRORS)
+        self.sent = {name: stamp(path) for name, path in zip(names, fetched, strict=True)}
 
     def send_files(self) -> None:
         """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
-        changed = dict[str, tuple[int, int]]()
+        if not self.in_bucket:
+            return
+        files = dict[str, tuple[int, int]]()
         for path in self.folder.rglob("*"):
             name = str(path.relative_to(self.folder))
             if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
                 continue
-            if path.is_file() and not name.endswith(UNFINISHED) and self.sent.get(name) != (now := stamp(path)):
-                changed[name] = now
-        names = sorted(changed, key=lambda name: (name == CONFIG, name))
-        self.check()
-        with self.failing("", "written"):
-            send(self.folder, self.url, names)
-        self.sent |= {name: changed[name] for name in names}
+            if is_plain(name) and path.is_file() and not name.endswith(UNFINISHED):
+                files[name] = stamp(path)
+        changed = [name for name in files if files[name] != self.sent.get(name)]
+        with self.writing():
+            send(self.folder, self.url, sorted(changed, key=lambda name: (name == CONFIG, name)))
+        self.sent = files
 
     # Checkpoints
 
     def steps(self) -> list[int]:
         """The steps of the checkpoints, ascending."""
-        with self.failing(CHECKPOINTS, "read"):
+        with self.reading(CHECKPOINTS):
             paths = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
@@ -217,13 +201,9 @@ class RunStore:
         Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
         """
         name = f"{CHECKPOINTS}/{step}/document/metadata"
-        with self.failing(f"{CHECKPOINTS}/{step}", "read"):
-            if self.in_bucket:
-                path = self.place / name
-                readable = path.exists() and path.stat().length < LARGEST_DOCUMENT
-                content = path.read_bytes() if readable else None
-            else:
-                content = self.read(name)
+        with self.reading(name):
+            path = self.place / name
+            content = self.read(name) if not self.in_bucket else path.read_bytes() if path.exists() else None
         if content is None:
             raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
@@ -234,33 +214,27 @@ class RunStore:
             raise Damaged("another version of this program wrote its document")
         return document
 
-    def score(self, step: int) -> float | None:
-        """The score of a checkpoint, by which it may be the best; None where it has none, or is damaged."""
-        with suppress(Damaged):
-            score = self.document(step).get("score")
-            return score if isinstance(score, float) and math.isfinite(score) else None
-        return None
+    def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
+        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score.
 
-    def best_step(self, steps: list[int]) -> int | None:
-        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score."""
-        scores = {step: score for step in steps if (score := self.score(step)) is not None}
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        `known` are scores that need not be read; a damaged checkpoint has none.
+        """
+        scores: dict[int, Any] = dict(known or {})
+        for step in steps:
+            if step not in scores:
+                with suppress(Damaged):
+                    scores[step] = self.document(step).get("score")
+        scored = {step: x for step, x in scores.items() if isinstance(x, float) and math.isfinite(x)}
+        return max(scored, key=lambda step: (scored[step], step), default=None)
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
-        aside = f"damaged_{step}"
-        try:
-            names = {path.name for path in self.checkpoints.iterdir()}
-            while aside in names:
+        self.check()
+        path, aside = self.checkpoints / str(step), f"damaged_{step}"
+        with failing(f"{path}: can't be read ({reason}), nor put aside as {aside}"):
+            while (self.checkpoints / aside).exists():
                 aside += "_again"
-            self.check()
-            (self.checkpoints / str(step)).rename(self.checkpoints / aside)
-        except Exception as error:
-            if isinstance(error, UserError) or not is_of_storage(error):
-                raise
-            why = getattr(error, "strerror", None) or brief(error)
-            fault = f"can't be read ({reason}), nor put aside as {aside} ({why})"
-            raise UserError(f"{self.url}/{CHECKPOINTS}/{step}: {fault}; rename or remove it") from None
+            path.rename(self.checkpoints / aside)
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
 
 
@@ -276,32 +250,25 @@ def stamp(path: Path) -> tuple[int, int]:
     return path.stat().st_size, path.stat().st_mtime_ns
 
 
-READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
-"""The files of a run in a bucket that tools read."""
-
-
 def find_run(run: str, key: str) -> RunStore | None:
     """The store of a run, to be read; None where no run is there.
 
     UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
     """
-    try:
+    with naming(key, run):
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))
             return store if os.path.isfile(store.folder / CONFIG) else None
-        if not RunStore(run).is_run():
-            return None
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
-    return RunStore(run, fetch_folder(run, READ, key))
+        return RunStore(run, fetch_folder(run, READ, key)) if RunStore(run).is_run() else None
 
 
 def tool_run(run: str) -> RunStore:
     """The store of a tool's argument; UserError where a bucket has no run there."""
-    store = find_run(run, "RUN")
-    if store is None and is_bucket(run):
+    if not is_bucket(run):
+        return RunStore(os.path.expanduser(run))
+    if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")
-    return store or RunStore(os.path.expanduser(run))
+    return store
 
 
 def seal(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,11 +148,15 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
 
 
 @pytest.mark.parametrize("ratio", [0.25, -0.25])
-def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_and_at_least_0(ratio):
-    batch, *_ = make_rows(config_of("kto"))
+def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_of_all_processes_and_at_least_0(ratio):
+    """Another process has as many sequences, which differ by 1 each."""
+    batch, *_, sequences = make_rows(config_of("kto"))
     shifted = batch.inputs.reference_logprobs + np.float32(ratio) * (batch.inputs.reference_logprobs != 0)
-    source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=ALL_ROWS)
-    assert PreferenceSource.estimate_kl(source, nnx.State({}), batch) == pytest.approx(max(0, ratio), abs=1e-6)
+    other = float(len(sequences)), len(sequences)
+    for gather, expected in (ALL_ROWS.gather, ratio), (lambda local: [local, other], (ratio + 1) / 2):
+        source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=SimpleNamespace(gather=gather))
+        found = PreferenceSource.estimate_kl(source, nnx.State({}), batch)
+        assert found == pytest.approx(max(0, expected), abs=1e-6)
 
 
 def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_are_won_by_neither():
@@ -160,7 +164,7 @@ def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_are_won_by_ne
     config = config_of("orpo")
     batch, logprob, _ = make_rows(config)
     certain = jnp.zeros(logprob.shape)
-    gradient = jax.grad(lambda logprob: preference_loss(config, logprob, batch))(certain)
+    gradient = jax.jit(jax.grad(lambda logprob: preference_loss(config, logprob, batch)))(certain)
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0
     assert means(preference_sums(config, certain, batch))["rewards/accuracies"] == 0

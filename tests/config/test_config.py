@@ -41,6 +41,8 @@ TWO = "4, updates_per_generation: 2}"
 CISPO = "4, loss_type: cispo, num_iterations: 2}"
 GSPO = "4, loss_type: gspo, num_iterations: 2}"
 ACTS = GRPO.replace("arithmetic,", "arithmetic, environment: 'my_env:Guess',")
+LISTED = GRPO.replace("arithmetic,", "jsonl, train: a.jsonl,")
+WORKSPACE = GRPO + "head: {workspace_mib: 4}\n"
 TURNS = ACTS.replace("length: 8}", "length: 8, max_turns: 2}")
 VALIDATED = SFT.replace("data: {", "data: {validation: {share: 0.1, every: 3}, ")
 SUMS = SFT + "task: {name: arithmetic}\n"
@@ -110,42 +112,26 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "mesh.dp=3", "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3)"),
         (GRPO + "micro_batch_size: 2\n", "mesh={dp: 2, fsdp: 2}", "2 is not divisible by mesh.dp * mesh.fsdp (4)"),
         (GRPO, "grpo.beta=0.1", "grpo.beta: a KL penalty needs a reference"),
-        (
-            GRPO,
-            "grpo.num_iterations=3",
-            "steps: 4 is not divisible by grpo.updates_per_generation * num_iterations (3)",
-        ),
+        (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.updates_per_generation * num_it"),
         (GRPO.replace("4}", TWO), "checkpoint.every=3", "checkpoint.every: 3 is not divisible by grpo."),
         (GRPO.replace("4}", GSPO), "head.workspace_mib=4", "with grpo.loss_type: gspo"),
         (GRPO, "grpo.loss_type=gspo", "grpo.loss_type: gspo is grpo with one update per rollout"),
         (GRPO.replace("4}", CISPO), "grpo.epsilon_high=0.28", "0.28 is the cap of cispo's ratio itself: give 1 or"),
         (GRPO.replace("4}", CISPO), "grpo.epsilon=0.2", "grpo.epsilon: is not used with loss_type: cispo"),
-        (
-            GRPO + "head: {workspace_mib: 4}\n",
-            "grpo.importance_sampling=sequence_mask",
-            "nor where one update takes the imp",
-        ),
+        (WORKSPACE, "grpo.importance_sampling=sequence_mask", "nor where one update takes the imp"),
         (GRPO, "grpo.epsilon=0.1", "grpo.epsilon: is not used with one update per rollout"),
         (GRPO, "grpo={importance_cap: null, importance_sampling: sequence_mask}", "is not used with importance_cap"),
         (GRPO + "eval: {every: 2}\n", "checkpoint={every: 4, keep_best: true}", "eval.every (2) is not a multiple"),
         (GRPO, "task.rewards=[{name: format}, {name: format}]", "task.rewards: each name may stand once"),
         (GRPO + "eval: {}\n", "task.heldout=0", "task.heldout: 0 leaves eval nothing but eval.test: set"),
-        (
-            GRPO.replace("arithmetic,", "jsonl, train: a.jsonl,"),
-            "task.test=b.jsonl",
-            "task.test: is measured only at the",
-        ),
+        (LISTED, "task.test=b.jsonl", "task.test: is measured only at the"),
         (GRPO, "model.source=null", "model.source: give a local folder or a hub id, or set model.init=random"),
         (GRPO, "head={impl: full_logits, workspace_mib: 4}", "head.workspace_mib: is not used with impl: full_logits"),
         (GRPO, "rollout.max_turns=2", "rollout.max_turns: is not used without task.environment or task.tools"),
         (GRPO, "task.environment=mine", "task.environment: mine: expected package.module:Class"),
         (GRPO, 'task.tools=["mine:tool"]', "task.tools: is not used with rollout.max_turns: 1, since no turn follows"),
         (ACTS, "rollout.max_total_length=20", "rollout.max_total_length: is not used with one turn"),
-        (
-            TURNS,
-            "rollout.max_total_length=15",
-            "rollout.max_total_length: 15 is less than max_prompt_length + max_comp",
-        ),
+        (TURNS, "rollout.max_total_length=15", "rollout.max_total_length: 15 is less than max_prompt_length +"),
         (TURNS, "grpo.row_length=31", "grpo.row_length: 31 is less than rollout.max_total_length (32)"),
         (SFT, "rollout={max_prompt_length: 8, max_completion_length: 8}", "rollout: is not used without an eval"),
         (SFT, "optimizer.final_fraction=0.5", "optimizer.final_fraction: is not used with schedule: constant"),
@@ -199,25 +185,11 @@ def test_the_reference_of_settings_is_what_the_schema_says_now():
     assert FILE.read_text() == reference(), "run python tools/settings.py"
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("-.5", -0.5),
-        ("010", 10),
-        ("0o10", 8),
-        ("0x1F", 31),
-        ("+7", 7),
-        ("1:40", "1:40"),
-        ("1_000", "1_000"),
-        ("no", "no"),
-        ("true", True),
-        ("~", None),
-        ("", None),
-        ("2026-11-27", "2026-11-27"),
-        ("=", "="),
-    ],
-)
+PLAIN = {"1e-3": 1e-3, "-.5": -0.5, "010": 10, "0o10": 8, "0x1F": 31, "+7": 7, "true": True, "~": None, "": None}
+TEXTS = "1:40", "1_000", "no", "2026-11-27", "="
+
+
+@pytest.mark.parametrize(("text", "value"), [*PLAIN.items(), *zip(TEXTS, TEXTS, strict=True)])
 def test_a_plain_value_is_what_yaml_1_2_says(text, value):
     read = yaml.load(f"{{scale: {text}}}" if text else "scale:", PlainLoader)["scale"]
     assert (read, type(read)) == (value, type(value))

@@ -4,14 +4,12 @@ import resource
 import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
 from test_data import BYTES, qa, some, write
 
 from mllm.config.data import DataConfig
 from mllm.data import cache, tokenizing
 from mllm.data.records import Origin
-from mllm.data.tokenizing import Document
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 
@@ -52,35 +50,34 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
     open_cache(tmp_path / "renamed.jsonl", tokenizer=other)
     open_cache(tmp_path / "renamed.jsonl", rule="always")
     open_cache(tmp_path / "renamed.jsonl", max_length=16)
+    open_cache(tmp_path / "renamed.jsonl", columns={"question": "answer", "answer": "question"})
     changed = open_cache(write(tmp_path, [*some(19), qa("q19", "other")], "renamed.jsonl"))
-    assert len({*made}) == 5
+    assert len({*made}) == 6
     assert changed.content != first.content
 
 
-def test_any_token_is_stored_as_it_is():
-    largest = Document(np.array([2**31 - 1, 5], np.int32), np.array([False, True]))
-    np.testing.assert_array_equal(cache.unsigned(cache.signed(largest)), largest)
-
-
-@pytest.mark.parametrize("name", [cache.RECORDS, cache.SIZES, cache.SUMMARY])
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b[:40] + bytes([b[40] ^ 1]) + b[41:]])
-def test_a_damaged_cache_is_made_again(tmp_path, opened, caplog, name, damage):
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (cache.RECORDS, lambda content: content[:-1]),
+        (cache.RECORDS, lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:]),
+        (cache.SIZES, lambda content: content[:-1]),
+        (cache.SUMMARY, lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:]),
+    ],
+)
+def test_a_damaged_cache_is_made_again_and_later_damage_says_what_to_delete(tmp_path, opened, caplog, name, damage):
     open_cache, made = opened
     source = write(tmp_path, some(20))
     expected = contents(open_cache(source))
     path = made[0] / name
     path.write_bytes(damage(path.read_bytes()))
-    assert contents(open_cache(source)) == expected
+    documents = open_cache(source)
+    assert contents(documents) == expected
     assert f"data.cache: {made[0]} is damaged, and made again" in caplog.text
     open_cache(source)
     assert len(made) == 2
-
-
-def test_damage_that_comes_later_is_an_error_that_says_what_to_delete(tmp_path, opened):
-    open_cache, made = opened
-    documents = open_cache(write(tmp_path, some(20)))
-    path = made[0] / cache.RECORDS
-    path.write_bytes(bytes(path.stat().st_size))
+    records = made[0] / cache.RECORDS
+    records.write_bytes(bytes(records.stat().st_size))
     with pytest.raises(UserError, match=f"data.cache: {made[0]} is damaged .*: delete it"):
         contents(documents)
 

@@ -98,17 +98,16 @@ def test_text_needs_an_end_of_sequence() -> None:
         encode_record(Renderer(tokenizer), {"text": "a"})
 
 
-@pytest.mark.parametrize("end", ["\n", ""])
 def test_every_line_and_row_is_read_once_in_order_with_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "PARQUET_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
     blank = ["", "", "\r", "\n", "\n \t", "\n" * 20]
-    lines = "\n".join(json.dumps(row) + rng.choice(blank) for row in rows) + end
+    lines = "\n".join(json.dumps(row) + rng.choice(blank) for row in rows)
     files = [tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl", "d.parquet", "e.parquet")]
-    files[0].write_text("\ufeff" + lines, newline="")
+    files[0].write_text(f"\ufeff{lines}\n", newline="")
     files[1].write_bytes(gzip.compress(lines.encode()))
     files[2].write_text("")
     for file, size in zip(files[3:], (20, 2), strict=True):
@@ -222,16 +221,11 @@ def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
         turns({"messages": chat(calls)}, "messages")
 
 
-@pytest.mark.parametrize("calls", ["[]", "null", [], None])
-def test_no_calls_are_none_in_any_form(calls: Any) -> None:
-    with pytest.raises(UserError, match="content"):
-        turns({"messages": chat(calls)}, "messages")
-    said = {"role": "assistant", "content": "b", "tool_calls": calls}
-    assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
-    assert tools_of({"tools": calls}) == []
-
-
-def test_null_in_arguments_that_are_a_text_was_meant() -> None:
+def test_no_calls_are_none_in_any_form_and_null_in_arguments_that_are_a_text_was_meant() -> None:
+    for calls in ("[]", "null", [], None):
+        said = {"role": "assistant", "content": "b", "tool_calls": calls}
+        assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
+        assert tools_of({"tools": calls}) == []
     (_, message, *_) = turns({"messages": chat([call('{"x": null}')])}, "messages")
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
@@ -280,12 +274,6 @@ def documents(tmp_path, name, rows, **settings):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_path, name):
     assert documents(tmp_path, name, ROWS, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
-
-
-def test_other_columns_are_other_examples(tmp_path):
-    rows = [{"a": "x", "b": "y"}]
-    for name in ("a", "b"):
-        assert documents(tmp_path, "rows.jsonl", rows, columns={"text": name}) == [rows[0][name]]
 
 
 def test_a_column_that_is_missing_and_fields_without_columns_are_errors_with_the_way_out(tmp_path):

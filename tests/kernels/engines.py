@@ -122,21 +122,22 @@ def engines(*chosen: Engine) -> Any:
     return pytest.mark.parametrize("engine", list(map(parameter, chosen or ONE_EACH)))
 
 
-def every(ways: Sequence[Any], *rows: Any, daily: bool = True) -> list[Any]:
+def every(ways: Sequence[Any], *rows: Any, kernels: str = "slow") -> list[Any]:
     """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
 
-    Interpreted kernels are slow: the last way of each has the first row daily, and all else nightly; without `daily`
-    nothing else. FAST leaves chunks of logits out, and full ones in bfloat16.
+    FAST has all rows with xla, whose ways take turns, and the first row with the other engines. Interpreted kernels
+    take seconds: the last way of each has the first row, which is quick, slow or nightly, and all else is nightly.
     """
-    ways = [way if type(way) is tuple else (way,) for way in ways]
-    quick = {way[0].impl: (way, row) for way in ways for row in rows[:1] if daily}
-    return [
-        parameter(
-            *way,
-            *row,
-            nightly=way[0].impl in KERNELS and quick.get(way[0].impl) != (way, row),
-            slow=way[0] in (CHUNKED, CHUNKED_BF16, FULL_BF16),
-        )
-        for row in rows or [()]
-        for way in ways
-    ]
+    ways, rows = [way if type(way) is tuple else (way,) for way in ways], rows or ((),)
+    plain = [way for way in ways if way[0].impl == "xla"]
+    first = {way[0].impl: way for way in reversed(ways)} | {way[0].impl: way for way in ways if way[0].impl in KERNELS}
+
+    def marks(way: Any, row: int) -> dict[str, bool]:
+        engine, is_first = way[0], row == 0 and first[way[0].impl] == way
+        if engine.impl in KERNELS:
+            return {"slow": kernels == "slow", "nightly": kernels == "nightly" or not is_first}
+        if engine.impl == "xla":
+            return {"slow": row % len(plain) != plain.index(way)}
+        return {"slow": not is_first or engine.dtype == BF16, "nightly": row > 0 and engine.dtype == BF16}
+
+    return [parameter(*way, *row, **marks(way, number)) for number, row in enumerate(rows) for way in ways]

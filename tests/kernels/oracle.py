@@ -182,13 +182,17 @@ def exact_loss(
         named = {name: getattr(statistics, name) for name in names}
         return objective(statistics.logprob, statistics.entropy, *operands, **named)
 
-    def values_and_slopes(found: Answer) -> tuple[np.ndarray, Slopes]:
+    losses: list[tuple[np.ndarray, Slopes]] = []
+
+    def slopes_of(found: Answer) -> Slopes:
         with jax.enable_x64(True):
             statistics = Slopes(*(getattr(found, name) for name in Slopes._fields))
-            return jax.tree.map(lambda x: w * x, jax.vmap(jax.value_and_grad(of_token))(statistics, *given))
+            values_and_slopes = jax.jit(jax.vmap(jax.value_and_grad(of_token)))(statistics, *given)
+        losses.append(jax.tree.map(lambda x: w * np.asarray(x), values_and_slopes))
+        return losses[0][1]
 
-    rows = exact(hidden, weight, labels, lambda found: values_and_slopes(found)[1], where=live, **options)
-    values, slopes = values_and_slopes(rows.answer)
+    rows = exact(hidden, weight, labels, slopes_of, where=live, **options)
+    [(values, slopes)] = losses
     moves = {name: x for name, x in slopes._asdict().items() if x is not None}
     moved = sum(getattr(rows.resolution, name) * np.abs(x) for name, x in moves.items())
     return ExactLoss(float(values.sum()), float((EPS * np.abs(values) + moved).sum()), rows)

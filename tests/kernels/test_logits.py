@@ -45,8 +45,9 @@ HEATS = [(3, jnp.float32, 0.7), (30, jnp.bfloat16, 1.0), (1e4, jnp.float32, 1e-3
 @pytest.mark.parametrize(
     ("impl", "scale", "dtype", "temperature"),
     [
-        *(("xla", *heat) for heat in HEATS),
-        ("mosaic_tpu", *HEATS[0]),
+        ("xla", *HEATS[0]),
+        *(pytest.param("xla", *heat, marks=pytest.mark.slow) for heat in HEATS[1:]),
+        pytest.param("mosaic_tpu", *HEATS[0], marks=pytest.mark.slow),
         *(pytest.param("mosaic_tpu", *heat, marks=pytest.mark.nightly) for heat in HEATS[1:]),
     ],
 )
@@ -70,6 +71,7 @@ def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: A
 each_engine = pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.nightly)])
 
 
+@pytest.mark.slow
 @each_engine
 def test_a_logit_of_minus_infinity_excludes_its_column(impl: Any) -> None:
     logits, labels = logits_of(3).at[:, 100:].set(-jnp.inf), LABELS % 100
@@ -81,6 +83,7 @@ def test_a_logit_of_minus_infinity_excludes_its_column(impl: Any) -> None:
     assert not np.any(gradient[:, 100:])
 
 
+@pytest.mark.slow
 @each_engine
 def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))

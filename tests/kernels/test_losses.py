@@ -64,7 +64,7 @@ LOSSES = [
 
 @pytest.mark.parametrize(
     ("engine", "workspace", "objective", "scale", "rows", "options"),
-    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES), *every(OTHER_DTYPES, LOSSES[4], daily=False)],
+    [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES, kernels="quick"), *every(OTHER_DTYPES, LOSSES[4], kernels="nightly")],
 )
 def test_any_loss_with_any_workspace_is_float64_s(
     engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
@@ -83,14 +83,12 @@ def test_any_loss_with_any_workspace_is_float64_s(
     assert not np.any(got.rows.weight[common:])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("impl", "workspace"), [("xla", 0), ("xla", 100_000), ("xla", 1 << 27), ("chunked_logits", 0)])
-def test_a_sum_over_many_tokens_does_not_wear_down_in_bfloat16(impl: str, workspace: int) -> None:
+def test_a_sum_over_many_waves_does_not_wear_down_in_bfloat16() -> None:
     problem, objective = cases.random_problem((5003, 37, 8), 1.0, BF16), OBJECTIVES["entropy bonus"]
-    check_loss(problem, objective, jnp.ones(5003), impl=impl, workspace=workspace)
+    check_loss(problem, objective, jnp.ones(5003), impl="xla", workspace=100_000)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], daily=False))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], kernels="nightly"))
 def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
     """In the student's row or in the teacher's."""
     problem, row = engine.problem(), np.arange(engine.shape[0])
@@ -114,7 +112,9 @@ FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, daily=False))
+@pytest.mark.parametrize(
+    ("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, kernels="nightly")
+)
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
     problem, options = engine.problem(), {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
@@ -133,8 +133,10 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
 @pytest.mark.parametrize(
     ("engine", "workspace"),
     [
-        *(parameter(*way) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, XLA.waves), (XLA_BF16, 0))),
-        *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, SOME_ROWS), (GPU, 0))),
+        parameter(XLA_BF16, XLA.waves),
+        *(parameter(*way, slow=True) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, 0))),
+        parameter(GPU, ALL, slow=True),
+        *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, 0))),
     ],
 )
 def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(
@@ -155,7 +157,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
     cases.assert_as_accurate_as_rounding(got.rows, right.rows)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], daily=False))
+@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], kernels="nightly"))
 def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine, workspace: str) -> None:
     hidden, weight, labels = engine.problem(30.0)
     likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1).astype(labels.dtype)
@@ -242,47 +244,35 @@ def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
     assert found == want > without
 
 
-# --- configurations of JAX, no tokens, lists ---
+# --- configurations of JAX ---
+
+
+CONFIGURATIONS = {
+    "x64": lambda: jax.enable_x64(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "debug_nans": lambda: jax.debug_nans(True),
+}
 
 
 @pytest.mark.parametrize(
-    "setting",
+    ("engine", "workspace", "setting"),
     [
-        lambda: jax.enable_x64(True),
-        lambda: jax.numpy_dtype_promotion("strict"),
-        lambda: jax.debug_nans(True),
-        lambda: jax.default_prng_impl("rbg"),
+        parameter(XLA, "some", "x64"),
+        *(parameter(XLA, "some", setting, slow=True) for setting in ("strict promotion", "debug_nans")),
+        parameter(FULL, "all", "x64", slow=True),
+        parameter(TPU_F32, "some", "x64", nightly=True),
     ],
-    ids=["x64", "strict promotion", "debug_nans", "rbg keys"],
-)
-@pytest.mark.parametrize(
-    ("engine", "workspace"), [parameter(XLA, "some"), parameter(FULL, "all"), parameter(TPU_F32, "some", nightly=True)]
 )
 def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
-    engine: Engine, workspace: str, setting: Any
+    engine: Engine, workspace: str, setting: str
 ) -> None:
     problem, room = engine.problem(), np.int64(engine.bytes_of(workspace))
     teacher, weights = teacher_of(problem, temperature=3.5), np.linspace(-1, 2, engine.shape[0], dtype=np.float32)
     options: dict[str, Any] = {"temperature": 2.5, "vocabulary": np.int64(engine.shape[1]), "impl": engine.impl}
-    with engine.strictly(), setting():
+    with engine.strictly(), CONFIGURATIONS[setting]():
         objective: Objective = lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence  # noqa: E731
         got = check_loss(problem, objective, weights, teacher=teacher, workspace=room, **options)
         assert {x.dtype for x in (got.loss, *got.rows[:3], got.rows.divergence)} == {jnp.dtype(F32)}
-
-
-def test_lists_count_as_arrays() -> None:
-    hidden, weight, labels = Engine("xla", F32, (4, 9, 4)).problem()
-    objective = lambda logprob, entropy, a: -a * logprob  # noqa: E731
-    weights, operand, where = [1.0, 0.5, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0], [True, True, True, False]
-
-    @jax.jit
-    def run(hidden: jax.Array) -> Any:
-        as_arrays: dict[str, Any] = {"weights": np.asarray(weights, np.float32), "where": np.asarray(where)}
-        lists: dict[str, Any] = {"weights": weights, "where": where}
-        arrays = token_loss(hidden, weight, labels, objective, np.asarray(operand, np.float32), **as_arrays)
-        return token_loss(hidden, weight, labels.tolist(), objective, operand, **lists)[0], arrays[0]
-
-    assert len(set(map(float, run(hidden)))) == 1
 
 
 # --- Hopper: logits in float16, sums over waves and blocks, clusters ---

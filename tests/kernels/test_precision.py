@@ -43,10 +43,8 @@ OTHER = "tensorfloat32"
 @pytest.mark.parametrize(
     ("kernel", "dtype"),
     [
-        ("xla", "float32"),
         ("splash", "bfloat16"),
-        pytest.param("xla", "bfloat16", marks=pytest.mark.nightly),
-        pytest.param("splash", "float32", marks=pytest.mark.nightly),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("xla", "float32"), ("splash", "float32"))),
     ],
 )
 def test_sampler_and_trainer_multiply_at_the_same_precision(
@@ -63,8 +61,15 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(
             assert precisions(getattr(programs, name)()) <= allowed(dtype) | merged, name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("impl", ["xla", "full_logits", "chunked_logits", "mosaic_tpu"])
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        ("xla", "float32"),
+        ("mosaic_tpu", "bfloat16"),
+        *(pytest.param(impl, "float32", marks=pytest.mark.slow) for impl in ("full_logits", "chunked_logits")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", "bfloat16"), ("mosaic_tpu", "float32"))),
+    ],
+)
 def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
     mesh = make_mesh(MeshConfig())

@@ -69,17 +69,23 @@ LAYOUTS = [
     (CUBE, {"tokens": ("tp", "dp"), "vocabulary": "fsdp", "features": "tp"}),
 ]
 LOSSES = [
+    (CUBE, {}, "smoothed label, entropy", None, WAVES | {"vocabulary": 100}),
+    (CUBE, {}, "label and teacher", -31, SCALED | RECOMPUTED),
+    ((1, 1, 3), {}, "label and teacher", -91, WAVES),  # one device has all tokens
+]
+OTHERS = [
     *((shape, axes, "clipped ratio", None, WAVES) for shape, axes in LAYOUTS),
     (CUBE, {}, "clipped ratio", None, SCALED | RECOMPUTED),
-    (CUBE, {}, "smoothed label, entropy", None, WAVES | {"vocabulary": 100}),
     (CUBE, {}, "label and teacher", 13, WAVES),
-    (CUBE, {}, "label and teacher", -31, SCALED | RECOMPUTED),
     (CUBE, {"vocabulary": None}, "label and teacher", 13, WAVES),
-    ((1, 1, 3), {}, "label and teacher", -91, WAVES),  # one device has all tokens
 ]
 
 
-@pytest.mark.parametrize(("shape", "axes", "objective", "more", "options"), LOSSES, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axes", "objective", "more", "options"),
+    [*LOSSES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ids=str,
+)
 def test_a_loss_over_a_mesh_is_float64_s(
     shape: tuple[int, ...], axes: dict[str, Any], objective: str, more: int | None, options: dict[str, Any]
 ) -> None:
@@ -95,6 +101,7 @@ def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
     check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("side", "argnums"), [("hidden", 0), ("weight", 1)])
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(side: str, argnums: int) -> None:
     def loss(*sides: jax.Array) -> jax.Array:
@@ -127,7 +134,7 @@ def test_where_no_token_counts_on_any_device_all_is_zero() -> None:
 @pytest.mark.parametrize(
     ("shape", "objective", "teacher"),
     [
-        ((1, 2, 2), "smoothed label", False),
+        pytest.param((1, 2, 2), "smoothed label", False, marks=pytest.mark.slow),
         pytest.param((2, 1, 2), "entropy bonus", False, marks=pytest.mark.nightly),
         pytest.param((1, 4, 1), "clipped ratio", False, marks=pytest.mark.nightly),
         pytest.param((1, 2, 2), "label and teacher", True, marks=pytest.mark.nightly),
@@ -174,8 +181,9 @@ EXCHANGED: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("weight", [F32, BF16])
-@pytest.mark.parametrize("way", EXCHANGED)
+@pytest.mark.parametrize(
+    ("way", "weight"), [("any cotangents", F32), ("recomputed", BF16), ("in waves", F32), ("in waves", BF16)]
+)
 def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(
     way: str, weight: Any
 ) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import OBJECTIVES, SCALES, Problem, assert_near, check_loss, teacher_of
-from engines import BF16, CHUNKED, F32, FULL, TPU, XLA, XLA_BF16, Engine, every, parameter
+from engines import BF16, CHUNKED, F32, FULL, TPU, XLA, XLA_BF16, Engine, every
 
 from lm_head import divergence_loss, likeliest_tokens, token_divergence, token_logprobs, token_loss
 
@@ -47,8 +47,7 @@ def test_any_two_softmaxes_of_any_rows_are_float64_s(
 VOCABULARIES = [("forward_kl", -16, None), ("jsd", 40, 130), ("reverse_kl", 8, 1)]
 
 
-@pytest.mark.parametrize(("kind", "more", "vocabulary"), VOCABULARIES)
-@pytest.mark.parametrize("engine", [parameter(XLA), parameter(FULL)])
+@pytest.mark.parametrize(("engine", "kind", "more", "vocabulary"), every((XLA, FULL), *VOCABULARIES))
 def test_only_tokens_of_both_vocabularies_exist(engine: Engine, kind: str, more: int, vocabulary: int | None) -> None:
     """The smaller number of rows, or `vocabulary`; other rows get no gradient. The teacher has no softcap."""
     problem, common = engine.problem(30.0), vocabulary or engine.shape[1] + min(more, 0)
@@ -60,12 +59,13 @@ def test_only_tokens_of_both_vocabularies_exist(engine: Engine, kind: str, more:
 
 
 @pytest.mark.parametrize("beta", [0.001, 0.9])
+@pytest.mark.slow
 def test_any_mixture_of_student_and_teacher_is_float64_s(beta: float) -> None:
     problem = XLA.problem(30.0)
     run(XLA, "some", problem, "every", teacher=teacher_of(problem, 30.0, beta=beta), objective="teacher alone")
 
 
-@pytest.mark.parametrize(("engine", "kind"), every((XLA, TPU), *((kind,) for kind in KINDS), daily=False))
+@pytest.mark.parametrize(("engine", "kind"), every((XLA, TPU), *((kind,) for kind in KINDS), kernels="nightly"))
 def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(engine: Engine, kind: Any) -> None:
     """In softmaxes of all scales."""
     hidden, weight, _ = engine.problem(1.0)
@@ -114,11 +114,9 @@ def test_options_of_secondary_functions_are_those_of_the_first() -> None:
         tokens = token_logprobs(*given, labels, **options, **dtype)[:3]
         return divergences, alone, *tokens, *gradients
 
-    wide, rounded, of_rounded = (
-        jax.jit(run)([hidden, weight], teacher),
-        jax.jit(lambda *x: run(*x, dtype=BF16))([hidden, weight], teacher),
-        jax.jit(run)(narrow, theirs),
-    )
+    jitted = jax.jit(run, static_argnames="dtype")
+    wide, of_rounded = jitted([hidden, weight], teacher), jitted(narrow, theirs)
+    rounded = jitted([hidden, weight], teacher, dtype=BF16)
     assert_near(rounded[:5], of_rounded[:5], 1e-6)
     assert_near(rounded[5:], of_rounded[5:], 2**-7)
     for x, y in zip(rounded, wide, strict=True):
@@ -129,8 +127,8 @@ def test_options_of_secondary_functions_are_those_of_the_first() -> None:
 def test_likeliest_tokens_multiply_in_the_dtype_that_they_are_told() -> None:
     """Two tokens that are one in bfloat16: the lower id is the likeliest of equals."""
     hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
-    found = [likeliest_tokens(hidden, weight, dtype=dtype)[0] for dtype in (None, BF16)]
-    assert found == [1, 0]
+    found = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)
+    np.testing.assert_array_equal(found, [[1], [0]])
 
 
 def test_without_tokens_every_function_gives_nothing() -> None:

@@ -17,7 +17,7 @@ from flax import nnx
 
 from mllm.model import delta_net, weights
 from mllm.model.architecture import FULL, LINEAR, Architecture
-from mllm.model.decoder import Decoder, masked_attention, rotary
+from mllm.model.decoder import Decoder
 from mllm.model.delta_net import Rule, chunked, convolve, documents_of, empty_state, invert, recurrent
 from mllm.model.layout import parameter_name
 
@@ -80,7 +80,8 @@ def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(delta_net, "GROUP", 2)
     rule = random_rule(segments_of(300, 30), slow=1e3)
     memory = jnp.zeros((1, 2, 2, 6, 5))
-    for found, expected in zip(chunked(rule, memory), oracle(rule, memory), strict=True):
+    together = jax.jit(lambda *given: chunked(*given))(rule, memory)
+    for found, expected in zip(together, oracle(rule, memory), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
 
 
@@ -103,13 +104,13 @@ def test_a_convolution_begins_anew_in_each_document_and_goes_on_from_its_last_in
     rng = np.random.default_rng(0)
     x, taps = rng.normal(size=(1, 9, 3)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
     before = rng.normal(size=(1, 3, 3)).astype(np.float32)
-    y, after = convolve(jnp.asarray(x), jnp.asarray(taps), segments_of(4, 2, padding=3), jnp.asarray(before))
+    y, after = jax.jit(convolve)(x, taps, segments_of(4, 2, padding=3), before)
     first = np.concatenate([before[0], x[0, :4]])
     second = np.concatenate([np.zeros((3, 3)), x[0, 4:6]])
     expected = [np.sum(part[t : t + 4] * taps.T, 0) for part in (first, second) for t in range(len(part) - 3)]
     np.testing.assert_allclose(y[0, :6], expected, rtol=0, atol=8 * EPSILON * np.abs(x).max() * np.abs(taps).sum())
     np.testing.assert_array_equal(after[0], second[-3:])
-    _, kept = convolve(jnp.asarray(x), jnp.asarray(taps), jnp.zeros((1, 9), int), jnp.asarray(before))
+    _, kept = jax.jit(convolve)(x, taps, jnp.zeros((1, 9), int), before)
     np.testing.assert_array_equal(kept, before)
 
 
@@ -168,35 +169,3 @@ def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -
         added, state = add(given, jnp.asarray([[1], [int(token + 5 < 80)]]), state)
         same(added[0, 0], whole[0, token])
     jax.tree.map(same, state, last)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kinds", [(FULL, LINEAR, FULL, FULL, LINEAR), pytest.param((FULL, FULL), marks=pytest.mark.nightly)]
-)
-def test_any_order_of_layers_gives_what_its_layers_give_one_after_the_other(kinds: tuple[str, ...]) -> None:
-    sizes, params = made(*kinds)
-    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, 12)))
-    positions, ones = jnp.arange(12)[None], jnp.ones((1, 12), int)
-
-    @jax.jit
-    def run(params: nnx.State) -> Any:
-        model = nnx.merge(graphdef, params)
-        stream, stacks = model.look_up(tokens), {"layers": model.layers, "delta": model.delta}
-        for name, place in sizes.stack_of_layer:
-            own, stack = nnx.split(stacks[name])
-            layer = nnx.merge(own, jax.tree.map(lambda x, place=place: x[place], stack))
-            if name == "delta":
-                stream, _ = layer.add_delta(stream, ones, empty_state(1, sizes.delta_net, jnp.float32))
-            else:
-                *projected, gate = layer.project(stream, rotary(positions, sizes.kinds[0], sizes.rotary_dim))
-                stream = layer.add_attention(stream, masked_attention(*projected, segments=ones), gate)
-            stream = layer.add_feed_forward(stream)
-        return stream, *model.apply_layers(tokens, positions, ones, keep=True)
-
-    stream, found, kept = run(params)
-    np.testing.assert_allclose(found, stream, rtol=0, atol=1e-5)
-    assert [len(kept[name][0]) for name in kept] == [
-        kinds.count({"layers": FULL, "delta": LINEAR}[name]) for name in kept
-    ]

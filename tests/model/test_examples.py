@@ -108,7 +108,7 @@ def chats(name: str, count: int) -> list[tuple[Renderer, list[dict[str, Any]], i
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_assistant_s_turns_of_random_chats_and_nothing_else_are_learned(name: str) -> None:
-    for renderer, chat, first in chats(name, 60):
+    for renderer, chat, first in chats(name, 25):
         judge(renderer, chat, first)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from templates import PUBLIC
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
@@ -21,7 +19,6 @@ from mllm.model.examples import encode_example
 from mllm.model.tokenizer import (
     Renderer,
     bytes_tokenizer,
-    control_tokens,
     encode_prompt,
     load_tokenizer,
     save_tokenizer,
@@ -45,10 +42,9 @@ def with_template(template: Any) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@settings(max_examples=30)
-@given(st.text())
-def test_the_byte_tokenizer_decodes_what_it_encoded(text: str) -> None:
-    assume(not control_tokens(BYTES).search(text))  # each of these is one id, and no message may contain one
+def test_the_byte_tokenizer_decodes_what_it_encoded() -> None:
+    codes = [*range(0x3000), *range(0x3000, 0xD800, 1009), *range(0xE000, 0x110000, 1009)]  # none is a surrogate
+    text = "".join(map(chr, codes))
     ids = BYTES.encode(text, add_special_tokens=False)
     assert ids == list(text.encode())
     assert BYTES.decode(ids) == text

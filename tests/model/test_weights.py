@@ -228,7 +228,7 @@ def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: 
         np.testing.assert_allclose(leaf, same, rtol=2**-8)
 
 
-@pytest.mark.parametrize("limit", [20_000, 10**9])
+@pytest.mark.parametrize("limit", [20_000, pytest.param(10**9, marks=pytest.mark.slow)])
 def test_an_export_is_the_folder_that_was_read_with_other_parameters(
     whole: Path, tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,7 @@ def test_what_the_child_started_ends_with_it(end, tmp_path, monkeypatch):
     assert (ended.code, ended.late) == (0 if end == "exit" else None, end == "late")
     if end == "late":
         assert ended.reason == "the time limit was reached"
-    assert_ends(ended.answer["pid"])
+    assert_ends(ended.answers[-1]["pid"])
 
 
 def test_a_child_that_asks_for_it_dies_with_a_killed_parent_and_all_of_its_session(tmp_path):

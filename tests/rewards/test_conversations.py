@@ -58,6 +58,13 @@ def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings
         yield talk
 
 
+@pytest.fixture(scope="module")
+def guess():
+    """Makes conversations with the environment Guess, in one process."""
+    with opened(group=4) as made:
+        yield made
+
+
 def turn(text, finished=True):
     return SimpleNamespace(tokens=[*text.encode(), *[END] * finished], text=text, finished=finished)
 
@@ -79,8 +86,8 @@ def rendered(*texts):
     return [token for text in texts for token in (START, *text.encode(), END)]
 
 
-def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between():
-    with opened() as made, made() as talk:
+def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(guess):
+    with guess() as talk:
         (first,) = talk.start([prompt("Guess.")])
         assert first == [*rendered("Guess. Up to 9."), START]
         talk.send({0: turn("0")})
@@ -103,32 +110,29 @@ def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between()
     assert (scored.completion, [*scored.tokens]) == ("x", [*chain(*sampled)])
 
 
-def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room():
-    with opened() as made:
-        limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
-        for total, turns in ((limit, 2), (limit - 1, 1)):
-            (found,) = play(made(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
-            assert (len(found.assistant), found.finished) == (turns, False)
-            assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room(guess):
+    limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
+    for total, turns in ((limit, 2), (limit - 1, 1)):
+        (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
+        assert (len(found.assistant), found.finished) == (turns, False)
+        assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
 
 
-def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others():
+def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others(guess):
     """Where they are fixed, as problems that are held out, each step is the same."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
-    wheres = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
-    with opened(group=4) as made:
-        first, again, other, later, fixed, same = (
-            [one.values["number"] for one in play(made(*where), prompts, ["0"] * 8)] for where in wheres
-        )
+    places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
+    first, again, other, later, fixed, same = (
+        [game.values["number"] for game in play(guess(*place), prompts, ["0"] * 8)] for place in places
+    )
     assert (first, fixed) == (again, same)
     assert first == [first[0]] * 4 + [first[4]] * 4
     assert len({*first, *other, *later, *fixed}) == 8
 
 
-def test_a_prompt_that_grows_too_long_fails_alone():
-    with opened() as made:
-        prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
-        found = play(made(), prompts, ["0", "0"])
+def test_a_prompt_that_grows_too_long_fails_alone(guess):
+    prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
+    found = play(guess(), prompts, ["0", "0"])
     assert found[0].failure is None
     assert found[1].failure == ("raised", "rollout.max_prompt_length: the prompt has 43 tokens")
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
@@ -151,6 +155,7 @@ def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_be
         assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
 
 
+@pytest.mark.slow
 def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts():
     with pytest.raises(UserError, match=r"^task.environment: own_environments:Nothing can't"), opened("Nothing"):
         pass
@@ -340,7 +345,6 @@ CALLS = {
     "tagged 1e999": (tagged("1e999"), "1e9991e999"),
     "tagged lists": (tagged(978 * "[" + 978 * "]"), r"\[\["),
     "two megabytes": (call(f'{{"number": "{2**20 * "x"}"}}'), None),
-    "20,000 calls": (20_000 * call('{"other": 1}'), None),
 }
 """What a model writes, and what it is answered; None: the conversation fails, since that is too much.
 

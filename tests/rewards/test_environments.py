@@ -5,7 +5,6 @@ import re
 import sys
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 
 import own_environments
 import pytest
@@ -154,44 +153,6 @@ def test_the_examples_of_the_docs_work_as_they_stand(documented):
         begun(), Move(0, completion=call("add", amount=3)), Move(0, completion="3")
     )
     assert (said(turn)[0], said(over)[-1]) == (["3.0"], {"reward": 3.0})
-
-
-class TextArena:
-    """Stands in for an OpenEnv client."""
-
-    def __init__(self, base_url):
-        self.moves = 0
-
-    def sync(self):
-        return self
-
-    def found(self, text, reward, done):
-        return SimpleNamespace(
-            observation=SimpleNamespace(messages=[SimpleNamespace(content=text)]), reward=reward, done=done
-        )
-
-    def reset(self):
-        return self.found(" Begin.", None, False)
-
-    def step(self, action):
-        self.moves += 1
-        return self.found(f"you said {action.message}", self.moves, self.moves == 2)
-
-    def close(self):
-        own_environments.CLOSED.append("TextArena")
-
-
-def test_a_server_answers_by_the_class_of_the_docs(documented, monkeypatch):
-    textarena = SimpleNamespace(TextArenaEnv=TextArena, TextArenaAction=SimpleNamespace)
-    monkeypatch.setitem(sys.modules, "textarena_env", textarena)
-    turns = held("openenv_adapter:Game")(begun(), Move(0, completion="0"), Move(0, completion="6"))
-    found = [said(turn)[:4] for turn in turns]
-    assert [(texts, given, done) for texts, _, given, done in found] == [
-        (["Go. Begin."], "", False),
-        (["you said 0"], 1.0, False),
-        (["you said 6"], 2.0, True),
-    ]
-    assert own_environments.CLOSED[-1] == "TextArena"
 
 
 # Tools, and games

@@ -25,7 +25,7 @@ from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name, restore_params
-from mllm.run.source_run import SourceRun, load_policy
+from mllm.run.source_run import SourceRun, load_policy, pin
 from mllm.store.bucket import cache_folder
 from mllm.store.fetch import fetch_folder, send
 from mllm.store.run_store import RunStore, tool_run
@@ -65,11 +65,11 @@ def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_ow
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, monkeypatch, step, number):
     copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
     run_dir.write(RunStore(copy.run_dir), copy)
-    monkeypatch.setattr(RunStore, "score", lambda self, step: -step)
+    monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))
     settings = following(copy, tmp_path / "run", step=step)
     source = SourceRun.open(settings.model)
     assert source is not None
-    begun = source.pin(settings)
+    begun = changed(settings, model=pin(settings.model))
     assert begun.model.step == number
     params = load_policy(settings, make_mesh(settings.mesh)).initial_params()
     _, theirs = restore_params(source.store, load_policy(first, make_mesh(first.mesh)).trained, number)
@@ -129,7 +129,7 @@ def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, mode
     shutil.copytree(first.run_dir, "worse")
     settings = following(first, tmp_path / "run", **model)
     with pytest.raises(UserError, match=f"^model.step: {message}"):
-        SourceRun.open(settings.model).pin(settings)
+        pin(settings.model)
 
 
 # In a bucket

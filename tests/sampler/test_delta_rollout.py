@@ -1,21 +1,25 @@
 """Rollouts of a model with delta nets against the model without a cache, applied to each whole sequence."""
 
-from collections import Counter
-from itertools import pairwise
+from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from test_answered_turns import Answers
-from test_rollout import check, complete, made, random_prompts
+from test_rollout import VOCABULARY, check, complete, made, random_prompts
 from tiny import QWEN35, config
 
 from mllm.config.rollout import RolloutConfig
+from mllm.model.architecture import FULL, LINEAR, SLIDING, Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.tokenizer import bytes_tokenizer
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan.programs import Programs
 from mllm.sampler import engine
 from mllm.sampler.completion import RolloutWork
 from mllm.sampler.schedule import Room
+from mllm.sampler.slots import CHUNK
 
 LONGEST = 130
 LENGTHS = (3, 8, 1, 63, 5, 64, 2, 65, 130)
@@ -57,23 +61,30 @@ def test_prompts_of_all_lengths_are_completed_as_by_the_whole_model(model, promp
     assert len({slots for slots, _ in work.programs}) > 1
 
 
-@pytest.mark.slow
-def test_a_turn_that_a_stop_text_ended_within_a_chunk_is_prefilled_once_more_before_its_answer(
-    model, prompts, prefilled
-):
-    """Others, which a stop token or the limit ended, go on from their states."""
-    options = RolloutConfig(max_prompt_length=12, max_completion_length=40, max_turns=2, max_total_length=120)
-    short, answers = [prompt[:8] for prompt in prompts if len(prompt) > 1], [[[1, 2, 4, 6] * 3]] * len(prompts)
-    whole = complete(model, short, options, room=Room(12), stops=(3, 7), conversations=Answers(answers))
-    assert len(prefilled) == len(short)
-    pairs = Counter(pair for one in whole for pair in pairwise(one.tokens[: one.given[0][0]]))
-    text = bytes_tokenizer().decode(pairs.most_common(1)[0][0])
-    found = complete(
-        model, short, options, room=Room(12), stops=(3, 7), conversations=Answers(answers), stop_texts=(text,)
-    )
-    check(model, short, found)
-    cut = sum(one.given[0][0] < full.given[0][0] for one, full in zip(found, whole, strict=True))
-    assert 0 < len(prefilled) - 2 * len(short) <= cut < len(short)
+def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_within_a_chunk(prefilled):
+    """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
+
+    Answers of different lengths are prefilled together, and conversations outgrow the page of their first turn.
+    """
+    sizes = Architecture.from_hf({**QWEN35, "vocab_size": VOCABULARY, "initializer_range": 0.3}, "test")
+    kinds = {"layer_types": (LINEAR, FULL, SLIDING), "no_rope_layers": (1, 1, 1), "rope_local_base_freq": 1e4}
+    mixed = Decoder(replace(sizes, **kinds, sliding_window=5), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    options = RolloutConfig(max_prompt_length=12, max_completion_length=CHUNK, max_turns=2, max_total_length=120)
+    prompts, answers = random_prompts((3, 8, 12)), [[[1]], [[2] * 9], [[*range(18)]]]
+
+    def talk(*stop_texts):
+        prefilled.clear()
+        given = {"stops": (-1,), "conversations": Answers(answers), "stop_texts": stop_texts}
+        found = complete(mixed, prompts, options, room=Room(3), **given)
+        check(mixed, prompts, found, length=64)
+        return found
+
+    whole = talk()
+    assert [one.given for one in whole] == [[(CHUNK, CHUNK + len(answer))] for [answer] in answers]
+    assert len(prefilled) == 3
+    cut = talk(bytes_tokenizer().decode(whole[0].tokens[CHUNK - 3 : CHUNK - 1]))
+    assert [one.given[0][0] for one in cut] == [CHUNK - 1, CHUNK, CHUNK]
+    assert len(prefilled) == 4
 
 
 @pytest.mark.slow

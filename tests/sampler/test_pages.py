@@ -101,9 +101,9 @@ class CountedCache(PagedCache):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rows", "peak", "programs"), [(40, 1.1, 6), (320, 1.2, 6)])
-def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(rows, peak, programs):
-    """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average, on eight devices and on one."""
+def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values():
+    """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average."""
+    rows = 320
     model, limit, token, nbytes = Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
     one = nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)})
@@ -122,5 +122,5 @@ def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values(r
             largest, most = max(largest, cache.places), max(most, now)
             work.programs.add((rows, *cache.pages))
     assert work.bytes_over_least(nbytes, token) < 1.2
-    assert largest < peak * most
-    assert len(work.programs) <= programs
+    assert largest < 1.2 * most
+    assert len(work.programs) <= 6

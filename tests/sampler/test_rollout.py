@@ -306,11 +306,11 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     assert len(sampler.work.programs) == 1
 
 
-OTHERS = [pytest.param(n, marks=pytest.mark.nightly) for n in ("qwen3", "grouped_bfloat16", "smollm3", "olmo2")]
+OTHERS = ("qwen3", "grouped_bfloat16", "smollm3", "olmo2", "qwen3_5")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma3", "qwen3_5", *OTHERS])
+@pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
 def test_greedy_completions_are_those_of_transformers(name):
     """The completions of tests/fixtures: seven prompts of several lengths, two stop tokens."""
     folder = FIXTURES / name

@@ -97,17 +97,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(store):
     params = jax.device_put(params, sharding(make_mesh(MeshConfig()), ()))
     train = init_state(params, OPTIMIZER)
     with opened(store) as checkpoints:
-        assert checkpoints.timings() == {}
         with unpublished():
             checkpoints.save(RunState(1, train, POSITION), "seed: 0\n")
+            checkpoints.check()
             assert store.steps() == []
-            assert checkpoints.timings() == {}
             for leaf in jax.tree.leaves(train):
                 leaf.delete()  # as the next update does
         checkpoints.wait()
         assert store.steps() == [1]
-        assert 0 < checkpoints.timings()["save/gb_per_second"] < 100
-        assert checkpoints.timings() == {}
         found = checkpoints.restore(abstract_state(params, OPTIMIZER))
     np.testing.assert_array_equal(found.train.params["embed"].ravel(), np.arange(2.0**21))
 
@@ -375,7 +372,7 @@ def limited_files(size):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", caching)
 
 
-@pytest.mark.parametrize("method", ["timings", "wait"])
+@pytest.mark.parametrize("method", ["check", "wait"])
 def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method):
     store = RunStore(tmp_path)
     save(store, 1)
@@ -384,7 +381,7 @@ def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_sile
         checkpoints.save(make_state(2), "")
         while checkpoints.manager.is_saving_in_progress():
             time.sleep(0.01)
-    with pytest.raises(UserError, match=r"checkpoints: can't be written \(.*\).* goes on from checkpoint 1$"):
+    with pytest.raises(UserError, match=r"checkpoints: can't be written \(.*\).* goes on from the newest checkpoint$"):
         getattr(checkpoints, method)()
     checkpoints.close()
     assert store.steps() == [1]

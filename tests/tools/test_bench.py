@@ -107,8 +107,7 @@ def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
 
 def test_a_number_that_is_off_fails_the_check(monkeypatch):
     right = logits_programs.fused
-    off = lambda *given, **options: right(*given, **options) + jnp.float32(1e-3)  # noqa: E731
-    monkeypatch.setattr(logits_programs, "fused", off)
+    monkeypatch.setattr(logits_programs, "fused", lambda *given, **options: right(*given, **options) + 1e-3)
     assert bench.main(["logits", "--shape", "8,300", "--check"]) == 1
 
 

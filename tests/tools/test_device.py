@@ -1,6 +1,7 @@
 """tools/device.py on a CPU: valid settings, what fails costs only itself, and where two trainings differ."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,39 +11,45 @@ from mllm.store.run_store import seal
 from tools import device
 
 
-@pytest.mark.parametrize("cpu", [True, False])
-def test_the_training_has_valid_settings(cpu):
-    configs.load("tiny_grpo.yaml", device.training(cpu)[3:])
+def test_the_training_has_valid_settings():
+    _, _, name, *settings = device.TRAINING
+    large, small = (configs.load(name, [*settings, *more]) for more in ([], device.ON_A_CPU))
+    assert (large.model.architecture["vocab_size"], small.model.architecture["vocab_size"]) == (151936, 1000)
 
 
-@pytest.mark.parametrize(("codes", "exit_code"), [((0, 0, 0), 0), ((1, 0, 0), 1), ((0, 0, 1), 1)])
-def test_what_fails_costs_only_itself(codes, exit_code, tmp_path, monkeypatch, capsys):
-    left = list(codes)
-    monkeypatch.setattr(device, "start", lambda *_: ([{"platform": "cpu"}], ""))
-    monkeypatch.setattr(device.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=left.pop(0)))
-    monkeypatch.setattr(device, "difference", lambda *_: "")
-    assert device.main(["--out", str(tmp_path)]) == exit_code
-    assert not left
-    assert ("two runs: the same bits" in capsys.readouterr().out) == (codes[2] == 0)
-
-
-def finished_run(folder, metrics, arrays):
+def finish_run(folder, arrays):
     (folder / "checkpoints" / "3" / "document").mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(metrics)
+    (folder / "metrics.jsonl").write_text(f"{{}}{len(arrays) * ' '}\n")
     document = {"arrays": arrays, "logs": {}, "digests": {}, "frozen": {}}
     (folder / "checkpoints" / "3" / "document" / "metadata").write_text(json.dumps(seal(document)))
-    return folder
 
 
-def test_two_runs_differ_in_metrics_or_in_arrays(tmp_path):
-    one = finished_run(tmp_path / "one", "{}\n", {"a": 1, "b": 2})
-    same = finished_run(tmp_path / "same", "{}\n", {"a": 1, "b": 2})
-    other = finished_run(tmp_path / "other", "{ }\n", {"a": 1, "b": 3})
-    assert device.difference(one, same) == ""
-    assert device.difference(one, other) == "metrics.jsonl, b"
+ONE, OTHER = {"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}
 
 
-def test_a_folder_with_runs_is_refused(tmp_path, capsys):
-    (tmp_path / "two").mkdir()
+@pytest.mark.parametrize(
+    ("codes", "arrays", "exit_code", "said"),
+    [
+        ((0, 0, 0), (ONE, ONE), 0, "two runs: the same bits"),
+        ((1, 0, 0), (ONE, ONE), 1, "two runs: the same bits"),
+        ((0, 0, 1), (ONE, ONE), 1, "--- train.py"),
+        ((0, 0, 0), (ONE, OTHER), 1, "two runs: they differ in metrics.jsonl, b, c"),
+    ],
+)
+def test_what_fails_costs_only_itself_and_runs_are_compared(
+    codes, arrays, exit_code, said, tmp_path, monkeypatch, capsys
+):
+    left, arrays = list(codes), list(arrays)
+
+    def run(command, **_):
+        if command[1] == "train.py":
+            finish_run(Path(command[-1].removeprefix("run_dir=")), arrays.pop(0))
+        return SimpleNamespace(returncode=left.pop(0))
+
+    monkeypatch.setattr(device, "start", lambda *_: ([{"platform": "cpu"}], ""))
+    monkeypatch.setattr(device.subprocess, "run", run)
+    assert device.main(["--out", str(tmp_path)]) == exit_code
+    assert not left
+    assert capsys.readouterr().out.splitlines()[-1].startswith(said)
     assert device.main(["--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"error: --out: {tmp_path / 'two'} exists: give another folder\n"
+    assert capsys.readouterr().err == f"error: --out: {tmp_path / 'one'} exists: give another folder\n"

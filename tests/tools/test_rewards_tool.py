@@ -28,7 +28,7 @@ TASK = {
 
 @pytest.fixture
 def tried(tmp_path, monkeypatch, capsys):
-    """A function that calls the tool, with the lines of a file of samples, and returns exit code, output and error."""
+    """A function that calls the tool, with a file of samples or without, and returns exit code, output and error."""
     model = {"init": "pretrained", "architecture": None, "source": "./absent"}
     (tmp_path / "config.yaml").write_text(dump(config(model=model, task=TASK)))
     (tmp_path / "rewards.py").write_text(REWARDS)
@@ -38,22 +38,17 @@ def tried(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "rewards", raising=False)  # that of docs/examples, if another test has imported it
     monkeypatch.syspath_prepend(tmp_path)  # other tests have named folders with a rewards.py
 
-    def tried(*samples):
-        (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
-        code = rewards.main(["config.yaml", "samples.jsonl"])
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+    def tried(samples=None):
+        (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples or ()))
+        code = rewards.main(["config.yaml", *(["samples.jsonl"] if samples is not None else [])])
+        return code, *capsys.readouterr()
 
     return tried
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("tried")
-def test_without_samples_problems_are_answered_right_and_with_nothing():
-    """The user's module may be called as the tool is."""
-    command = [sys.executable, rewards.__file__, "config.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-    blocks = done.stdout.split("\n\n")
+def test_without_samples_problems_are_answered_right_and_with_nothing(tried, caplog):
+    code, printed, _ = tried()
+    blocks = printed.split("\n\n")
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):
         prompt, completion, *given = right.splitlines()
         assert completion.split(maxsplit=1)[1] == f"#### {2 * int(prompt.split()[1][0])}"
@@ -68,15 +63,21 @@ def test_without_samples_problems_are_answered_right_and_with_nothing():
         for kind, all_ in (("share", share), ("exact_match", exact))
         for name, x in all_.items()
     }
-    assert (done.returncode, metrics) == (1, expected)
-    assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in done.stderr
+    assert (code, metrics) == (1, expected)
+    assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in caplog.text
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("tried")
+def test_the_user_s_module_may_be_called_as_the_tool_is():
+    command = [sys.executable, rewards.__file__, "config.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
+    assert (done.returncode, "rewards/share/mean" in done.stdout) == (1, True)
 
 
 def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_their_prompts(tried):
-    code, printed, _ = tried(
-        {"step": 3, "prompt": "3+3=", "completion": "#### 6", "rewards": {}, "advantage": None},
-        {"prompt": "1+1=", "completion": "3\x1b"},
-    )
+    of_a_run = {"step": 3, "prompt": "3+3=", "completion": "#### 6", "rewards": {}, "advantage": None}
+    code, printed, _ = tried([of_a_run, {"prompt": "1+1=", "completion": "3\x1b"}])
     assert code == 0
     assert [line.split()[1] for line in printed.splitlines() if line.startswith(("prompt", "exact", "reward "))] == [
         *("3+3=", "1.000", "2.167"),
@@ -84,7 +85,7 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
     ]
     assert "3\\x1b" in printed
     right, wrong = ({"prompt": "1+1=", "completion": completion} for completion in ("#### 2", "2"))
-    _, printed, _ = tried(*[right] * 6, *[wrong] * 3)
+    _, printed, _ = tried([right] * 6 + [wrong] * 3)
     assert printed.count("prompt") == 8
     assert "the first 8 of 9 completions; of all:\n" in printed
     assert ["rewards/exact_match/mean", "0.667"] in map(str.split, printed.splitlines())
@@ -99,7 +100,7 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
     ],
 )
 def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried, samples, message):
-    code, _, error = tried(*samples)
+    code, _, error = tried(samples)
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith(f"error: {message}")
 

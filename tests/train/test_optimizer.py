@@ -57,7 +57,7 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
     assert exceptions == {name for name in LOGICAL_AXES if name.endswith(("norm", "bias", "decay_log"))}
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0, 3.0])
+@pytest.mark.parametrize("max_grad_norm", [None, 3.0])
 def test_updates_are_optax_s_with_clipping_weight_decay_and_the_schedule(max_grad_norm):
     params, gradients = {"v": jnp.arange(2.0), "w": jnp.arange(4.0)}, {"v": jnp.ones(2), "w": jnp.arange(4.0) - 1}
     options = {"weight_decay": 0.3, "max_grad_norm": max_grad_norm, "b2": 0.95, "eps": 1e-6}

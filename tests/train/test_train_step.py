@@ -37,8 +37,6 @@ SETTINGS = {
         steps=10,
     ),
 }
-QUICKLY = {"xla_backend_optimization_level": 0}
-"""Compiled in half the time."""
 
 
 @cache
@@ -59,8 +57,7 @@ def grpo_trainer():
         params = jax.device_put(initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
         return init_state(params, optimizer)
 
-    program = train_step.lower(first_state(), shard_batch(mesh, BATCH)).compile(QUICKLY)
-    return first_state, lambda state, batch: program(state, shard_batch(mesh, batch))
+    return first_state, lambda state, batch: train_step(state, shard_batch(mesh, batch))
 
 
 def update(batch):
@@ -75,7 +72,7 @@ def gradient_of(settings, padding=0):
     forward = forward_of(load_policy(settings, mesh).graphdef, mesh, settings)
     batch = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, padding)]), BATCH)
 
-    @jax.jit(compiler_options=QUICKLY)
+    @jax.jit
     def compute(params, batch):
         loss, outputs, gradients = accumulate(forward.loss, params, batch, settings.micro_batch_size or ROWS)
         return {"loss": loss, **forward.algorithm.metrics(batch, outputs)}, gradients
