@@ -86,8 +86,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
     from mllm.parallel.processes import is_writer
-    from mllm.run import report
     from mllm.run.build import Run
+    from mllm.run.metrics import summary, why_ended
     from mllm.run.signals import Interrupted
     from mllm.run.state import PendingEvaluation
     from mllm.stopwatch import Stopwatch
@@ -168,7 +168,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         print(f"stopped by a signal after step {saved_step}; {outcome}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(report.summary(run.store, report.why_ended(state, source.steps), run.algorithm.progress))
+        print(summary(run.store, why_ended(state, source.steps), run.algorithm.progress))
     return 0
 
 

@@ -24,12 +24,12 @@ from mllm.config.schema import Config
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
 from mllm.run import build
-from mllm.run.checkpoint import by_name, read_arrays, with_leaves
+from mllm.run.checkpoint import read_arrays
 from mllm.run.metrics import read_records
 from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
-from mllm.store.bucket import is_bucket, local_place
+from mllm.store.files import is_bucket, local_place
 from mllm.store.run_store import tool_run
 from mllm.training import step as updates
 from mllm.training.optimizer import make_optimizer
@@ -149,8 +149,7 @@ def newest(config: Config) -> RunState:
     policy = load_own_policy(store, config, make_mesh(config.mesh))
     like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
     document = store.document(step := store.steps()[-1])
-    arrays = read_arrays(store, step, by_name(like), document)
-    return RunState.from_document(step, with_leaves(like, arrays), document)
+    return RunState.from_document(step, read_arrays(store, step, like, document), document)
 
 
 def assert_same_end(one: Config, other: Config) -> None:

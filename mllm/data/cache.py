@@ -30,8 +30,8 @@ from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipp
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
-from mllm.store.bucket import cache_folder
 from mllm.store.fetch import LOCK, locked, prune
+from mllm.store.files import cache_folder
 
 log = logging.getLogger(__name__)
 

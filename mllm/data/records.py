@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mllm.config import places
 from mllm.errors import UserError, brief, need
-from mllm.store.bucket import is_bucket
 from mllm.store.fetch import fetch_files
+from mllm.store.files import is_bucket
 
 T = TypeVar("T")
 Record = dict[str, Any]

@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
-from mllm.store.bucket import below, bucket_path, cache_folder, is_bucket
 from mllm.store.fetch import OBJECTS, fetch_folder, send
-from mllm.store.folder import failing
+from mllm.store.files import below, bucket_path, cache_folder, failing, is_bucket
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5

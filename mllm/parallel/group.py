@@ -15,8 +15,8 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,11 +88,11 @@ def compare(settings: Mapping[str, Any], wait: int) -> None:
                 raise CommonError(f"{key}: process {number} has {other!r}, process 0 {first!r}: give all the same")
 
 
-def leave(code: int, line: str, details: str = "") -> NoReturn:
+def leave(code: int, line: str) -> NoReturn:
     """End this process at once with an error in one line; the first of two threads that call this does so."""
     leaving.acquire()
     with suppress(OSError, ValueError):  # the output may be on a full disk, or closed
-        print(f"{details}error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
     if distributed.global_state.service:
         time.sleep(4 * POLL)  # the store ends with this process, and others have to read it
@@ -128,16 +128,19 @@ class Watch:
                 code, line = json.loads(self.client.key_value_try_get(END))
                 leave(int(code), printable(line))
 
-    def fail(self, code: int, line: str, details: str = "") -> NoReturn:
+    def fail(self, code: int, line: str) -> NoReturn:
         """End this process, and all others, with an exit code and an error in one line."""
         if self.client:
             line = f"process {distributed.global_state.process_id}: {line}"
             with suppress(jax.errors.JaxRuntimeError):  # another one was first
                 self.client.key_value_set(END, json.dumps([code, line]))
             time.sleep(2 * POLL)  # this one's connections stay open until the others have read it
-        leave(code, line, details)
+        leave(code, line)
 
-    def finish(self, error: BaseException | None) -> None:
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """End with the run: normally, or by an error that all processes raise alike; another error ends all of them."""
         self.stopped.set()
         self.thread.join()
@@ -147,16 +150,6 @@ class Watch:
             self.follow()  # for it may have said why
             leave(RESTART, f"another process was lost ({printable(brief(error)):.300}): {GO_ON}")
         code, line = ending(error)
-        self.fail(code, line, "".join(traceback.format_exception(error)) if code == 1 else "")
-
-
-@contextmanager
-def watched(limit: float | None = None) -> Iterator[Watch]:
-    """This process's watch while the body runs, at whose end the processes of a run end together."""
-    watch = Watch(limit)
-    try:
-        yield watch
-    except BaseException as error:
-        watch.finish(error)
-        raise
-    watch.finish(None)
+        if code == 1:
+            traceback.print_exception(error)
+        self.fail(code, line)

@@ -44,10 +44,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
     axes = config.model_dump()
     needed, devices = int(np.prod(list(axes.values()))), jax.devices()
     if needed > len(devices):
-        fitting = {axis: len(devices) * size // needed for axis, size in axes.items() if size > 1}
-        ways = " or ".join(f"mesh.{axis}={size}" for axis, size in fitting.items() if size)
-        way_out = f"set {ways}" if ways else "lower more than one of them"
-        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: {way_out}")
+        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: lower one of them")
     if needed < len(devices) and jax.process_count() > 1:
         unused = f"the {jax.process_count()} processes have {len(devices)} devices and must use all"
         raise UserError(f"mesh: dp * fsdp * tp = {needed}, but {unused}: raise one of them")

@@ -1,10 +1,9 @@
 """Several processes that train one model: which rows each of them has, and how they share values.
 
-What only one process knows it shares by `gather_objects`, as JSON and numbers: nothing that comes from another process
-is unpickled. Process 0 writes the run's files.
+What only one process knows it shares by `gather_objects`, as JSON: nothing that another process sends is unpickled.
+Process 0 writes the run's files.
 """
 
-import base64
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +20,6 @@ from mllm.errors import CommonError, StepError, UserError
 T = TypeVar("T")
 FRAME = 4096
 """Bytes of the first message in `exchange`; only longer values take a second one."""
-ARRAY = "array of"
-"""The key of an object that stands for an array in `pack`: its dtype, shape and bytes."""
 
 
 def is_writer() -> bool:
@@ -40,8 +37,8 @@ class SomeLeft(Exception):
 def gather_objects(value: T) -> list[T]:
     """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
 
-    Values are JSON with arrays of numbers in it. A tuple becomes a list, unless the process is alone. All processes
-    inside of `raise_everywhere` leave it if one of them has left it with an error.
+    Values are JSON, NaN and infinities among the numbers. A tuple becomes a list, unless the process is alone. All
+    processes inside of `raise_everywhere` leave it if one of them has left it with an error.
     """
     pairs = exchange((value, None))
     if any(error for _, error in pairs):
@@ -53,37 +50,14 @@ def exchange(value: T) -> list[T]:
     """The value that each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
-    message, size = np.frombuffer(pack([jax.process_index(), value]), np.uint8), FRAME
+    message, size = np.frombuffer(json.dumps([jax.process_index(), value]).encode(), np.uint8), FRAME
     while True:
         padded = np.pad(message[:size], (0, max(0, size - message.size)))
         lengths, frames = multihost_utils.process_allgather((np.int32(message.size), padded))
         if max(lengths) <= size:
-            values = dict(unpack(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
+            values = dict(json.loads(frame[:length].tobytes()) for frame, length in zip(frames, lengths, strict=True))
             return [values[process] for process in range(jax.process_count())]
         size = 1 << (int(max(lengths)) - 1).bit_length()  # a power of two: JAX compiles a program for each size
-
-
-def pack(value: Any) -> bytes:
-    """A value as JSON, with the bytes of its arrays as base64; TypeError where it is made of anything else."""
-
-    def refer(array: Any) -> dict[str, Any]:
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
-            raise TypeError(f"processes share JSON and arrays of numbers, not {array!r:.200}")
-        return {ARRAY: [array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()]}
-
-    return json.dumps(value, default=refer).encode()
-
-
-def unpack(message: bytes) -> Any:
-    """The value that was packed; ValueError or TypeError where none was."""
-
-    def restore(record: dict[str, Any]) -> Any:
-        if record.keys() != {ARRAY}:
-            return record
-        name, shape, content = record[ARRAY]
-        return np.frombuffer(base64.b64decode(content), np.dtype(name)).reshape(shape)
-
-    return json.loads(message, object_hook=restore)
 
 
 @contextmanager
@@ -107,10 +81,7 @@ def raise_everywhere() -> Iterator[None]:
 
 
 def from_writer(action: Callable[[], Any]) -> Any:
-    """What process 0 gets from an action that it alone takes, in all processes; as JSON, if there are several.
-
-    A UserError that it raises is raised in all.
-    """
+    """What process 0 gets, as JSON, from an action that it alone takes, in all processes, as is its UserError."""
     with raise_everywhere():
         return gather_objects(action() if is_writer() else None)[0]
 

@@ -21,8 +21,7 @@ from mllm.model.delta_net import DeltaState
 from mllm.model.layout import LOGICAL_AXES, Params
 from mllm.model.load import Policy
 from mllm.model.presets import PRESETS
-from mllm.run.source_run import load_policy
-from mllm.run.teacher import load_teacher
+from mllm.run.source_run import load_policy, load_teacher
 from mllm.sampler import slots
 from mllm.sampler.decoding import (
     Cache,

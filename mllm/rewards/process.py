@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any
 
 from mllm import strict_json
@@ -34,12 +34,6 @@ def work(connection: Connection, modules: Sequence[str]) -> None:
     end_with_trainer()
     worker = os.getpid()
 
-    def ignore(number: int, frame: FrameType | None) -> None:
-        """Do nothing in this process; children that functions fork die of the signal."""
-        if os.getpid() != worker:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
     def reply(*answer: Any) -> None:
         if os.getpid() != worker:
             os._exit(0)  # a function forked this process and returned in it, too
@@ -49,7 +43,8 @@ def work(connection: Connection, modules: Sequence[str]) -> None:
             os._exit(1)
 
     for signum in SIGNALS:
-        signal.signal(signum, ignore)
+        signal.signal(signum, lambda *_: None)
+        os.register_at_fork(after_in_child=partial(signal.signal, signum, signal.SIG_DFL))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         rewards = connection.recv()()

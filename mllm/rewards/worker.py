@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from threading import Lock, Thread
 from types import ModuleType
 from typing import Any
@@ -81,10 +80,7 @@ class Worker:
         self.kinds, self.codes = [kind for kind, _ in functions], [code for _, code in functions]
 
     def ask(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[Answer]:
-        """Each function's answers for the samples, one function after the other; several are called together.
-
-        A call with all samples may take `seconds` for each of them.
-        """
+        """Each function's answers for the samples, one function after the other; each may take `seconds`."""
         answers, wanted = list[Answer](), len(functions) * len(samples)
         while len(answers) < wanted:
             if not self.alive or not self.process.is_alive():
@@ -104,10 +100,24 @@ class Worker:
         return answers
 
     def send(self, message: bytes, answers: int) -> None:
-        """Send a message, for which so many answers are expected, without waiting."""
-        self.received = queue.SimpleQueue[bytes | None]()
-        arguments = self.connection, message, answers, self.received
-        self.thread = Thread(target=exchange, args=arguments, daemon=True)
+        """Send a message, for which so many answers are expected, in a thread that puts each into a queue.
+
+        None is put there where no more can come, b"" for what is no message. The thread may be blocked as long as the
+        process lives, since a function may write half a message.
+        """
+        connection, self.received = self.connection, (received := queue.SimpleQueue[bytes | None]())
+
+        def exchange() -> None:
+            try:
+                connection.send_bytes(message)
+                for _ in range(answers):
+                    received.put(connection.recv_bytes(LONGEST))
+            except EOFError:
+                received.put(None)
+            except OSError as error:
+                received.put(None if error.errno else b"")  # an error of the system, or a message of a wrong length
+
+        self.thread = Thread(target=exchange, daemon=True)
         self.thread.start()
 
     def answer(self, number: int, timeout: float) -> Any:
@@ -171,18 +181,3 @@ class Worker:
         self.connection.close()
         with suppress(ValueError):  # it is stuck in the kernel
             self.process.close()
-
-
-def exchange(connection: Connection, message: bytes, answers: int, received: queue.SimpleQueue[bytes | None]) -> None:
-    """Send a message, and put each answer into the queue; None where no more can come, b"" for what is no message.
-
-    Both may block for as long as the process lives, since a function may write half a message.
-    """
-    try:
-        connection.send_bytes(message)
-        for _ in range(answers):
-            received.put(connection.recv_bytes(LONGEST))
-    except EOFError:
-        received.put(None)
-    except OSError as error:
-        received.put(None if error.errno else b"")  # an error of the system, or a message of a wrong length

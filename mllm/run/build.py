@@ -33,20 +33,18 @@ from mllm.errors import UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
-from mllm.parallel.group import Watch, watched
+from mllm.parallel.group import Watch
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare, check_same, from_writer, is_writer, raise_everywhere
 from mllm.rewards.runner import RewardRunner
-from mllm.run import folder, report
-from mllm.run.checkpoint import Checkpoints, by_name, common_steps
+from mllm.run import folder
+from mllm.run.checkpoint import Checkpoints, by_name
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
-from mllm.run.measurements import Measurement, Measurements
-from mllm.run.metrics import RunLog
+from mllm.run.metrics import RunLog, start_lines
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy
-from mllm.run.state import PendingEvaluation, RunState
-from mllm.run.teacher import load_teacher, pin_all
+from mllm.run.source_run import load_policy, load_teacher, pin_all
+from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
 from mllm.store.checksum import checksums
@@ -54,12 +52,7 @@ from mllm.training.algorithm import Parts, make_algorithm
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.room import room_that_fits
-from mllm.training.step import (
-    Forward,
-    abstract_state,
-    init_state,
-    make_train_step,
-)
+from mllm.training.step import Forward, abstract_state, init_state, make_train_step
 
 
 class Run:
@@ -73,7 +66,7 @@ class Run:
         All processes must enter this. `change` permits other settings than the run has had. Without a new phase for
         `stall_limit` seconds the run ends.
         """
-        with ExitStack() as stack, watched(stall_limit) as watch:
+        with ExitStack() as stack, Watch(stall_limit) as watch:
             yield cls(config, change, stack, watch)
 
     def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
@@ -107,7 +100,7 @@ class Run:
             train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
             self.measurements = self.make_measurements()
             # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            needed = policy.lora is not None or not common_steps(self.store)
+            needed = policy.lora is not None or not from_writer(self.store.steps)
             initial = policy.initial_params() if algorithm.reference or needed else None
             if initial is not None and algorithm.reference == "at_start":
                 self.set_reference(initial)
@@ -228,10 +221,7 @@ class Run:
         return Measurements(repeated, at_end, validation)
 
     def start(self) -> RunState:
-        """The state from which the run goes on: the newest checkpoint's, or a new run's.
-
-        The source is at its position then, and the log ends with its last line.
-        """
+        """The state from which the run goes on, the newest checkpoint's or a new one; source and log are there, too."""
         trained, self.trained = self.trained, None
         state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
         if state is not None:
@@ -246,17 +236,9 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            print(
-                report.start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step),
-                file=sys.stderr,
-            )
-        log = RunLog(
-            self.store,
-            state.logged_step,
-            self.source.steps,
-            self.config,
-            self.algorithm.progress,
-            self.checkpoints.ends,
-        )
+            said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
+            print(said, file=sys.stderr)
+        steps, ends = self.source.steps, self.checkpoints.ends
+        log = RunLog(self.store, state.logged_step, steps, self.config, self.algorithm.progress, ends)
         self.log = self.stack.enter_context(closing(log))
         return state

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from mllm.config.load import read
 from mllm.config.schema import CheckpointConfig
@@ -28,7 +29,7 @@ from mllm.progress import transfer_bar
 from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
-from mllm.store.folder import failing, find_fault
+from mllm.store.files import failing, find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.training.step import TrainState
 
@@ -36,8 +37,6 @@ MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """Errors that say what is on a disk; after all others the disk, the bucket or the machine has failed."""
 logger = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of seconds that it waits, and of metrics not given
-RESTORE_GB = 1
-"""Arrays of this many gigabytes are read at a time."""
 
 
 class Checkpoints:
@@ -91,7 +90,8 @@ class Checkpoints:
         arrays, logs = by_name(state.train), from_writer(self.store.sync)
         document = {**state.document(), "config": config, "score": score, "logs": logs, "digests": self.digests}
         document |= {"frozen": self.frozen, "arrays": checksums(arrays)}
-        items = {"state": ocp.args.PyTreeSave(nested(arrays)), "document": ocp.args.JsonSave(seal(document))}
+        tree = unflatten_dict(arrays, sep=".")
+        items = {"state": ocp.args.PyTreeSave(tree), "document": ocp.args.JsonSave(seal(document))}
         metrics = {"score": score} if self.config.keep_best and score is not None else None
         with self.store.writing(CHECKPOINTS):
             self.manager.wait_until_finished()
@@ -105,7 +105,7 @@ class Checkpoints:
         there are checkpoints, and none of them can be read; or a damaged one can't be put aside; or the run depends on
         something that is not what it was.
         """
-        steps = common_steps(self.store)[::-1]
+        steps = from_writer(self.store.steps)[::-1]
         damaged: dict[int, str] = {}
         for step in steps:
             try:
@@ -113,8 +113,7 @@ class Checkpoints:
                 with damaged_everywhere(self.store, step):
                     ends = ends_of_logs(self.store, document["logs"], step) if is_writer() else None
                 self.check_dependencies(document)
-                arrays = read_arrays(self.store, step, by_name(like), document)
-                state = RunState.from_document(step, with_leaves(like, arrays), document)
+                state = RunState.from_document(step, read_arrays(self.store, step, like, document), document)
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
@@ -135,7 +134,8 @@ class Checkpoints:
 
         `marks` are those of the checkpoint that was restored, the `newest` is the number of the one that was there.
         """
-        if fault := self.store.compare_logs({name: marks[name] for name in marks if name == TIMINGS}).get(TIMINGS):
+        fault = self.store.compare_log(TIMINGS, marks[TIMINGS]) if TIMINGS in marks else ""
+        if fault:
             logger.warning("%s/%s %s since checkpoint %d; it is kept as it is", self.store, TIMINGS, fault, newest)
         for name in marks if damaged else [TIMINGS] if fault else []:
             self.store.keep_log(name, f".until_{newest}")
@@ -155,10 +155,7 @@ class Checkpoints:
                 )
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Whether each of the checkpoints, the newest last, stays: the newest ones do, and the best by its score.
-
-        It makes this Orbax's policy. UserError is raised where the run is not this process's now.
-        """
+        """Orbax's policy: whether each checkpoint stays, as the newest ones do, which come last, and the best one."""
         self.store.check()
         steps = [info.step for info in checkpoints]
         kept = {*steps[-self.config.keep :]}
@@ -187,8 +184,8 @@ def ends_of_logs(store: RunStore, marks: Mapping[str, Any], step: int) -> dict[s
 
     Damaged is raised where lines are missing, or have changed, that are made again from an older one; timings are not.
     """
-    for name, fault in store.compare_logs(marks).items():
-        if name != TIMINGS:
+    for name, mark in marks.items():
+        if name != TIMINGS and (fault := store.compare_log(name, mark)):
             raise Damaged(f"{name} {fault}")
     sizes = {name: size for name, (size, _) in marks.items()}
     if TIMINGS in sizes:
@@ -214,13 +211,8 @@ def check_there(store: RunStore) -> None:
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of arrays. zstd would take a tenth off the size, and every core for several steps."""
-    return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=RESTORE_GB)
-
-
-def common_steps(store: RunStore) -> list[int]:
-    """The steps of the checkpoints that process 0 sees, ascending; all processes must call this."""
-    return from_writer(store.steps)
+    """Orbax's handler, which reads a gigabyte at a time. zstd would take off a tenth, and every core for some steps."""
+    return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=1)
 
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:
@@ -232,51 +224,45 @@ def read_document(store: RunStore, step: int) -> dict[str, Any]:
     return gather_objects(document)[0]
 
 
-def read_arrays(
-    store: RunStore, step: int, like: Mapping[str, jax.ShapeDtypeStruct], document: Mapping[str, Any]
-) -> dict[str, jax.Array]:
-    """Some arrays of a checkpoint, by name, with the shardings of `like`.
+def read_arrays(store: RunStore, step: int, like: Any, document: Mapping[str, Any], prefix: str = "") -> Any:
+    """A tree of arrays of a checkpoint, with the shardings of `like`; `prefix` is where the tree is in the state.
 
     All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
     dtype, or another checksum than the document says; UserError where a disk or bucket fails.
     """
-    path, nbytes = store.checkpoints / str(step) / "state", sum(x.size * x.dtype.itemsize for x in like.values())
+    path, named = store.checkpoints / str(step) / "state", {f"{prefix}{name}": x for name, x in by_name(like).items()}
+    nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in named.values())
     with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes) as bar:
         stored = by_name(handler().metadata(path).tree)
-        for name, leaf in like.items():
+        for name, leaf in named.items():
             if name not in stored:
                 raise Damaged(f"it lacks {name}")
             actual, wanted = (f"{x.dtype}{list(x.shape)}" for x in (stored[name], leaf))
             if actual != wanted:
                 raise Damaged(f"{name} is {actual}, not {wanted}")
-        tree = nested(like)
+        tree = unflatten_dict(named, sep=".")
         restore = ocp.checkpoint_utils.construct_restore_args(tree)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=restore, partial_restore=True)
         arrays = by_name(handler().restore(path, args=args))
-        arrays = {name: arrays[name] for name in like}
+        arrays = {name: arrays[name] for name in named}
         bar.update(bar.total)
     sums, recorded = checksums(arrays), document["arrays"]
     if wrong := [name for name in sums if sums[name] != recorded.get(name)]:
         more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
         raise Damaged(f"the checksum of {wrong[0]}{more} differs")
-    return arrays
+    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
 def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of the checkpoint of `step`, or of the newest; UserError where it can't be read.
-
-    All processes must call this.
-    """
-    steps = common_steps(store)
+    """The step and parameters of a checkpoint, by default the newest; UserError where it can't be read."""
+    steps = from_writer(store.steps)
     if not steps or (step is not None and step not in steps):
         raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
     step = steps[-1] if step is None else step
     try:
-        wanted = {f"params.{name}": leaf for name, leaf in by_name(like).items()}
-        arrays = read_arrays(store, step, wanted, read_document(store, step))
+        return step, read_arrays(store, step, like, read_document(store, step), "params.")
     except Damaged as error:
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
-    return step, with_leaves(like, arrays)
 
 
 def damage(error: Exception) -> str | None:
@@ -304,23 +290,6 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
                     raise
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
-
-
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The leaves as dicts in dicts, one for each part of a dotted path."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *parents, last = name.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = leaf
-    return tree
-
-
-def with_leaves(like: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """The tree `like` with other leaves, in their order."""
-    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

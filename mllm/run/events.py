@@ -1,16 +1,30 @@
-"""A run's numbers as TensorBoard's events, by tensorboardX's SummaryWriter. Trouble there never ends a run."""
+"""A run's numbers as TensorBoard's events, by tensorboardX's SummaryWriter, and in Weights & Biases, which reads them.
 
+Trouble with either never ends or changes a run.
+"""
+
+import json
 import logging
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tensorboardX import SummaryWriter, event_file_writer
 from tensorboardX.summary import Summary, scalar
 
+from mllm.config.schema import Config
+from mllm.errors import brief
+from mllm.store.run_store import RunStore
+
 FLUSH_SECONDS = 2
 """How old events are at most when TensorBoard sees them; a killed run loses no more."""
+WANDB_LIMITS = {"init_timeout": 60, "finish_timeout": 60}
+"""The most seconds that a run waits for W&B: for an answer when it begins, and for the upload when it ends."""
+WANDB_ID = "wandb/id"
+"""The file of a run with its identity in W&B."""
 logger = logging.getLogger(__name__)
 
 
@@ -43,30 +57,78 @@ class TolerantWriter(event_file_writer.EventsWriter):
 event_file_writer.EventsWriter = TolerantWriter
 
 
-class Events:
-    """A new file of events in a folder, which is made where it is missing."""
+def open_events(folder: Path, first_step: int) -> SummaryWriter | None:
+    """A new file of events in a folder, which is made where it is missing; None where that fails.
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it."""
-        self.writer = None
-        try:
-            self.writer = SummaryWriter(
-                str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=f".{time.time_ns()}"
-            )
-        except OSError as error:
-            warn(error)
+    TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it.
+    """
+    try:
+        suffix = f".{time.time_ns()}"
+        return SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
+    except OSError as error:
+        warn(error)
+        return None
 
-    def write(self, step: int, numbers: Mapping[str, float | int]) -> None:
-        """Add numbers, all finite, to a step's events."""
-        if self.writer is not None:
-            values = [value for name, number in numbers.items() for value in scalar(name, number).value]
-            self.writer.file_writer.add_summary(Summary(value=values), step)  # one event, where add_scalar makes many
 
-    def close(self) -> None:
-        """Wait until all events are in the file."""
-        if self.writer is not None:
-            self.writer.close()
+def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float | int]) -> None:
+    """Add numbers, all finite, to a step's events: as one event, where add_scalar makes many."""
+    values = [value for name, number in numbers.items() for value in scalar(name, number).value]
+    events.file_writer.add_summary(Summary(value=values), step)
 
 
 def warn(error: OSError) -> None:
     logger.warning("TensorBoard's events can't be written (%s); the run goes on without them", error.strerror)
+
+
+# Weights & Biases
+
+
+@contextmanager
+def optional() -> Iterator[None]:
+    """Turn an error, from the network, the service's process or the library itself, into a warning."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("log.wandb: %s; the run goes on without it", brief(error))
+
+
+@contextmanager
+def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
+    """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
+
+    What is left is sent at the end; the file of events must be closed by then.
+    """
+    run = None
+    with optional():
+        import wandb
+
+        run = wandb.init(
+            project=config.log.wandb,
+            id=run_id(store),
+            name=Path(store.url).absolute().name,
+            dir=str(store.folder),
+            resume="allow",
+            sync_tensorboard=True,
+            config=config.model_dump(mode="json"),
+            allow_val_change=True,
+            settings=wandb.Settings(console="off", quiet=True, **WANDB_LIMITS),
+        )
+    yield
+    if run is not None:
+        with optional():
+            run.finish()
+
+
+def run_id(store: RunStore) -> str:
+    """The run's id in W&B: random, and kept in the run beside the places that it was made for.
+
+    A moved run keeps it, since its path or its folder's device and inode are known; a copied run gets another.
+    """
+    places = [store.url]
+    if not store.in_bucket:
+        about = store.folder.stat()
+        places = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
+    known = json.loads(store.read(WANDB_ID) or '{"id": null, "places": []}')
+    number = secrets.token_hex(8) if {*places}.isdisjoint(known["places"]) else known["id"]
+    store.write(WANDB_ID, json.dumps({"id": number, "places": places}).encode())
+    return number

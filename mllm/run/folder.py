@@ -14,7 +14,7 @@ from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
 from mllm.parallel.processes import from_writer, is_writer, raise_everywhere
-from mllm.store.folder import UNFINISHED
+from mllm.store.files import UNFINISHED
 from mllm.store.holder import hold
 from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, RunStore
 
@@ -56,13 +56,11 @@ CHANGEABLE = {
 
 @contextmanager
 def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
-    """Check the place of a configuration's run as `check` does, and hold it; all processes must enter this."""
+    """Hold the place of a configuration's run, and check it as `check` does; all processes must enter this."""
     store = RunStore(config.run_dir)
-    with raise_everywhere():
-        check(store, config, change)
     with hold(store):
         with raise_everywhere():
-            config = check(store, config, change)  # another process may have held it until now
+            config = check(store, config, change)
         yield store, config
 
 
@@ -70,8 +68,7 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
     """The configuration with which the run there goes on, or a new one begins: with the record of its changes.
 
     `change` permits settings to differ as `check_changes` says. UserError is raised if the place holds a run of
-    another configuration, or something that is no run. Process 0 looks: others may see files of a disk they share
-    later.
+    another configuration, or something that is no run.
     """
     existing = from_writer(lambda: look(store))
     if existing is None:
@@ -84,9 +81,6 @@ def check(store: RunStore, config: Config, change: bool = False) -> Config:
 
 def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     """The configuration of the run that is there and its newest checkpoint's step; None in an empty place."""
-    for path in () if store.in_bucket else (store.folder, *store.folder.parents):
-        if path.is_file():
-            raise UserError(f"run_dir: {path} is a file; give a folder")
     entries = store.entries()
     if CONFIG in entries:
         return read(store.config_path()), max(store.steps(), default=0)
@@ -112,14 +106,10 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
 
 
 def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
-    """The configuration with the record of all of the run's changes, also the ones from its `old` settings.
+    """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
-    Args:
-        run: its name, for messages.
-        newest: the step of its newest checkpoint, after which changes take effect.
-        permitted: whether `CHANGEABLE` settings may differ.
-
-    UserError is raised for a setting that may not differ.
+    Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for a setting that
+    may not differ: one of `CHANGEABLE` may if it is `permitted`.
     """
     for name in ("model", "teacher"):
         section, begun = getattr(config, name), old.get(name) or {}

@@ -11,16 +11,21 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from statistics import fmean, harmonic_mean
 from typing import Any
 
+import jax
+from jax.sharding import Mesh
 from tqdm import tqdm
 
-from mllm.config.schema import Config
+from lm_head import EngineChoice
+from mllm.config.schema import Change, Config
+from mllm.model.layout import count
+from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
-from mllm.run.events import Events
-from mllm.run.wandb import sending
-from mllm.store.log import Log
-from mllm.store.run_store import RunStore
+from mllm.run.events import open_events, wandb_run, write_numbers
+from mllm.run.state import RunState
+from mllm.store.run_store import Log, RunStore
 
 METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
@@ -61,9 +66,10 @@ class RunLog:
                 log = store.open_log(name, ends[name] if ends else 0)
                 self.files[name] = self.stack.enter_context(closing(log))
             if config and config.log.wandb:
-                self.stack.enter_context(sending(store, config))
+                self.stack.enter_context(wandb_run(store, config))
             store.check()
-            self.events = self.stack.enter_context(closing(Events(store.folder / EVENTS, last_step + 1)))
+            if (events := open_events(store.folder / EVENTS, last_step + 1)) is not None:
+                self.events = self.stack.enter_context(closing(events))
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -102,9 +108,9 @@ class RunLog:
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
-        if name != "samples.jsonl" and self.events:
+        if name != SAMPLES and self.events:
             numbers = {key: value for key, value in finite.items() if value is not None and key != "changed"}
-            self.events.write(step, numbers)
+            write_numbers(self.events, step, numbers)
 
     def close(self) -> None:
         self.stack.close()
@@ -131,7 +137,7 @@ def number(record: Mapping[str, Any], key: str) -> str:
 
 def last_logged_step(store: RunStore) -> int:
     """The step of the last complete line of metrics.jsonl; -1 if it has none."""
-    for line in reversed(store.read_log("metrics.jsonl").splitlines(keepends=True)):
+    for line in reversed(store.read_log(METRICS).splitlines(keepends=True)):
         with suppress(ValueError, KeyError, TypeError):
             if line.endswith(b"\n"):
                 return int(json.loads(line)["step"])
@@ -150,3 +156,77 @@ def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:
 def read_records(store: RunStore, name: str) -> list[dict[str, Any]]:
     """The complete lines of a file of JSON lines, to which a run may be appending."""
     return [json.loads(line) for line in store.read_log(name).decode().split("\n")[:-1]]
+
+
+# The terminal, at a run's start and end
+
+
+def start_lines(
+    mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
+) -> str:
+    """The run's devices, sizes, head and attention, with reasons, and its first step; then changes from there on."""
+    attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
+    dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    begun = "; ".join(
+        [
+            f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
+            f"mesh {axes}",
+            f"{total:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < total),
+            f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
+            f"attention {attention.attention.kernel if attention.attention else 'xla'}"
+            + f" ({attention.reason})" * bool(attention.reason),
+            examples,
+            f"resumed from step {step}" if step else "from the beginning",
+        ]
+    )
+    later = [
+        f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
+    ]
+    return "\n".join([begun, *later])
+
+
+def why_ended(state: RunState, steps: int) -> str:
+    """After which step the run has ended, and why, where it had more of them."""
+    if state.step >= steps:
+        return f"after all {steps:,} steps"
+    validations = f"the validation loss has not fallen in {state.validations_without_gain} validations"
+    return f"after step {state.step:,} of {steps:,}: {validations} (data.validation.patience)"
+
+
+def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
+    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`.
+
+    What was measured beside the updates has a line each: first, last, and a loss where it was lowest. So have what they
+    learned from, the mean of their first and last tenth: reward functions, and the metrics `shown`, by their names.
+    """
+    metrics, timings = read_records(store, METRICS), read_records(store, TIMINGS)
+    lines = [("ended", ended)]
+    for key in dict.fromkeys(key for record in metrics for key in measured(record)):
+        records = [record for record in metrics if record.get(key) is not None]
+        lowest = [min(records, key=lambda record: record[key])] if key.endswith("loss") else []
+        chosen = {record["step"]: record for record in (records[0], *lowest, records[-1])}
+        lines.append((key, ", ".join(f"{number(record, key)} at step {step}" for step, record in chosen.items())))
+    rewards = {key: key for record in metrics for key in rewards_of(record)}
+    for name, key in {**shown, **rewards}.items():
+        if values := present(metrics, key):
+            tenth = max(1, len(values) // 10)
+            first, last = fmean(values[:tenth]), fmean(values[-tenth:])
+            lines.append((name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"))
+    if speeds := present(timings, "tokens_per_second"):
+        # Not the median: where several updates share a rollout, it is the speed of the updates without one.
+        mean = harmonic_mean(speeds[1:] or speeds)
+        lines.append(("tokens/s", f"{mean:,.0f} (of all steps but the first; prompts and completions)"))
+    phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
+    seconds = [f"{phase.removeprefix('time/')} {sum(present(timings, phase)):.1f}" for phase in phases]
+    lines.append(("seconds", ", ".join(seconds)))
+    if peaks := present(timings, "memory/peak_bytes"):
+        lines.append(("peak memory", f"{max(peaks) / 2**20:,.0f} MiB"))
+    lines.append(("files", str(store)))
+    width = max(18, *(len(name) for name, _ in lines))
+    return "\n".join(["", *(f"{name:<{width}} {text}".rstrip() for name, text in lines)])
+
+
+def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
+    """The values of all records that have one."""
+    return [record[key] for record in records if record.get(key) is not None]

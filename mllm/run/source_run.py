@@ -4,6 +4,8 @@ The parameters are the run's masters, in the dtype in which its optimizer update
 The adapters of a run that trained some are merged into its model.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,9 +25,10 @@ from mllm.model.int8 import is_int8, quantize
 from mllm.model.layout import Params, map_parameters
 from mllm.model.load import Policy
 from mllm.model.lora import merge_all_adapters
+from mllm.model.tokenizer import Tokenizer
 from mllm.model.weights import narrow
 from mllm.parallel.processes import from_writer
-from mllm.run.checkpoint import by_name, common_steps, restore_params
+from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
 OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, "step": None, "revision": None}
@@ -33,10 +36,7 @@ OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, 
 
 
 def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run's folder.
-
-    UserError is raised as there, and by `SourceRun.open`.
-    """
+    """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run."""
     source = SourceRun.open(config.model)
     if source is None:
         return load.load_policy(config, mesh)
@@ -53,10 +53,7 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub.
-
-    All processes must call this. UserError is raised where the run has no such checkpoint.
-    """
+    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub."""
     if (run := SourceRun.open(model)) is not None:
         return {"step": run.choose_step(model.step)}
     if model.init != "pretrained" or not model.source:
@@ -87,11 +84,8 @@ class SourceRun:
         return cls(store, configs.load_run(store.folder / CONFIG))
 
     def choose_step(self, step: int | str | None) -> int:
-        """The number of the step that `model.step` names; all processes must call this.
-
-        UserError is raised where the run has no such checkpoint.
-        """
-        number, steps = step, common_steps(self.store)
+        """The number of the step that `model.step` names, in all processes; UserError where there is no such one."""
+        number, steps = step, from_writer(self.store.steps)
         if step == "best":  # where it is not kept, the best that is left need not be the best
             kept = steps if self.config.checkpoint.keep_best else []
             number = from_writer(lambda: self.store.best_step(kept))
@@ -133,3 +127,49 @@ def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
         return leaf if leaf.dtype == target.dtype else narrow(leaf, Rounding(target.dtype, dithered), name)
 
     return map_parameters(rounded, params)
+
+
+# The teacher: a second policy, which is loaded as the first and never changes
+
+
+@contextmanager
+def naming_teacher() -> Iterator[None]:
+    """Let errors of loading a model name the teacher."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error)
+        raise UserError(f"teacher{'' if text.startswith('model.') else ': '}{text.removeprefix('model')}") from None
+
+
+def load_teacher(config: Config, mesh: Mesh, student: Tokenizer) -> Policy | None:
+    """The teacher of a configuration without its parameters; None where it has none.
+
+    UserError is raised as by `load_policy`, and where the two tokenizers differ in a token of the student's.
+    """
+    if config.teacher is None:
+        return None
+    with naming_teacher():
+        policy = load_policy(config.model_copy(update={"model": config.teacher.model(config.model)}), mesh)
+    check_tokens(config.teacher.source, student, policy.tokenizer)
+    return policy
+
+
+def pin_all(config: Config) -> Config:
+    """A new run's configuration with what must stay as it is now of its model, and of its teacher: see `pin`."""
+    changes: dict[str, Any] = {"model": config.model.model_copy(update=pin(config.model))}
+    if config.teacher is not None:
+        with naming_teacher():
+            changes["teacher"] = config.teacher.model_copy(update=pin(config.teacher.model(config.model)))
+    return config.model_copy(update=changes)
+
+
+def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:
+    """UserError where an id of the student's tokenizer is another token, or none, of the teacher's."""
+    tokens = {number: token for token, number in teacher.get_vocab().items()}
+    for number, token in sorted((number, token) for token, number in student.get_vocab().items()):
+        if tokens.get(number) != token:
+            fault = (
+                f"{source}: token {number} is {tokens.get(number)!r} there, and {token!r} of the student's tokenizer"
+            )
+            raise UserError(f"teacher.source: {fault}; give a teacher with the student's tokens")

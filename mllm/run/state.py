@@ -1,9 +1,12 @@
-"""The state of a run: everything that it needs to go on, and all that a checkpoint holds of it."""
+"""The state of a run, all that a checkpoint holds of it; and what is measured of its parameters, and when."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from mllm.config.data import ValidationConfig
+from mllm.model.layout import Params
 from mllm.training.step import TrainState
 
 
@@ -54,3 +57,79 @@ class RunState:
         values = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
         pending = values.pop("pending_evaluation")
         return cls(step, train, **values, pending_evaluation=pending and PendingEvaluation(**pending))
+
+
+# What is measured
+
+
+Measure = Callable[[Params, int], dict[str, float]]
+"""(parameters, step) -> metrics. All processes call it at the same place."""
+
+
+class Measurement(NamedTuple):
+    """A measurement at step 0, every `every` steps (None: not between them) and at the end."""
+
+    measure: Measure
+    every: int | None
+
+    def is_due(self, step: int) -> bool:
+        return step == 0 or (self.every is not None and step % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """All measurements of a run but the metrics that come with an update."""
+
+    repeated: Sequence[Measurement] = ()
+    at_end: Sequence[Measure] = ()
+    """Measured once, on the last parameters; the best checkpoint does not depend on them."""
+    validation: ValidationConfig | None = None
+    """SFT's validation, where it is among `repeated`."""
+
+    def are_due(self, step: int, final: bool) -> bool:
+        """Whether something is to be measured after `step` updates; `final` says that there are no more of them."""
+        if final:
+            return bool(self.repeated or self.at_end)
+        return any(measurement.is_due(step) for measurement in self.repeated)
+
+    def measure_pending(self, state: RunState, params: Params, final: bool) -> tuple[RunState, dict[str, Any], bool]:
+        """Measure what is due at the state's pending step; `params` are all of its parameters.
+
+        Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: because it
+        is the `final` one, or because the loss has not fallen.
+        """
+        assert state.pending_evaluation is not None
+        metrics = dict(state.pending_evaluation.metrics)
+        due = [measurement for measurement in self.repeated if final or measurement.is_due(state.step)]
+        for measurement in due:
+            metrics |= measurement.measure(params, state.step)
+        if (loss := metrics.get("validation/loss")) is not None:
+            if math.isfinite(loss) and (state.lowest_loss is None or loss < state.lowest_loss):
+                state = replace(state, lowest_loss=loss, validations_without_gain=0)
+            else:
+                state = replace(state, validations_without_gain=state.validations_without_gain + 1)
+        if not final and self.end_early(state):
+            final = True
+            for measurement in self.repeated:
+                if measurement not in due:
+                    metrics |= measurement.measure(params, state.step)
+        for measure in self.at_end if final else ():
+            metrics |= measure(params, state.step)
+        return replace(state, pending_evaluation=None), metrics, final
+
+    def end_early(self, state: RunState) -> bool:
+        """Whether the validation loss has not fallen for as long as `data.validation.patience`."""
+        patience = self.validation.patience if self.validation else None
+        return patience is not None and state.validations_without_gain >= patience
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """What `checkpoint.keep_best` compares, higher is better; None where it was not measured, or is not finite.
+
+        It is the validation's loss, negated, if the run validates; else the greedy accuracy on held-out problems, or
+        their reward where they have no answers.
+        """
+        if self.validation:
+            score = -metrics.get("validation/loss", math.nan)
+        else:
+            score = float(metrics.get("eval/greedy_accuracy", metrics.get("eval/reward", math.nan)))
+        return score if math.isfinite(score) else None

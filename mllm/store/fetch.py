@@ -6,6 +6,7 @@ nothing has used for `UNUSED_DAYS`, and the folders used longest ago while all h
 """
 
 import fcntl
+import os
 import shutil
 import sys
 import time
@@ -18,8 +19,7 @@ from etils import epath
 from tqdm import tqdm
 
 from mllm.errors import UserError
-from mllm.store.bucket import below, bucket_path, cache_folder, is_plain, local_place
-from mllm.store.folder import failing
+from mllm.store.files import below, bucket_path, cache_folder, failing, is_plain, local_place
 
 AT_ONCE = 8
 """Objects that are read at a time."""
@@ -62,10 +62,7 @@ def matching(url: str, patterns: Sequence[str], key: str) -> list[str]:
 
 
 def fetch(url: str, names: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
-    """Objects below a URL as files in `root`; UserError as `fetch_files`.
-
-    One process of a machine fetches, the others wait.
-    """
+    """Objects below a URL as files in `root`, one process of a machine at a time; UserError as `fetch_files`."""
     folder = local_place(url.rstrip("/"), root)
     with naming(key, url):
         sources = [bucket_path(f"{url}/{name}") for name in names]  # before a folder of such a name is made
@@ -83,9 +80,8 @@ def fetch_object(source: epath.Path, path: Path) -> Path:
         stat = None
     if stat is None or stat.is_directory:
         raise UserError(f"{source}: there is no such object: correct the URL")
-    mark = path.with_name(f".{path.name}.generation")  # says which version of the object the file is
     with suppress(OSError):
-        if mark.read_text() == f"{stat.mtime} {stat.length}" and path.stat().st_size == stat.length:
+        if (path.stat().st_size, path.stat().st_mtime) == (stat.length, stat.mtime):
             return path
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -93,10 +89,8 @@ def fetch_object(source: epath.Path, path: Path) -> Path:
         shutil.copyfileobj(content, file, PART_BYTES)
     if source.stat() != stat:
         raise UserError(f"{source}: has changed while it was read: start again")
-    mark.unlink(missing_ok=True)
-    unfinished.replace(path)
-    mark.write_text(f"{stat.mtime} {stat.length}")
-    return path
+    os.utime(unfinished, (stat.mtime, stat.mtime))  # which says what version of the object the file is
+    return unfinished.replace(path)
 
 
 def prune(folders: Iterable[Path]) -> None:

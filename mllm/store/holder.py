@@ -18,22 +18,20 @@ from typing import Any, TextIO
 
 from mllm.errors import UserError, brief, printable
 from mllm.parallel.processes import is_writer, raise_everywhere
-from mllm.store.folder import failing
+from mllm.store.files import failing
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
 """How long a lease lasts that nobody renews."""
 RENEWALS = 6
 """Renewals in that time."""
+IN_USE = "run_dir: {} is in use by {}; wait for it, or give another folder"
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def hold(store: RunStore) -> Iterator[None]:
-    """Hold a run for this run of processes, all of which must enter this: no other one writes it meanwhile.
-
-    At the end a bucket has everything. UserError is raised if another run holds it, or it can't be written.
-    """
+    """Hold a run for these processes, all of which must enter this; UserError if others do, or it can't be written."""
     with ExitStack() as stack:
         with raise_everywhere():
             if is_writer():
@@ -41,21 +39,14 @@ def hold(store: RunStore) -> Iterator[None]:
         yield
 
 
-def in_use(place: object, holder: str) -> UserError:
-    return UserError(f"run_dir: {place} is in use by {holder}; wait for it, or give another folder")
-
-
 # A folder
 
 
 @contextmanager
 def hold_folder(store: RunStore) -> Iterator[None]:
-    """Lock a folder, which is made if it is missing; an empty one is removed at the end if no run has begun there.
-
-    The operating system releases the lock when the process ends, however it ends.
-    """
+    """Lock a folder, which is made if it is missing; the system releases it when the process ends, however it ends."""
     folder = store.folder
-    with failing(f"{folder}: can't be written"):
+    with failing(f"run_dir: {folder} can't be written"):
         file = open_locked(folder)
 
     def check() -> None:
@@ -95,7 +86,8 @@ def open_locked(folder: Path) -> TextIO:
         except BlockingIOError:
             with file:
                 file.seek(0)
-                raise in_use(folder, file.read().strip() or "another process") from None
+                holder = file.read().strip() or "another process"
+            raise UserError(IN_USE.format(folder, holder)) from None
         except OSError as error:
             logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
         if is_at(file, folder):
@@ -118,7 +110,7 @@ def hold_bucket(store: RunStore) -> Iterator[None]:
     try:
         store.fetch_files()
         yield
-        store.send_files()
+        store.send_logs()
     finally:
         store.check = lambda: None
         lease.release()
@@ -155,7 +147,7 @@ class Lease:
         time.sleep(SECONDS)
         now = self.objects.read(LOCK).result()
         if now.state == "value" and now.stamp.generation != lease.stamp.generation:
-            raise in_use(self.url, name)
+            raise UserError(IN_USE.format(self.url, name))
         return now.stamp.generation
 
     def write(self) -> None:

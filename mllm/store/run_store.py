@@ -12,6 +12,7 @@ A run in a bucket has a copy of its files on this machine, where they are read a
 with each checkpoint. Here nothing knows JAX: `mllm.run.checkpoint` writes and reads the arrays.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -29,10 +30,8 @@ from typing import Any
 from etils import epath
 
 from mllm.errors import UserError
-from mllm.store.bucket import below, bucket_path, is_bucket, is_plain, local_place
 from mllm.store.fetch import fetch, fetch_folder, naming, send
-from mllm.store.folder import UNFINISHED, failing, write_file
-from mllm.store.log import Log, Mark, compare
+from mllm.store.files import below, bucket_path, failing, is_bucket, is_plain, local_place, write_file
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
@@ -48,8 +47,43 @@ READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
 logger = logging.getLogger(__name__)
 
 
+Mark = tuple[int, str]
+"""How far a log has come: its bytes, and their SHA-256."""
+
+
 class Damaged(Exception):
     """The data that was read is not what was written."""
+
+
+class Log:
+    """A file that only grows, without a buffer here; a run that resumes cuts it where its checkpoint says."""
+
+    def __init__(self, path: Path, size: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
+        """Open a log, of which `size` bytes stay. All that is written is written inside of `writing`."""
+        self.writing = writing
+        with writing():
+            self.file = path.open("ab", buffering=0)
+            self.file.truncate(size)
+            content = path.read_bytes()
+        self.size, self.checksum = len(content), hashlib.sha256(content)
+
+    def append(self, record: bytes) -> None:
+        with self.writing():
+            left = record
+            while left:
+                left = left[self.file.write(left) :]
+        self.size += len(record)
+        self.checksum.update(record)
+
+    def sync(self) -> Mark:
+        """Wait until all of the log survives a crash of the machine."""
+        with self.writing():
+            os.fsync(self.file.fileno())
+        return self.size, self.checksum.hexdigest()
+
+    def close(self) -> None:
+        self.sync()
+        self.file.close()
 
 
 class RunStore:
@@ -64,8 +98,6 @@ class RunStore:
         self.check: Callable[[], None] = lambda: None
         """Raises UserError where this process may not write any more."""
         self.logs: dict[str, Log] = {}
-        self.sent: dict[str, tuple[int, int]] = {}
-        """Size and time of each file that the bucket has."""
 
     def __str__(self) -> str:
         return self.url
@@ -130,7 +162,7 @@ class RunStore:
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
             write_file(path, data)
-        self.send_files()
+        self.send([name])
 
     # Logs
 
@@ -149,15 +181,17 @@ class RunStore:
         self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
         return log
 
-    def compare_logs(self, marks: Mapping[str, Any]) -> dict[str, str]:
-        """How logs differ from their marks, in words; logs that don't are left out."""
-        faults = {name: compare(self.read_log(name), mark) for name, mark in marks.items()}
-        return {name: fault for name, fault in faults.items() if fault}
+    def compare_log(self, name: str, mark: Mark) -> str:
+        """How a log differs from what stood there when `mark` was made, in words; empty where it does not."""
+        content, (size, sha256) = self.read_log(name), mark
+        if len(content) < size:
+            return f"lacks its last {size - len(content):,} bytes"
+        return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""
 
     def sync(self) -> dict[str, Mark]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
         marks = {name: log.sync() for name, log in self.logs.items()}
-        self.send_files()
+        self.send_logs()
         return marks
 
     # A bucket's copy
@@ -166,26 +200,19 @@ class RunStore:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
         with self.reading():
-            paths = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
-        names = [*filter(is_plain, paths)]
-        fetched = fetch(self.url, names, "run_dir", MIRRORS)
-        self.sent = {name: stamp(path) for name, path in zip(names, fetched, strict=True)}
+            names = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
+        fetch(self.url, [*filter(is_plain, names)], "run_dir", MIRRORS)
 
-    def send_files(self) -> None:
-        """Send the files that have changed since the last time; the configuration, which makes a run, comes last."""
-        if not self.in_bucket:
-            return
-        files = dict[str, tuple[int, int]]()
-        for path in self.folder.rglob("*"):
-            name = str(path.relative_to(self.folder))
-            if name.startswith("wandb/") and name != "wandb/id":  # W&B makes and removes files at any time
-                continue
-            if is_plain(name) and path.is_file() and not name.endswith(UNFINISHED):
-                files[name] = stamp(path)
-        changed = [name for name in files if files[name] != self.sent.get(name)]
-        with self.writing():
-            send(self.folder, self.url, sorted(changed, key=lambda name: (name == CONFIG, name)))
-        self.sent = files
+    def send_logs(self) -> None:
+        """Send the logs, and the newest file of events, to the bucket."""
+        events = sorted(self.folder.glob("tensorboard/*"))[-1:]
+        self.send([*self.logs, *(str(path.relative_to(self.folder)) for path in events)])
+
+    def send(self, names: Sequence[str]) -> None:
+        """Send files to the bucket; nothing where the run is on a disk."""
+        if self.in_bucket:
+            with self.writing():
+                send(self.folder, self.url, names)
 
     # Checkpoints
 
@@ -196,10 +223,7 @@ class RunStore:
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
     def document(self, step: int | str) -> dict[str, Any]:
-        """The document of a checkpoint.
-
-        Raises Damaged where it is missing or has changed, UserError where the disk or the bucket fails.
-        """
+        """The document of a checkpoint; Damaged where it is missing or has changed, UserError where a disk fails."""
         name = f"{CHECKPOINTS}/{step}/document/metadata"
         with self.reading(name):
             path = self.place / name
@@ -215,10 +239,7 @@ class RunStore:
         return document
 
     def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
-        """The step of the best of these checkpoints, of the newest one among equals; None if none has a score.
-
-        `known` are scores that need not be read; a damaged checkpoint has none.
-        """
+        """The best of these checkpoints, the newest among equals, with `known` scores; None if none has a score."""
         scores: dict[int, Any] = dict(known or {})
         for step in steps:
             if step not in scores:
@@ -245,16 +266,8 @@ def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.P
             yield from files_below(path) if path.stat().is_directory else [path]
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """A file's size and time, which change when it does."""
-    return path.stat().st_size, path.stat().st_mtime_ns
-
-
 def find_run(run: str, key: str) -> RunStore | None:
-    """The store of a run, to be read; None where no run is there.
-
-    UserError, which names the setting or argument `key`, is raised where a bucket can't be read.
-    """
+    """The store of a run, to be read; None where no run is there. Errors of a bucket name the setting `key`."""
     with naming(key, run):
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))

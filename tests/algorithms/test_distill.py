@@ -12,7 +12,7 @@ from tiny import ARCHITECTURE, config, logits, random_batch
 from mllm.algorithms.distill.algorithm import make_teacher_pass
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.run.teacher import load_teacher
+from mllm.run.source_run import load_teacher
 from mllm.training.algorithm import make_algorithm
 from mllm.training.step import Forward, accumulate
 

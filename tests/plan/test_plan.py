@@ -153,7 +153,7 @@ def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsy
         (["--plan", "--target", "v9x:2x4"], "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and "),
         (["--target", "v6e:2x4"], "--target: is for --plan"),
         (["--plan", "--target", "v6e:2x4"], "error: --target: libtpu, the TPU compiler, isn't installed: pip install"),
-        (["--plan", "mesh.tp=16"], "but there are 8 devices: set mesh.tp=8; or plan for devices that aren't here"),
+        (["--plan", "mesh.tp=16"], "but there are 8 devices: lower one of them; or plan for devices that aren't here"),
     ],
 )
 def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):

@@ -137,7 +137,7 @@ OVERRIDES = {
     "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
     # the run's folder, where something else is
     "run_dir=thesis": "run_dir: thesis holds other files and no config.yaml",
-    "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex is a file",
+    "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory); check it",
 }
 """A setting that spoils a good configuration, and the message."""
 

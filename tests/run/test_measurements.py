@@ -19,8 +19,7 @@ from mllm.config.data import ValidationConfig
 from mllm.errors import StepError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.run.evaluation import make_evaluation
-from mllm.run.measurements import Measurement, Measurements
-from mllm.run.state import PendingEvaluation, RunState
+from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.store.run_store import RunStore
 from mllm.training.optimizer import make_schedule
 from mllm.training.step import TrainState

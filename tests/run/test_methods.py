@@ -20,8 +20,7 @@ from mllm.plan.programs import Programs
 from mllm.run import build
 from mllm.run import folder as run_dir
 from mllm.run.build import Run
-from mllm.run.source_run import load_policy
-from mllm.run.teacher import check_tokens, load_teacher
+from mllm.run.source_run import check_tokens, load_policy, load_teacher
 from mllm.sampler.schedule import Room
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore

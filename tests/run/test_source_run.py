@@ -26,8 +26,8 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.run.source_run import SourceRun, load_policy, pin
-from mllm.store.bucket import cache_folder
 from mllm.store.fetch import fetch_folder, send
+from mllm.store.files import cache_folder
 from mllm.store.run_store import RunStore, tool_run
 from tools import export, generate, plot, samples
 

@@ -34,6 +34,7 @@ from mllm import stopwatch
 from mllm.config import load as configs
 from mllm.config.load import load
 from mllm.parallel import group
+from mllm.run import build
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
 from mllm.store.run_store import RunStore, tool_run
@@ -144,7 +145,7 @@ def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_aga
     assert run(settings) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith(f"\nended              after all {settings.steps} steps\neval/reward ")
-    assert str(Path(settings.run_dir, "metrics.jsonl")) in printed.out
+    assert settings.run_dir in printed.out
     (line,) = [line for line in printed.err.splitlines() if "parameters" in line]
     assert line == (
         "1 of 8 devices (cpu); mesh dp 1, fsdp 1, tp 1; 27,040 parameters in float32; "
@@ -184,7 +185,7 @@ def test_logs_are_synced_before_a_checkpoint_is_saved_and_the_watch_is_told_ever
 
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Checkpoints, "save", saved)
-    monkeypatch.setattr(group, "Watch", Watch)
+    monkeypatch.setattr(build, "Watch", Watch)
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=2, eval=None, rollout=None, checkpoint={"every": 1})
     assert run(settings, "--stall-limit", "300") == 0
     assert told == [300.0, *((step, phase) for step in (0, 1) for phase in ("data", "update", "save"))]
@@ -241,7 +242,7 @@ def scalars(folder: Path) -> dict[tuple[str, int], float]:
 
 
 @slow
-def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_the_others(tmp_path, capsys):
+def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_the_others(tmp_path):
     """That they change nothing: tests/train/test_train_step.py."""
     sections = {
         "steps": 6,
@@ -260,7 +261,6 @@ def test_updates_without_a_gradient_are_counted_and_the_learning_rate_waits_for_
     assert sampled == [step for step in range(1, 7) for _ in range(3)]
     empty = [line["step"] for line in lines if line["frac_without_gradient"] == 1]
     assert 0 < len(empty) < len(lines)
-    assert f"\nnothing to learn   in {len(empty)} of 6 updates: no completion's reward" in capsys.readouterr().out
     for line in lines:
         count = sum(step <= line["step"] for step in empty)
         made = sum(step not in empty for step in range(1, line["step"]))

@@ -15,7 +15,7 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.folder import SMALL, local_folder
 from mllm.store import fetch
-from mllm.store.bucket import bucket_path, cache_folder
+from mllm.store.files import bucket_path, cache_folder
 from mllm.store.run_store import find_run
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"

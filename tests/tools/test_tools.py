@@ -26,7 +26,6 @@ from mllm.model.tokenizer import bytes_tokenizer, stop_ids
 from mllm.parallel.mesh import make_mesh
 from mllm.run.build import Run
 from mllm.run.checkpoint import restore_params
-from mllm.run.report import summary
 from mllm.run.state import RunState
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
@@ -193,7 +192,7 @@ def test_prompts_of_a_run_are_rendered_with_its_task_s_arguments_of_the_template
 
 def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported, calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert generate.main([f"{exported}/export", "--chat-template", "never"]) == 0
+    assert generate.main([f"{exported}/export", "--chat-template", "never", "--dtype", "float32"]) == 0
     said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
     assert capsys.readouterr() == ("two\nlines\n", said)
 
@@ -304,7 +303,7 @@ def drawn(**runs):
 
 
 @pytest.mark.slow
-def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(finished, tmp_path, capsys):
+def test_the_curves_of_a_run_are_drawn_into_its_folder(finished, tmp_path, capsys):
     copy = Path(shutil.copytree(finished("sft").run_dir, tmp_path / "run"))
     capsys.readouterr()
     with (copy / "metrics.jsonl").open("a") as file:  # a half-written line doesn't matter
@@ -314,7 +313,6 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder_and_named_in_its_summary(
     rates = ["Learning rate", "Gradient norm"]
     topics = ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", *rates, "Tokens per second"]
     assert list(drawn(run=plot.read_run(RunStore(copy)))) == topics
-    assert str(copy / "curves.png") in summary(RunStore(copy), "", {})
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ update, in a batch of its own. The reference's log-probabilities are computed be
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,9 +96,9 @@ class PreferenceBatches(RowBatches[Preferences]):
                     mismatched_sums = row_sums(logprobs(params, mismatched), mismatched)
                     sums = [np.stack(pair, 1) for pair in zip(sums, mismatched_sums, strict=True)]
                 queues = [iter(row.reshape(-1, 2)) for row in sums]
-                part = np.array([index for index, _ in local], int), np.array([next(queues[row]) for _, row in local])
-                for indices, values in self.share.gather(part):
-                    reference[indices] = values.reshape(-1, 2)
+                part = [(int(index), next(queues[row]).tolist()) for index, row in local]
+                for index, values in chain(*self.share.gather(part)):
+                    reference[index] = values
                 bar.update(len(plan))
         return reference
 
