@@ -43,13 +43,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
     task, most = load_task(config.task, config.seed), config.rollout.sampled_length
+    pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
+    tokens = token_ids(config.model, [completion for _, completion in pairs])
+    samples = [
+        Sample(example, completion, array("i", ids[:most]), len(ids) > most)
+        for (example, completion), ids in zip(pairs, tokens, strict=True)
+    ]
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
-        pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
-        tokens = token_ids(config.model, [completion for _, completion in pairs])
-        samples = [
-            Sample(example, completion, array("i", ids[:most]), len(ids) > most)
-            for (example, completion), ids in zip(pairs, tokens, strict=True)
-        ]
         answers = rewards.score(samples)
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
     for sample, row, total in zip(samples[:SHOWN], answers, weighted_sum(answers, rewards.weights), strict=False):

@@ -27,6 +27,8 @@ class Trajectory(NamedTuple):
     """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
+    norms: Float32[np.ndarray, " sampled"] = np.empty(0, np.float32)
+    """The squared norm of each sampled token's log-probability's gradient by the logits, for the baseline of tokens."""
     finished: bool = True
     """Whether a stop token ended it; False if it was cut off."""
     prompt: str = ""

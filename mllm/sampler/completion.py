@@ -21,6 +21,8 @@ class Completion:
     """Log-probabilities of the sampled tokens, under the whole vocabulary's distribution with the temperature."""
     kept: "array[float] | None" = None
     """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
+    norms: "array[float]" = field(default_factory=lambda: array("f"))
+    """The squared norm of each sampled token's log-probability's gradient by the logits."""
     finished: bool = False
     """Whether a stop token or text ended its last turn; False if it was cut off."""
     text: str = ""

@@ -321,7 +321,8 @@ class RolloutEngine:
                     self.overrun.add(int(sequences[slot]))
                 self.work.tokens -= extra
                 self.work.completions += int(self.sequences[slot] >= 0)
-                for items in (completion.tokens, completion.logprobs, completion.kept or array("f")):
+                sampled = completion.tokens, completion.logprobs, completion.norms
+                for items in (*sampled, completion.kept or array("f")):
                     del items[len(items) - extra :]
                 completion.finished, self.sequences[slot] = True, -1
 
@@ -382,6 +383,7 @@ class RolloutEngine:
             count = min(int(lengths[slot]), most - len(completion.tokens))
             completion.tokens.extend(chunk.tokens[slot][:count].tolist())
             completion.logprobs.extend(chunk.logprobs[slot][:count].tolist())
+            completion.norms.extend(chunk.norms[slot][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
                 completion.kept.extend(chunk.kept[slot][:count].tolist())
             completion.finished = bool(stops[slot][:count].any())

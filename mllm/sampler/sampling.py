@@ -24,6 +24,8 @@ class Draw(NamedTuple):
     """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
     kept: Float[Any, "B *C"] | None
     """The probability of all tokens that top-k, top-p and min-p keep, by which they divide; None without them."""
+    norms: Float[Any, "B *C"]
+    """The squared norm of the log-probability's gradient by the logits, 1 - 2 p + sum_v p_v^2: 0 where p is 1."""
 
 
 def sequence_keys(
@@ -53,10 +55,10 @@ def sample(
     token = jnp.argmax(kept + gumbel_noise(bits), axis=-1)
     chosen = jnp.take_along_axis(kept, token[:, None], axis=-1)[:, 0]
     mass = jax.nn.logsumexp(kept, axis=-1)
-    if not options.truncates:
-        return Draw(token.astype(jnp.int32), chosen - mass, None)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    return Draw(token.astype(jnp.int32), chosen - total, jnp.exp(mass - total))
+    total = jax.nn.logsumexp(logits, axis=-1) if options.truncates else mass
+    collision = jnp.sum(jnp.exp(2 * (logits - total[:, None])), axis=-1)
+    norms = jnp.maximum(1 - 2 * jnp.exp(chosen - total) + collision, 0.0)  # rounding
+    return Draw(token.astype(jnp.int32), chosen - total, jnp.exp(mass - total) if options.truncates else None, norms)
 
 
 def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
@@ -72,7 +74,8 @@ def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
 def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return Draw(tokens, jnp.zeros(tokens.shape), jnp.ones(tokens.shape) if options.truncates else None)
+    zeros = jnp.zeros(tokens.shape)
+    return Draw(tokens, zeros, zeros + 1 if options.truncates else None, zeros)
 
 
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:

@@ -201,8 +201,9 @@ def decode(
         return chunk, done + 1, tail, states, drawn.tokens, live & ~stopped
 
     shape = (slots.tokens.shape[0], CHUNK)
-    kept = jnp.zeros(shape, jnp.float32) if options.truncates else None
-    none = sampling.Draw(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), kept), jnp.asarray(begun)
+    zeros = jnp.zeros(shape, jnp.float32)
+    kept = zeros if options.truncates else None
+    none = sampling.Draw(jnp.zeros(shape, jnp.int32), zeros, kept, zeros), jnp.asarray(begun)
     begin = *none, tail, states, slots.tokens, slots.live
     chunk, done, tail, states, *_ = jax.lax.while_loop(unfinished, decode_step, begin)
     # Every process reads the tokens of all rows.

@@ -93,6 +93,7 @@ def trajectory(
         np.array(held.sampled if held else sampled),
         np.array(reply.logprobs, np.float32),
         None if reply.kept is None else np.array(reply.kept, np.float32),
+        np.array(reply.norms, np.float32),
         held.finished if held else reply.finished,
         held.prompt[-1]["content"] if held else prompt.example.question,
         held.assistant[-1]["content"] if held else reply.text,

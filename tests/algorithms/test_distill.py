@@ -79,8 +79,13 @@ def divergence(kind, p, q, beta=0.5, xp=np):
 
 
 @cache
+def plain_pair():
+    return make_pair(make_settings())
+
+
+@cache
 def both_logits():
-    forward, params, teacher = make_pair(make_settings())
+    forward, params, teacher = plain_pair()
     tokens = [np.minimum(BATCH.tokens, last) for last in (263, 259)]
     more = BATCH.positions, BATCH.segments
     mine = logits(forward.graphdef, params, tokens[0], *more)
@@ -97,7 +102,7 @@ def both_logits():
 )
 def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperature(kind, how, coef):
     """`coef` adds the labels' cross-entropy, which settings allow with given completions only."""
-    forward, params, _ = make_pair(make_settings())
+    forward, params, _ = plain_pair()
     mine, yours = both_logits()
     log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
     p, q = (log_softmax(z[..., :260] / TEMPERATURE) for z in (mine, yours))

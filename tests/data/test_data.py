@@ -170,13 +170,6 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
 
 
-def test_a_long_example_is_cut_with_a_warning(tmp_path, caplog):
-    read = batches_of(write(tmp_path, [qa("ab", "c" * 50), qa("ab", "c")]), batch_size=2, packing=False)
-    assert "1 examples were cut" in caplog.text
-    tokens = max(documents(next(read)), key=len)
-    assert tokens == [START, *b"ab", END, START, *b"c" * 27]
-
-
 def test_no_more_of_a_long_line_is_held_than_shows_that_it_is_bad(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LONGEST_LINE", 100)
     source = write(tmp_path, [qa("c" * 1000, "d"), qa("good", "b")])
@@ -185,13 +178,14 @@ def test_no_more_of_a_long_line_is_held_than_shows_that_it_is_bad(tmp_path, monk
         batches_of(source)
 
 
-def test_examples_without_anything_to_learn_are_left_out_and_counted(tmp_path, caplog):
-    long = qa("a" * 40, "b")
-    read = batches_of(write(tmp_path, [long, qa("good", "b"), long]), batch_size=1, packing=False)
-    assert (read.examples, questions(next(read))) == (1, ["good"])
+def test_a_long_example_is_cut_and_one_without_anything_to_learn_is_left_out_and_both_are_counted(tmp_path, caplog):
+    examples = [qa("a" * 40, "b"), qa("ab", "c" * 50), qa("good", "b"), qa("a" * 40, "b")]
+    read = batches_of(write(tmp_path, examples), batch_size=2, packing=False, shuffle=False)
+    cut, whole = documents(next(read))
+    assert cut == [START, *b"ab", END, START, *b"c" * 27]
+    assert whole == [START, *b"good", END, START, *b"b", END]
+    assert (read.examples, "1 examples were cut" in caplog.text) == (2, True)
     assert "2 examples were left out: none of the tokens to learn lies within data.max_length (32)" in caplog.text
-    with pytest.raises(UserError, match=r"there is no example that can be learned: none of the tokens"):
-        batches_of(write(tmp_path, [long]))
 
 
 def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():

@@ -44,27 +44,12 @@ def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -
 
 
 @pytest.mark.parametrize(
-    ("record", "expected"),
-    [
-        ({"messages": SAID * 2}, "(a)(B](a)(B]"),
-        ({"conversations": [{"from": "system", "value": "s"}, *SAID]}, "(s)(a)(B]"),
-        ({"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, "(a)(b)(a)(B]"),
-        ({"messages": SAID, "prompt": "x", "text": "y"}, "(a)(B]"),
-    ],
-)
-def test_what_is_learned_of_a_record(record: dict[str, Any], expected: str) -> None:
-    assert marked(record) == marked(record, MARKED) == expected
-
-
-def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
-    path = Path(__file__).parents[2] / "docs" / "examples" / "formats.jsonl"
-    marks = [marked(record) for _, record in Origin("data.source", str(path)).records()]
-    assert marks == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
-
-
-@pytest.mark.parametrize(
     ("rule", "record", "expected"),
     [
+        ("auto", {"messages": SAID * 2}, "(a)(B](a)(B]"),
+        ("auto", {"conversations": [{"from": "system", "value": "s"}, *SAID]}, "(s)(a)(B]"),
+        ("auto", {"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, "(a)(b)(a)(B]"),
+        ("auto", {"messages": SAID, "prompt": "x", "text": "y"}, "(a)(B]"),
         ("always", {"prompt": "a", "completion": "b"}, "(a)(B]"),
         ("never", {"messages": SAID}, "aB]"),
         ("never", {"question": "a", "answer": "b"}, "aB]"),
@@ -72,8 +57,14 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
         ("never", {"text": "a"}, "A]"),
     ],
 )
-def test_the_rule_may_make_a_chat_of_texts_and_texts_of_a_chat(rule: str, record: Any, expected: str) -> None:
-    assert marked(record, BYTES, rule) == expected
+def test_what_is_learned_of_a_record_as_a_chat_or_as_texts(rule: str, record: dict[str, Any], expected: str) -> None:
+    assert marked(record, BYTES, rule) == marked(record, MARKED, rule) == expected
+
+
+def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
+    path = Path(__file__).parents[2] / "docs" / "examples" / "formats.jsonl"
+    marks = [marked(record) for _, record in Origin("data.source", str(path)).records()]
+    assert marks == ["(Add.)(3+4=)(7]", "(3+5=)(8]", "(3+6=)(9]", "(3+7=)(10]", "3+8=11]", "3+9=12]"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data.tasks import calculator, guess
 from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.answers import final_answer
-from mllm.data.tasks.arithmetic import permute_index
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
 from mllm.data.tasks.task import Example, Task
@@ -57,13 +56,6 @@ def test_more_problems_than_could_be_listed_are_still_split() -> None:
     some = {question(task.train[i * 10**12]) for i in range(100)}
     assert len(some) == 100
     assert some.isdisjoint(question(e) for e in task.heldout)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 65, 300])
-def test_a_permutation_reaches_every_index_once(size: int) -> None:
-    orders = [[permute_index(i, size, key) for i in range(size)] for key in ("", "0 1")]
-    assert sorted(orders[0]) == sorted(orders[1]) == list(range(size))
-    assert size < 60 or orders[0] != orders[1]
 
 
 def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(
@@ -197,19 +189,11 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
     assert example.conversational == isinstance(record[key], list)
 
 
-@pytest.mark.parametrize(
-    ("answer", "form", "expected"),
-    [
-        ("It is\n#### 1,004.", "hashes", "1004"),
-        ("-3.5", "hashes", "-3.5"),
-        (7.0, "whole", "7"),
-        (7.5, "whole", "7.5"),
-        (1e20, "whole", "1" + "0" * 20),
-        (-0.0, "whole", "0"),
-        (7, "tags", "7"),
-        ("7.0", "whole", "7.0"),
-    ],
-)
+ANSWERS = [("It is\n#### 1,004.", "hashes", "1004"), ("-3.5", "hashes", "-3.5"), ("7.0", "whole", "7.0")]
+ANSWERS += [(7.0, "whole", "7"), (7.5, "whole", "7.5"), (1e20, "whole", "1" + "0" * 20), (-0.0, "whole", "0")]
+
+
+@pytest.mark.parametrize(("answer", "form", "expected"), ANSWERS)
 def test_an_answer_is_what_completions_state(tmp_path, answer, form, expected):
     assert first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form).answer == expected
 
@@ -229,11 +213,10 @@ def test_what_a_completion_can_not_state_is_a_bad_line(tmp_path, answer, form, s
         first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form)
 
 
-@pytest.mark.parametrize(
-    ("completion", "stated"), [("#### 3/4", None), ("#### 34 / 5", None), ("#### 3^2", None), ("#### 3 km.", "3")]
-)
-def test_the_beginning_of_an_expression_is_no_answer(completion, stated):
-    assert final_answer(completion, "hashes") == stated
+def test_the_beginning_of_an_expression_is_no_answer():
+    for completion in ("#### 3/4", "#### 34 / 5", "#### 3^2"):
+        assert final_answer(completion, "hashes") is None
+    assert final_answer("#### 3 km.", "hashes") == "3"
 
 
 def test_held_out_problems_are_a_tenth_and_the_same_in_any_order_and_however_often_listed(tmp_path: Path) -> None:
@@ -259,7 +242,6 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("line", "settings", "fault"),
     [
-        ("{", {}, "not JSON"),
         ({"answer": "4"}, {}, "neither prompt nor messages are there"),
         ({"messages": [SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": [ASKED, SAID]}, {}, "the last message of a prompt must be the user's"),

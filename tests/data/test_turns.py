@@ -37,9 +37,6 @@ class IncrementEnv:
             The updated counter value.
         """
 
-    def vague(self, step):
-        """Do something."""
-
 
 COUNTER = tool_schemas([IncrementEnv().increment])
 SAID = [" It is\n6? ", "", '<tool_call>\n{"name": "increment", "arguments": {"step": 6}}\n</tool_call>']
@@ -124,12 +121,6 @@ def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_t
         assert "\n" not in str(error.value)
 
 
-def test_a_function_without_hints_is_no_tool():
-    assert COUNTER[0]["function"]["parameters"]["required"] == ["step"]
-    with pytest.raises(UserError, match=r"the tool vague can't be described: .*step.*Google"):
-        tool_schemas([IncrementEnv().vague])
-
-
 # Tool calls: a tool gets the text that was written, and a call that can't be read costs itself alone
 
 
@@ -155,9 +146,8 @@ def tagged(value: Any) -> str:
 
 
 def function(**values: str) -> str:
-    return (
-        "<function=add>" + "".join(f"<parameter={n}>\n{v}\n</parameter>\n" for n, v in values.items()) + "</function>"
-    )
+    given = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<function=add>{given}</function>"
 
 
 def read(text: str) -> list[Any]:
@@ -172,11 +162,8 @@ CALL = {"name": "add", "arguments": {"x": "a"}}
     "text", ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
 )
 def test_a_text_is_what_was_written(text: str) -> None:
-    for written in (
-        tagged(function(x=text, n="1")),
-        function(x=text),
-        tagged({"name": "add", "arguments": {"x": text}}),
-    ):
+    as_json = {"name": "add", "arguments": {"x": text}}
+    for written in (tagged(function(x=text, n="1")), function(x=text), tagged(as_json)):
         (arguments,) = read(f"I add.\n{written}")
         assert arguments["x"] == text
 
@@ -217,10 +204,7 @@ def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) ->
         (tagged({"name": "add", "arguments": {"x": "</tool_call>"}}), [{"x": "</tool_call>"}]),
         ('{"name": "Ada", "age": 36}', []),
         ('{"name": "add", "parameters": {"x": "a </think> <tool_call>"}}', [{"x": "a </think> <tool_call>"}]),
-        (
-            '<think>a</think>\n{"name": "add", "parameters": {"x": "a"}}; {"name": "add", "arguments": {}}',
-            [{"x": "a"}, {}],
-        ),
+        ('<think>a</think>{"name": "add", "parameters": {"n": 1}}; {"name": "add", "arguments": {}}', [{"n": 1}, {}]),
         ('{"name": "add", "parameters": {"x": ', ["error"]),
         ('{"name": "Ada", ', []),
         ('<|python_tag|>{"type": "function", "name": "add", "parameters": {}}', [{}]),
@@ -247,7 +231,6 @@ def test_thoughts_answers_and_broken_calls_stand_apart(text: str, expected: list
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),
         ("<|python_tag|>print(1)", "not JSON"),
         (r'<tool_call>{"name": "add", "arguments": {"a": "\ud800"}}</tool_call>', "surrogates"),
-        (r'<tool_call>{"name": "\ud83d", "arguments": {"\udfff": 1}}</tool_call>', "surrogates"),
         (r'<tool_call>{"name": "add", "arguments": "{\"a\": \"\\ud800\"}"}</tool_call>', "surrogates"),
         (tagged('{"name": "add", "arguments": {"a": NaN}}'), "NaN is no finite number"),
         (tagged('{"name": "add", "arguments": {"a": -1e999}}'), "inf is no finite number"),

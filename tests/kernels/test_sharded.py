@@ -152,7 +152,6 @@ def test_kernels_for_tpus_give_float64_s(shape: tuple[int, ...], objective: str,
         check_loss(PROBLEM, OBJECTIVES[objective], weights, impl="mosaic_tpu", **WAVES, **options)
 
 
-@pytest.mark.slow
 def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards() -> None:
     ask = functools.partial(token_logprobs, impl="mosaic_tpu", collision=True, sharding=over((1, 2, 2)))
     with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):

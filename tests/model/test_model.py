@@ -32,8 +32,9 @@ from mllm.sampler.decoding import Pages, abstract_cache, abstract_decoding_weigh
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
-DAILY = ("qwen3", "gemma3", "qwen3_5")
-FAMILIES = [*DAILY, *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in DAILY)]
+QUICK = ("gemma3", "qwen3_5")
+FAMILIES = [*QUICK, pytest.param("qwen3", marks=pytest.mark.slow)]
+FAMILIES += [pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in (*QUICK, "qwen3")]
 
 
 class Fixture(NamedTuple):
@@ -105,6 +106,7 @@ def test_a_product_is_differentiated_by_products_of_the_compute_dtype_and_its_we
     assert made == {x.shape: "bfloat16", weight.shape: "float32"}
 
 
+@pytest.mark.slow
 def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum() -> None:
     """docs/log.md has what rounding to bfloat16 would cost; `project` and `add_feed_forward` narrow their operands."""
     config, params, tokens, *_ = fixture("grouped_bfloat16")
@@ -253,20 +255,21 @@ def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
     assert Architecture.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("published", "parameters"),
     [
         ("Qwen/Qwen2.5-3B", 3_085_938_688),
         ("Qwen/Qwen3-8B", 8_190_735_360),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
-        pytest.param("Qwen/Qwen2.5-0.5B", 494_032_768, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen2.5-1.5B", 1_543_714_304, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen2.5-7B", 7_615_616_512, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen3-0.6B", 596_049_920, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen3-1.7B", 1_720_574_976, marks=pytest.mark.slow),
-        pytest.param("Qwen/Qwen3-4B", 4_022_468_096, marks=pytest.mark.slow),
-        pytest.param("meta-llama/Llama-3.2-1B", 1_235_814_400, marks=pytest.mark.slow),
-        pytest.param("meta-llama/Llama-3.2-3B", 3_212_749_824, marks=pytest.mark.slow),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
+        ("Qwen/Qwen2.5-7B", 7_615_616_512),
+        ("Qwen/Qwen3-0.6B", 596_049_920),
+        ("Qwen/Qwen3-1.7B", 1_720_574_976),
+        ("Qwen/Qwen3-4B", 4_022_468_096),
+        ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
     ],
 )
 def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:

@@ -233,6 +233,7 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others_go_on(tmp_path, monkeypatch):
     """The first is over, the second waits for its score, the third has to take leave for want of room, one fails."""
     monkeypatch.chdir(tmp_path)
@@ -252,6 +253,7 @@ def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others
         assert (metrics | evaluated)[f"{start}environment/mean_turns"] == 5 / 4
 
 
+@pytest.mark.slow
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
     call = '<tool_call>{"name": "double", "arguments": %s}</tool_call>'
     sampler = speaker(["pass"], ["raise ValueError"], [call % '{"number": 1}'], [call % "{}"])

@@ -77,13 +77,15 @@ def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is
     ((_, _, (_, _, schemas)),) = move(Move())
     assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
     move(begun(answer="7", level=1))
-    text = f"Well. {call('step', number=2)}{call('step', number=0)}{call('double', number=4)}{call('triple')}"
+    tagged = "<function=double><parameter=number>4</parameter></function>"
+    text = f"Well. {call('step', number=2)}{call('step', number=0)}<tool_call>{{</tool_call>{tagged}{call('triple')}"
     (turn,) = move(Move(0, completion=text))
     texts, kind, _, done, calls, errors, _ = said(turn)
-    assert (texts[0], texts[2], kind, done, errors) == ("2", "8", "not_applicable", False, 2)
+    assert (texts[0], texts[3], kind, done, errors) == ("2", "8", "not_applicable", False, 3)
     assert "number must be positive" in texts[1]
-    assert "there is no tool triple; there are double, step" in texts[3]
-    assert calls[1] == {"name": "step", "arguments": {"number": 0}}
+    assert texts[2].startswith("Error: ValueError: a tool call is not JSON")
+    assert "there is no tool triple; there are double, step" in texts[4]
+    assert calls[1:3] == [{"name": "step", "arguments": {"number": 0}}, {"name": "double", "arguments": {"number": 4}}]
     (unread,) = move(Move(0, completion="<tool_call>{"))
     assert said(unread)[3:6] == (False, [], 1)
     (over,) = move(Move(0, completion="Done."))
@@ -100,12 +102,8 @@ def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs
     move = held("Meeting", seconds=0.5)
     move(*(begun(number) for number in range(4)))
     found = move(*(Move(number, completion=text) for number, text in enumerate(["a", "never", "bc", "d"])))
-    assert [answer[:2] for answer in found] == [
-        ("value", 1),
-        ("timed_out", "took longer than 0.5 s"),
-        ("value", 2),
-        ("value", 1),
-    ]
+    late = "timed_out", "took longer than 0.5 s"
+    assert [answer[:2] for answer in found] == [("value", 1), late, ("value", 2), ("value", 1)]
 
 
 @pytest.mark.parametrize(
@@ -141,40 +139,26 @@ def documented(tmp_path, monkeypatch):
 def test_the_examples_of_the_docs_work_as_they_stand(documented):
     number = own_environments.random.Random(5).randint(1, 20)
     assert len(BLOCKS["my_env"].splitlines()) <= 20
-    first, second, third = held("my_env:Guess")(
-        begun(prompt="Guess."), Move(0, completion="x"), Move(0, completion=f" {number}")
-    )
-    assert [said(turn)[:4] for turn in (first, second, third)] == [
+    turns = held("my_env:Guess")(begun(prompt="Guess."), Move(0, completion="x"), Move(0, completion=f" {number}"))
+    assert [said(turn)[:4] for turn in turns] == [
         (["Guess. It is between 1 and 20."], "not_applicable", "", False),
         (["higher"], "value", 0, False),
         (["right"], "value", 1, True),
     ]
-    _, turn, over = held("my_counter:Counter")(
-        begun(), Move(0, completion=call("add", amount=3)), Move(0, completion="3")
-    )
+    counted = Move(0, completion=call("add", amount=3)), Move(0, completion="3")
+    _, turn, over = held("my_counter:Counter")(begun(), *counted)
     assert (said(turn)[0], said(over)[-1]) == (["3.0"], {"reward": 3.0})
 
 
 # Tools, and games
 
 
-def test_a_call_that_can_not_be_read_is_answered_beside_one_that_is_run():
-    readable = "<function=double><parameter=number>4</parameter></function>"
-    text = f"{call('double', number=3)}<tool_call>{{</tool_call>{readable}"
-    _, turn = held(None, "double")(begun(), Move(0, completion=text))
-    texts, _, _, done, calls, errors, _ = said(turn)
-    assert (texts[0], texts[2], done, errors) == ("6", "8", False, 1)
-    assert texts[1].startswith("Error: ValueError: a tool call is not JSON")
-    assert [one["arguments"] for one in calls] == [{"number": 3}, {"number": 4}]
-
-
 def test_a_changed_file_of_a_tool_is_another_code(tmp_path, monkeypatch):
     file, codes = tmp_path / "a_tool.py", []
     monkeypatch.syspath_prepend(str(tmp_path))
     for returned in (1, 2):
-        file.write_text(
-            f'def tool(x: int) -> int:\n    """Do.\n\n    Args:\n        x: It.\n    """\n    return {returned}\n'
-        )
+        described = '"""Do.\n\n    Args:\n        x: It.\n    """'
+        file.write_text(f"def tool(x: int) -> int:\n    {described}\n    return {returned}\n")
         codes.append(Player("own_environments:Guess", ["a_tool:tool"], 1.0).code)
     assert "" not in codes
     assert codes[0] != codes[1]

@@ -371,7 +371,7 @@ def test_math_is_equivalence_however_the_two_are_written(completion, answer, rew
     assert math(completion, answer) == reward
 
 
-@pytest.mark.parametrize("function", [exact_match, flexible_match, math])
+@pytest.mark.parametrize("function", [exact_match, flexible_match, pytest.param(math, marks=pytest.mark.slow)])
 def test_a_problem_without_an_answer_is_a_failure_not_a_number(function):
     arguments = {"example": example("")} if function is not math else {}
     with pytest.raises(ValueError, match="this problem has no answer"):

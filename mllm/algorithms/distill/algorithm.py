@@ -113,7 +113,7 @@ class OwnSource(GrpoSource):
 
     def judge(self, drawn: Drawn, step: int) -> Judged:
         everywhere = np.ones(drawn.rewards.size, bool)
-        return Judged(drawn.trajectories, np.zeros(drawn.rewards.size), everywhere, everywhere, 1.0)
+        return Judged(drawn.trajectories, [*np.zeros(drawn.rewards.size)], everywhere, everywhere, 1.0)
 
 
 class OwnDistillation(Distillation):

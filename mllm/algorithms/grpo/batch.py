@@ -1,7 +1,7 @@
 """The inputs of GRPO's losses for each token of a batch, and how completions become a batch."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -31,13 +31,13 @@ class PolicyInputs(NamedTuple):
 def pack(
     trajectories: Sequence[Trajectory],
     weights: Float[np.ndarray, "B"],
-    advantages: Float[np.ndarray, "B"],
+    advantages: Sequence[Float[Any, "*T"]],
     rows: Rows,
 ) -> Batch:
     """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.
 
-    Every sampled token has its trajectory's weight and advantage. The last token of a trajectory is only ever a label,
-    and fills no position of a row.
+    Every sampled token has its trajectory's weight, and its trajectory's advantage or one of its own. The last token of
+    a trajectory is only ever a label, and fills no position of a row.
     """
     lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
     learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)

@@ -1,9 +1,10 @@
 """Rewards of groups of completions: the advantages that are learned from, and their metrics. NumPy only.
 
 DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026,
-Maximum likelihood reinforcement learning, arXiv:2602.02710.
+Maximum likelihood reinforcement learning, arXiv:2602.02710. Optimal token baseline: arXiv:2602.07078.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -43,21 +44,50 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
     that failed is NaN and gets 0; so does, exactly, a group of equal rewards. UserError is raised for a reward below 0
     with `mean`.
     """
-    deviation, std = group_deviations(rewards)
+    return group_deviations(rewards)[0] / divisors(rewards, scale)
+
+
+def token_advantages(
+    rewards: Float[np.ndarray, "G n"], scale: RewardScale, norms: Sequence[Float[np.ndarray, " T"]]
+) -> list[Float[np.ndarray, " T"]]:
+    """Advantages of each completion's tokens, by the optimal token baseline; `norms` has the G * n completions'.
+
+    Token t of a completion is compared with the mean reward of those in its group that are as long, in which each
+    weighs by the sum of its `norms` up to t: sum_i W_it r_i / sum_i W_it, the baseline with the least variance of the
+    gradient by the logits. `scale` and what gets 0 are as for `advantages`.
+    """
+    lengths = np.array([len(part) for part in norms]).reshape(rewards.shape)
+    sums = np.zeros((*rewards.shape, lengths.max()))  # W_it; 0 behind a completion's end, and for a failed reward
+    for index, part in zip(np.ndindex(rewards.shape), norms, strict=True):
+        if not np.isnan(rewards[index]):
+            sums[index][: len(part)] = np.cumsum(part, dtype=np.float64)
+    present, total = np.nan_to_num(rewards), sums.sum(1)
+    # Where all that are as long were certain, no token has a gradient.
+    baseline = np.einsum("gn,gnt->gt", present, sums) / np.where(total > 0, total, 1.0)
+    counts = ~np.isnan(rewards) & ~equal_rewards(rewards)[:, None]
+    advantages = np.where(counts[:, :, None], present[:, :, None] - baseline[:, None], 0.0)
+    advantages /= divisors(rewards, scale)[:, :, None]
+    return [advantages[index][: lengths[index]] for index in np.ndindex(rewards.shape)]
+
+
+def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G 1"]:
+    """What `scale` divides the rewards of each group by."""
+    _, std = group_deviations(rewards)
     match scale:
         case "group":
-            return deviation / (std + STD_EPSILON)
+            return std + STD_EPSILON
         case "mean":
             if (rewards < 0).any():
                 raise UserError("grpo.scale_rewards: mean is for rewards of 0 or more: remove it")
             mean = np.nansum(rewards, -1, keepdims=True) / np.maximum((~np.isnan(rewards)).sum(-1, keepdims=True), 1)
-            return np.divide(deviation, mean, out=np.zeros_like(deviation), where=mean > 0)
+            return np.where(mean > 0, mean, 1.0)
         case "batch":
             present = rewards[~np.isnan(rewards)]
             mean = present.mean() if present.size else np.nan
-            return deviation / (sample_std(np.sum((present - mean) ** 2), np.asarray(present.size)) + STD_EPSILON)
+            whole = sample_std(np.sum((present - mean) ** 2), np.asarray(present.size)) + STD_EPSILON
+            return np.full_like(std, whole)
         case "none":
-            return deviation
+            return np.ones_like(std)
 
 
 def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:

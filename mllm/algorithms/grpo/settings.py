@@ -72,6 +72,9 @@ class GrpoConfig(Section):
     scale_rewards: RewardScale | None = None
     """What divides the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards of
     0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
+    baseline: Literal["group", "token"] = "group"
+    """What a completion's reward is compared with: the mean of its group, or at each token a mean in which completions
+    weigh by how uncertain their tokens were so far (the optimal token baseline)."""
     importance_sampling: ImportanceSampling = "token_truncate"
     """How the trainer's probability over the sampler's becomes a weight: each token's or the whole completion's, which
     above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""

@@ -1,7 +1,7 @@
 """GRPO's source of batches: prompts from the task, completions from the policy, advantages from their rewards."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -44,7 +44,8 @@ class Judged(NamedTuple):
     """The N completions that are learned from, group by group."""
 
     trajectories: list[Trajectory]
-    advantages: Float[np.ndarray, "N"]
+    advantages: Sequence[Float[Any, "*T"]]
+    """Each completion's, or each of its sampled tokens'."""
     counts: Bool[np.ndarray, "N"]
     """Which have a weight in the loss."""
     failed: Bool[np.ndarray, "N"]
@@ -164,9 +165,14 @@ class GrpoSource:
         chosen = np.sort(np.argsort(equal, kind="stable")[:wanted])
         members = np.arange(drawn.rewards.size).reshape(drawn.rewards.shape)[chosen].reshape(-1)
         failed = np.isnan(drawn.rewards).reshape(-1)[members]
-        advantages = groups.advantages(drawn.rewards[chosen], self.config.reward_scale).reshape(-1)
+        learned, scale = [drawn.trajectories[member] for member in members], self.config.reward_scale
+        if self.config.baseline == "token":
+            norms = [trajectory.norms for trajectory in learned]
+            advantages = groups.token_advantages(drawn.rewards[chosen], scale, norms)
+        else:
+            advantages = [*groups.advantages(drawn.rewards[chosen], scale).reshape(-1)]
         kept = np.count_nonzero(~equal[chosen]) / equal.size
-        return Judged([drawn.trajectories[member] for member in members], advantages, ~failed, failed, kept)
+        return Judged(learned, advantages, ~failed, failed, kept)
 
     def pack_updates(self, drawn: Drawn, judged: Judged, params: Params, fixed: Fixed, watch: Stopwatch) -> list[Step]:
         """The data of each update: its part of the completions in packed rows, with further policies' opinions."""
@@ -174,7 +180,7 @@ class GrpoSource:
         if self.config.mask_truncated_completions:
             counts = counts & [trajectory.finished for trajectory in chosen]
         metrics, samples = self.rollout_metrics(drawn, judged), self.sample_lines(judged)
-        has_gradient = (judged.advantages != 0) | self.all_learned
+        has_gradient = np.array([bool(np.any(part)) for part in judged.advantages]) | self.all_learned
         lengths = np.array([len(trajectory.logprobs) for trajectory in chosen])
         longest = self.sampler.options.turns * self.sampler.options.max_completion_length
         local_rows = self.rows.part_of(self.update_rows.total)
@@ -185,7 +191,8 @@ class GrpoSource:
             learned = (weights > 0) & has_gradient[part]
             with watch.phase("logprob"):
                 sequences = [chosen[i] for i in part[learned]]
-                whole = pack(sequences, weights[learned], judged.advantages[part[learned]], self.update_rows)
+                advantages = [judged.advantages[i] for i in part[learned]]
+                whole = pack(sequences, weights[learned], advantages, self.update_rows)
                 batch = jax.tree.map(lambda array: array[local_rows], whole)
                 batch, more = self.ask_policies(batch, params, fixed, first=not steps)
                 batch = jax.block_until_ready(batch)
@@ -226,8 +233,9 @@ class GrpoSource:
 
     def sample_lines(self, judged: Judged) -> list[dict[str, Any]]:
         """The lines of samples.jsonl."""
-        advantages = np.where(judged.failed, np.nan, judged.advantages)
-        logged = telling_samples(judged.advantages, self.config.num_generations, self.logged_samples)
+        means = np.array([np.mean(part) for part in judged.advantages])
+        advantages = np.where(judged.failed, np.nan, means)
+        logged = telling_samples(means, self.config.num_generations, self.logged_samples)
         return [trajectories.sample_line(judged.trajectories[i], self.rewards, advantages[i]) for i in logged]
 
     def warn_without_signal(self, step: int) -> None:
