@@ -41,7 +41,7 @@ def like(mesh_config=MeshConfig()):  # noqa: B008
 
 
 def opened(store, **settings):
-    return closing(Checkpoints(store, CheckpointConfig(**settings)))
+    return closing(Checkpoints(store, CheckpointConfig(**settings), frozen=None, digests={}, begun=False))
 
 
 def save(store, *states, accuracies=None, **settings):

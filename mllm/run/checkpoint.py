@@ -26,7 +26,7 @@ from mllm.errors import UserError, brief
 from mllm.model.layout import Params
 from mllm.parallel.processes import from_writer, gather_objects, is_writer, raise_everywhere
 from mllm.progress import transfer_bar
-from mllm.run.metrics import METRICS, TIMINGS, last_logged_step
+from mllm.run.metrics import METRICS, TIMINGS
 from mllm.run.state import RunState
 from mllm.store.checksum import checksums
 from mllm.store.files import failing, find_fault
@@ -43,12 +43,7 @@ class Checkpoints:
     """The checkpoints of one run, by step."""
 
     def __init__(
-        self,
-        store: RunStore,
-        config: CheckpointConfig,
-        frozen: Any = None,
-        digests: Mapping[str, str] | None = None,
-        begun: bool = False,
+        self, store: RunStore, config: CheckpointConfig, frozen: Any, digests: Mapping[str, str], begun: bool
     ) -> None:
         """Removes what saves have left that were cut off.
 
@@ -56,7 +51,7 @@ class Checkpoints:
         teacher's. `digests` are hashes of everything else outside of the run that it depends on. UserError is raised
         where the run has `begun` and its checkpoints are gone, or something can't be read or written.
         """
-        self.store, self.config, self.digests = store, config, dict(digests or {})
+        self.store, self.config, self.digests = store, config, digests
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.ends: dict[str, int] | None = None
         """Where the logs of the restored checkpoint end."""
@@ -204,9 +199,9 @@ def check_there(store: RunStore) -> None:
     if not store.in_bucket and not (store.checkpoints / "metadata").exists():
         raise UserError(f"{folder}: what was there when the run began is missing: {way_out}")
     every = (read(store.folder / CONFIG).get("checkpoint") or {}).get("every")  # as it was until now
-    logged = last_logged_step(store)
-    if every and logged > 2 * every and not store.steps():
-        due = f"{METRICS} has step {logged}, and checkpoints were due from step {every} on"
+    lines = store.read_log(METRICS).count(b"\n")  # one a step
+    if every and lines > 2 * every and not store.steps():
+        due = f"{METRICS} has {lines} lines, and checkpoints were due from step {every} on"
         raise UserError(f"{folder}: is empty, but {due}: {way_out}")
 
 
@@ -265,29 +260,25 @@ def restore_params(store: RunStore, like: Params, step: int | None = None) -> tu
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
 
 
-def damage(error: Exception) -> str | None:
-    """How data differ from the data written, if reading them raised this error; None where other things fail.
+@contextmanager
+def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
+    """Raise damage that one process finds as Damaged in all, and an error of the disk or bucket as a UserError.
 
     What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
     bucket that does not answer, no memory. The checkpoint may be sound.
     """
-    fault = find_fault(error)
-    if isinstance(error, MemoryError | UserError) or not (fault is None or isinstance(fault, MISSING)):
-        return None
-    return str(error) if isinstance(error, Damaged) else f"{type(error).__name__}: {brief(error)[:200]}"
-
-
-@contextmanager
-def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
-    """Raise `damage` in one process as Damaged in all, and an error of the disk or bucket as a UserError."""
     reason = None
     with raise_everywhere():
         try:
             yield
+        except Damaged as error:
+            reason = str(error)
         except Exception as error:
-            if (reason := damage(error)) is None:
+            fault = find_fault(error)
+            if isinstance(error, MemoryError | UserError) or not (fault is None or isinstance(fault, MISSING)):
                 with store.reading(f"{CHECKPOINTS}/{step}"):
                     raise
+            reason = f"{type(error).__name__}: {brief(error)[:200]}"
     if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
         raise Damaged(reasons[0])
 

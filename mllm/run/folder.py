@@ -5,6 +5,7 @@ Which settings may differ when the run goes on: always, with `--change`, or neve
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,9 +15,8 @@ from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
 from mllm.parallel.processes import from_writer, is_writer, raise_everywhere
-from mllm.store.files import UNFINISHED
 from mllm.store.holder import hold
-from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, RunStore
+from mllm.store.run_store import CHECKPOINTS, CONFIG, LOCK, UNFINISHED, RunStore
 
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
@@ -56,34 +56,28 @@ CHANGEABLE = {
 
 @contextmanager
 def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
-    """Hold the place of a configuration's run, and check it as `check` does; all processes must enter this."""
+    """Hold the place of a run; yields it, and the configuration to go on or begin with, with the record of its changes.
+
+    All processes must enter this. `change` permits settings to differ as `check_changes` says. UserError is raised if
+    the place holds a run of another configuration, or something that is no run.
+    """
     store = RunStore(config.run_dir)
     with hold(store):
         with raise_everywhere():
-            config = check(store, config, change)
+            if (existing := from_writer(partial(look, store))) is not None:
+                config = check_changes(store, config, change, *existing)
+            elif change:
+                raise UserError(f"--change: {store} holds no run; leave it out to begin one")
+            else:
+                config = config.model_copy(update={"changes": ()})
         yield store, config
-
-
-def check(store: RunStore, config: Config, change: bool = False) -> Config:
-    """The configuration with which the run there goes on, or a new one begins: with the record of its changes.
-
-    `change` permits settings to differ as `check_changes` says. UserError is raised if the place holds a run of
-    another configuration, or something that is no run.
-    """
-    existing = from_writer(lambda: look(store))
-    if existing is None:
-        if change:
-            raise UserError(f"--change: {store} holds no run; leave it out to begin one")
-        return config.model_copy(update={"changes": ()})
-    old, newest = existing
-    return check_changes(store, old, config, newest, change)
 
 
 def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     """The configuration of the run that is there and its newest checkpoint's step; None in an empty place."""
     entries = store.entries()
     if CONFIG in entries:
-        return read(store.config_path()), max(store.steps(), default=0)
+        return read(store.folder / CONFIG), max(store.steps(), default=0)
     # A run that was killed before it began leaves these.
     leftover = {name for name in entries if EXPORTED.fullmatch(name.removesuffix(UNFINISHED))}
     if {*entries} - leftover - {CONFIG + UNFINISHED, LOCK, CHECKPOINTS} or store.steps():
@@ -96,16 +90,17 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
 
     `write_model` writes the files of a model's folder, which come first: where config.yaml is, a run has begun.
     """
-    if is_writer() and write_model:
+    if not is_writer():
+        return
+    if write_model:
         with TemporaryDirectory() as made:
             write_model(Path(made))
             for path in sorted(path for path in Path(made).iterdir() if path.is_file()):
                 store.write(path.name, path.read_bytes())
-    if is_writer():
-        store.write(CONFIG, dump(config).encode())
+    store.write(CONFIG, dump(config).encode())
 
 
-def check_changes(run: object, old: dict[str, Any], config: Config, newest: int, permitted: bool) -> Config:
+def check_changes(run: object, config: Config, permitted: bool, old: dict[str, Any], newest: int) -> Config:
     """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
     Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for a setting that

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from statistics import fmean, harmonic_mean
 from typing import Any
 
@@ -133,15 +133,6 @@ def number(record: Mapping[str, Any], key: str) -> str:
     """A measured number, an accuracy with its 95 % interval."""
     interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
     return f"{record[key]:.3f}" + f" ({' .. '.join(interval)})" * bool(interval)
-
-
-def last_logged_step(store: RunStore) -> int:
-    """The step of the last complete line of metrics.jsonl; -1 if it has none."""
-    for line in reversed(store.read_log(METRICS).splitlines(keepends=True)):
-        with suppress(ValueError, KeyError, TypeError):
-            if line.endswith(b"\n"):
-                return int(json.loads(line)["step"])
-    return -1
 
 
 def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Places in buckets and on disks: their names, how a file is written as a whole, and what their errors mean.
+"""Places in buckets and on disks: their names, and what their errors mean.
 
 Buckets, gs://bucket/path, are read through etils and gcsfs, with the credentials and retries that it has.
 """
@@ -33,8 +33,6 @@ STATUS = re.compile(
 """How tensorstore's errors begin that say nothing of what a bucket holds."""
 SYSTEM = re.compile(r"\[os_error_code='(\d+)'\]")
 """The operating system's error number in the text of tensorstore's errors."""
-UNFINISHED = ".tmp"
-"""How the name of a file ends that is not whole yet."""
 
 
 # Names
@@ -88,7 +86,7 @@ def cache_folder() -> Path:
     return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")).absolute() / "mllm"
 
 
-# Errors, and files
+# Errors
 
 
 def find_fault(error: BaseException | None) -> BaseException | None:
@@ -116,18 +114,3 @@ def failing(subject: str, end: str = "") -> Iterator[None]:
         reason = getattr(fault, "strerror", None) or brief(fault)
         remedy = REMEDY.get(getattr(fault, "errno", None), "check it")
         raise UserError(f"{subject} ({reason}); {remedy}{end}") from None
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file as a whole or not at all; it has survived a crash of the machine from then on. Raises OSError."""
-    unfinished = path.with_name(path.name + UNFINISHED)
-    with unfinished.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
-    handle = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

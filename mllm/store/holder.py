@@ -22,9 +22,7 @@ from mllm.store.files import failing
 from mllm.store.run_store import LOCK, RunStore
 
 SECONDS = 60
-"""How long a lease lasts that nobody renews."""
-RENEWALS = 6
-"""Renewals in that time."""
+"""How long a lease lasts that nobody renews; its holder does six times in that time."""
 IN_USE = "run_dir: {} is in use by {}; wait for it, or give another folder"
 logger = logging.getLogger(__name__)
 
@@ -165,7 +163,7 @@ class Lease:
         self.generation, self.expires = stamp.generation, begun + SECONDS * 0.9
 
     def renew(self) -> None:
-        while not self.ended.wait(SECONDS / RENEWALS):
+        while not self.ended.wait(SECONDS / 6):
             try:
                 self.write()
             except ValueError as error:  # the next attempt may succeed; if none does, `check` says so

@@ -23,7 +23,7 @@ import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from etils import epath
 
 from mllm.errors import UserError
 from mllm.store.fetch import fetch, fetch_folder, naming, send
-from mllm.store.files import below, bucket_path, failing, is_bucket, is_plain, local_place, write_file
+from mllm.store.files import below, bucket_path, failing, is_bucket, is_plain, local_place
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
 LARGEST_FILE = 2**31
+UNFINISHED = ".tmp"
+"""How the name of a file ends that is not whole yet."""
 MIRRORS = "runs"
 """The folder of `local_place` with the files of runs in buckets that this machine writes."""
 PUBLISHED = "commit_success.txt"
@@ -95,21 +97,15 @@ class RunStore:
         self.url = str(url).rstrip("/") if self.in_bucket else str(Path(url))
         self.folder = copy or (local_place(self.url, MIRRORS) if self.in_bucket else Path(url))
         """The folder of this machine with the run's files."""
+        self.place = bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
+        """Where the run is for everybody; absolute."""
+        self.checkpoints = self.place / CHECKPOINTS
         self.check: Callable[[], None] = lambda: None
         """Raises UserError where this process may not write any more."""
         self.logs: dict[str, Log] = {}
 
     def __str__(self) -> str:
         return self.url
-
-    @cached_property
-    def place(self) -> epath.Path:
-        """Where the run is for everybody; absolute."""
-        return bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
-
-    @property
-    def checkpoints(self) -> epath.Path:
-        return self.place / CHECKPOINTS
 
     def reading(self, name: str = "") -> AbstractContextManager[None]:
         """Turn errors of the disk or bucket into a UserError."""
@@ -134,10 +130,6 @@ class RunStore:
         """Whether a run has begun there."""
         return CONFIG in self.entries()
 
-    def config_path(self) -> Path:
-        """The run's configuration as a file of this machine, fetched if the run is in a bucket."""
-        return fetch(self.url, [CONFIG], "run_dir")[0] if self.in_bucket else self.folder / CONFIG
-
     def read(self, name: str) -> bytes | None:
         """A file's content; None where there is no such file.
 
@@ -161,7 +153,17 @@ class RunStore:
             path = self.folder / name
             if path.parent != self.folder:
                 path.parent.mkdir(exist_ok=True)
-            write_file(path, data)
+            unfinished = path.with_name(path.name + UNFINISHED)
+            with unfinished.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+            handle = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
         self.send([name])
 
     # Logs

@@ -15,16 +15,9 @@ from tiny import config
 import train
 from mllm.algorithms.grpo.algorithm import Grpo
 from mllm.run.events import open_events, run_id, write_numbers
-from mllm.run.metrics import RunLog, last_logged_step, summary
+from mllm.run.metrics import RunLog, summary
 from mllm.stopwatch import Stopwatch
 from mllm.store.run_store import RunStore
-
-
-@pytest.mark.parametrize("torn", [b'{"step": 2, "lo', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[1]\n", b"{"])
-def test_the_last_step_that_is_logged_is_that_of_the_last_whole_line(tmp_path, torn):
-    for lines, last in ((b"", -1), (b'{"step": 0}\n{"step": 1}\n', 1)):
-        (tmp_path / "metrics.jsonl").write_bytes(lines + torn)
-        assert last_logged_step(RunStore(tmp_path)) == last
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_metrics_and_is_left_out_of_tensorboard(tmp_path, caplog, capsys):

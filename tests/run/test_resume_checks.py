@@ -66,7 +66,7 @@ def beginning(place, algorithm="sft", **sections):
     ("lost", "message"),
     [
         ("checkpoints", "what was there when the run began is missing: put the checkpoints there, or begin"),
-        ("checkpoints/*[0-9]", "is empty, but metrics.jsonl has step 10, and checkpoints were due from step 2 on: put"),
+        ("checkpoints/*[0-9]", "is empty, but metrics.jsonl has 10 lines, and checkpoints were due from step 2 on:"),
     ],
 )
 def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(finished, tmp_path, capsys, lost, message):
@@ -255,7 +255,7 @@ def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_pat
         return
     assert "no config.yaml; give a run_dir" in said
     with pytest.raises(UserError, match=r"config.yaml: is no file"):
-        folder.check(RunStore(tmp_path), load("tiny_sft.yaml", ()))
+        folder.claim(load("tiny_sft.yaml", [f"run_dir={tmp_path}"])).__enter__()
 
 
 # The documentation

@@ -375,7 +375,7 @@ def limited_files(size):
 def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method):
     store = RunStore(tmp_path)
     save(store, 1)
-    checkpoints = Checkpoints(store, CheckpointConfig())
+    checkpoints = Checkpoints(store, CheckpointConfig(), frozen=None, digests={}, begun=False)
     with limited_files(200):
         checkpoints.save(make_state(2), "")
         while checkpoints.manager.is_saving_in_progress():

@@ -37,7 +37,6 @@ def test_files_are_written_whole_and_read_by_others(store):
             store.write(name, name.encode())
             store.write(name, name.encode() * 2)
         assert store.read("skipped/step_2.npz") == b"skipped/step_2.npz" * 2
-    assert store.config_path().read_bytes() == CONFIG.encode() * 2
     assert store.is_run()
     assert {*store.entries()} - {LOCK} == {CONFIG, "skipped"}
     assert tool_run(store.url).read(CONFIG) == CONFIG.encode() * 2

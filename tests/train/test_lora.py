@@ -215,7 +215,7 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
         (base | reference, base | {"norm": second["norm"]}, refused),
     ):
         store = RunStore(tmp_path / str(len([*tmp_path.iterdir()])))
-        with closing(Checkpoints(store, CheckpointConfig(), saved)) as checkpoints:
+        with closing(Checkpoints(store, CheckpointConfig(), saved, {}, False)) as checkpoints:
             checkpoints.save(state, "")
-        with closing(Checkpoints(store, CheckpointConfig(), then)) as checkpoints, expected:
+        with closing(Checkpoints(store, CheckpointConfig(), then, {}, False)) as checkpoints, expected:
             checkpoints.restore(like())
