@@ -97,12 +97,13 @@ def find_original(config: "Config", policy: "Policy") -> "Original | None":
     """
     if not policy.architecture.traits.delta:
         return None
+    from mllm.config import load as configs
     from mllm.model.folder import local_folder
     from mllm.model.original import Original
-    from mllm.run.source_run import SourceRun
+    from mllm.run.source_run import source_run
 
-    while (run := SourceRun.open(config.model)) is not None:
-        config = run.config
+    while (run := source_run(config.model)) is not None:
+        config = configs.load_run(run.folder / CONFIG)
     model = config.model
     if model.init == "random" or model.source is None:
         return None
@@ -123,7 +124,7 @@ def restore(
     from mllm.config.model import MeshConfig
     from mllm.parallel.mesh import make_mesh
     from mllm.run.checkpoint import restore_params
-    from mllm.run.source_run import load_own_policy
+    from mllm.run.source_run import choose_step, load_own_policy
 
     overrides = [f"model.dtype={dtype}"] if dtype else []
     overrides += ["model.compute_rounding=dithered"] if dtype == "float32" else []  # nothing is rounded then
@@ -131,7 +132,8 @@ def restore(
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
     policy = load_own_policy(store, config, make_mesh(MeshConfig()))
-    step, params = restore_params(store, policy.trained, step)
+    step = choose_step(store, step, "--step")
+    params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)
 
 

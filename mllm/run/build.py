@@ -88,8 +88,9 @@ class Run:
             self.rewards: RewardRunner | None = None
             if config.task and self.task and config.rollout:
                 most = config.rollout.sampled_length
-                runner = RewardRunner(config.task, self.task, most, self.interrupt.poll_alone)
-                self.rewards = stack.enter_context(runner)
+                # Several processes go on to where all of them ask.
+                poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
+                self.rewards = stack.enter_context(RewardRunner(config.task, self.task, most, poll))
             self.policy = policy = load_policy(config, self.mesh)
             self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
             self.algorithm = algorithm = make_algorithm(config)
@@ -128,11 +129,10 @@ class Run:
         Examples are compared by the sources, and frozen parameters by their checksums.
         """
         policy, task = self.policy, self.task
-        ends = [policy.stop_ids, policy.stop_texts]
         hashes = {
             "model.source: the architecture": digest(asdict(policy.architecture)),
             "model.tokenizer: the tokenizer, or its chat template,": tokenizer_digest(policy.tokenizer),
-            "model.source: what ends a completion": digest(ends),
+            "model.source: what ends a completion": digest([policy.stop_ids, policy.stop_texts]),
         }
         return hashes | ({"task: the list of problems": task.content} if task and task.content else {})
 
@@ -153,10 +153,9 @@ class Run:
         if config.data is None:
             sampler = self.make_sampler(renderer, learned, str(config.model.source))
             return self.algorithm.make_source(self.parts(renderer, sampler)), sampler
+        examples = renderer
         if config.task and task and config.data.source == "task":
             examples = task_renderer(config.task, task, renderer, learned)
-        else:
-            examples = renderer
         source = self.algorithm.make_source(self.parts(examples))
         warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.learned)
         return source, self.make_sampler(renderer, source.learned, "the run")

@@ -33,8 +33,6 @@ from mllm.store.files import failing, find_fault
 from mllm.store.run_store import CHECKPOINTS, CONFIG, Damaged, RunStore, seal
 from mllm.training.step import TrainState
 
-MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-"""Errors that say what is on a disk; after all others the disk, the bucket or the machine has failed."""
 logger = logging.getLogger(__name__)
 logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns of seconds that it waits, and of metrics not given
 
@@ -212,10 +210,8 @@ def handler() -> ocp.PyTreeCheckpointHandler:
 
 def read_document(store: RunStore, step: int) -> dict[str, Any]:
     """The document of a checkpoint, as process 0 reads it; Damaged, or UserError, in all processes alike."""
-    document: dict[str, Any] = {}
     with damaged_everywhere(store, step):
-        if is_writer():
-            document = store.document(step)
+        document = store.document(step) if is_writer() else {}
     return gather_objects(document)[0]
 
 
@@ -248,14 +244,10 @@ def read_arrays(store: RunStore, step: int, like: Any, document: Mapping[str, An
     return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
 
 
-def restore_params(store: RunStore, like: Params, step: int | None = None) -> tuple[int, Params]:
-    """The step and parameters of a checkpoint, by default the newest; UserError where it can't be read."""
-    steps = from_writer(store.steps)
-    if not steps or (step is not None and step not in steps):
-        raise UserError(f"{store}: no checkpoint{'' if step is None else f' {step}'}; there are {steps}")
-    step = steps[-1] if step is None else step
+def restore_params(store: RunStore, like: Params, step: int) -> Params:
+    """The parameters of a checkpoint; UserError where it can't be read."""
     try:
-        return step, read_arrays(store, step, like, read_document(store, step), "params.")
+        return read_arrays(store, step, like, read_document(store, step), "params.")
     except Damaged as error:
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
 
@@ -275,7 +267,8 @@ def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
             reason = str(error)
         except Exception as error:
             fault = find_fault(error)
-            if isinstance(error, MemoryError | UserError) or not (fault is None or isinstance(fault, MISSING)):
+            missing = isinstance(fault, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+            if isinstance(error, MemoryError | UserError) or not (fault is None or missing):
                 with store.reading(f"{CHECKPOINTS}/{step}"):
                     raise
             reason = f"{type(error).__name__}: {brief(error)[:200]}"

@@ -28,6 +28,15 @@ WANDB_ID = "wandb/id"
 logger = logging.getLogger(__name__)
 
 
+@contextmanager
+def optional(what: str) -> Iterator[None]:
+    """Turn an error, from the disk, the network, a service's process or the library itself, into a warning."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: %s; the run goes on without it", what, brief(error))
+
+
 class TolerantWriter(event_file_writer.EventsWriter):
     """tensorboardX's writer of a file, which gives up with a warning at the first error, such as a full disk.
 
@@ -47,27 +56,24 @@ class TolerantWriter(event_file_writer.EventsWriter):
 
     def attempt(self, action: Callable[..., Any], *arguments: Any) -> None:
         if not self.failed:
-            try:
-                action(*arguments)
-            except OSError as error:
-                self.failed = True
-                warn(error)
+            with optional("TensorBoard's events"):
+                try:
+                    action(*arguments)
+                except OSError:
+                    self.failed = True
+                    raise
 
 
 event_file_writer.EventsWriter = TolerantWriter
 
 
-def open_events(folder: Path, first_step: int) -> SummaryWriter | None:
-    """A new file of events in a folder, which is made where it is missing; None where that fails.
+def open_events(folder: Path, first_step: int) -> SummaryWriter:
+    """A new file of events in a folder, which is made where it is missing; raises OSError.
 
     TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it.
     """
-    try:
-        suffix = f".{time.time_ns()}"
-        return SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
-    except OSError as error:
-        warn(error)
-        return None
+    suffix = f".{time.time_ns()}"
+    return SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
 
 
 def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float | int]) -> None:
@@ -76,33 +82,16 @@ def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float 
     events.file_writer.add_summary(Summary(value=values), step)
 
 
-def warn(error: OSError) -> None:
-    logger.warning("TensorBoard's events can't be written (%s); the run goes on without them", error.strerror)
-
-
-# Weights & Biases
-
-
-@contextmanager
-def optional() -> Iterator[None]:
-    """Turn an error, from the network, the service's process or the library itself, into a warning."""
-    try:
-        yield
-    except Exception as error:
-        logger.warning("log.wandb: %s; the run goes on without it", brief(error))
-
-
 @contextmanager
 def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
     """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
 
     What is left is sent at the end; the file of events must be closed by then.
     """
-    run = None
-    with optional():
-        import wandb
+    import wandb
 
-        run = wandb.init(
+    with optional("log.wandb"):
+        wandb.init(
             project=config.log.wandb,
             id=run_id(store),
             name=Path(store.url).absolute().name,
@@ -114,9 +103,8 @@ def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
             settings=wandb.Settings(console="off", quiet=True, **WANDB_LIMITS),
         )
     yield
-    if run is not None:
-        with optional():
-            run.finish()
+    with optional("log.wandb"):
+        wandb.finish()
 
 
 def run_id(store: RunStore) -> str:

@@ -23,7 +23,7 @@ from mllm.config.schema import Change, Config
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
-from mllm.run.events import open_events, wandb_run, write_numbers
+from mllm.run.events import open_events, optional, wandb_run, write_numbers
 from mllm.run.state import RunState
 from mllm.store.run_store import Log, RunStore
 
@@ -68,8 +68,8 @@ class RunLog:
             if config and config.log.wandb:
                 self.stack.enter_context(wandb_run(store, config))
             store.check()
-            if (events := open_events(store.folder / EVENTS, last_step + 1)) is not None:
-                self.events = self.stack.enter_context(closing(events))
+            with optional("TensorBoard's events"):
+                self.events = self.stack.enter_context(closing(open_events(store.folder / EVENTS, last_step + 1)))
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""

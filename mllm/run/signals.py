@@ -9,9 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, Self
-
-import jax
+from typing import Self
 
 from mllm.parallel.processes import gather_objects
 
@@ -29,7 +27,6 @@ class Interrupt:
         self.received = 0
         """The signal's number; 0: none has come."""
         self.holding = False
-        self.previous: dict[int, Any] = {}
         self.reading_end, self.writing_end = socket.socketpair()
 
     def __enter__(self) -> Self:
@@ -62,11 +59,6 @@ class Interrupt:
         """Raise `Interrupted` if any of the processes must stop; all of them must call this."""
         if self.agree():
             raise Interrupted
-
-    def poll_alone(self) -> None:
-        """Raise `Interrupted` if the only process must stop; several go on to where all of them ask."""
-        if jax.process_count() == 1:
-            self.poll()
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():

@@ -6,7 +6,7 @@ The adapters of a run that trained some are merged into its model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,89 +31,79 @@ from mllm.parallel.processes import from_writer
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.store.run_store import CONFIG, RunStore, find_run
 
-OF_THE_FOLDER = {"init": "pretrained", "architecture": None, "tokenizer": None, "step": None, "revision": None}
-"""Settings of a model that is read from a run's folder."""
-
 
 def load_policy(config: Config, mesh: Mesh) -> Policy:
     """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run."""
-    source = SourceRun.open(config.model)
+    source = source_run(config.model)
     if source is None:
         return load.load_policy(config, mesh)
-    model = config.model.model_copy(update={"source": str(source.store.folder), "step": None})
+    model = config.model.model_copy(update={"source": str(source.folder), "step": None})
     policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
-    return replace(policy, read=partial(source.read_parameters, config.model.step, policy.stored, model))
+    return replace(policy, read=partial(read_parameters, source, config.model.step, policy.stored, model))
 
 
 def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
     """The policy that a run trains; nothing outside of its folder is read before the parameters below adapters are."""
-    model = config.model.model_copy(update={**OF_THE_FOLDER, "source": str(store.folder)})
+    folder = {"source": str(store.folder), "init": "pretrained", "architecture": None, "tokenizer": None}
+    model = config.model.model_copy(update={**folder, "step": None, "revision": None})
     policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
     return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
     """What a new run notes of a model that may change later: the number of its step, or its commit on the hub."""
-    if (run := SourceRun.open(model)) is not None:
-        return {"step": run.choose_step(model.step)}
+    if (run := source_run(model)) is not None:
+        return {"step": choose_step(run, model.step, "model.step")}
     if model.init != "pretrained" or not model.source:
         return {}
     return {"revision": commit_of(model.source, model.revision, "model.source")}
 
 
-@dataclass(frozen=True)
-class SourceRun:
-    """A run with whose parameters a model begins."""
+def source_run(model: ModelConfig) -> RunStore | None:
+    """The run that is a model's source; None if it begins with other parameters.
 
-    store: RunStore
-    config: Config
-    """The run's configuration."""
+    UserError is raised where no run is there and `model.step` is given.
+    """
+    if not model.source or model.init != "pretrained":
+        return None
+    store = find_run(model.source, "model.source")
+    if store is None and model.step is not None:
+        raise UserError(f"model.step: no run is at {model.source}: give its run_dir, or remove the step")
+    return store
 
-    @classmethod
-    def open(cls, model: ModelConfig) -> "SourceRun | None":
-        """The run that is a model's source; None if it begins with other parameters.
 
-        UserError is raised where its configuration can't be read, or no run is there and `model.step` is given.
-        """
-        if not model.source or model.init != "pretrained":
-            return None
-        if (store := find_run(model.source, "model.source")) is None:
-            if model.step is not None:
-                raise UserError(f"model.step: no run is at {model.source}: give its run_dir, or remove the step")
-            return None
-        return cls(store, configs.load_run(store.folder / CONFIG))
+def choose_step(store: RunStore, step: int | str | None, key: str) -> int:
+    """The number of the step that a setting `key` names, in all processes; UserError where there is no such one."""
+    number, steps = step, from_writer(store.steps)
+    if step == "best":  # where it is not kept, the best that is left need not be the best
+        kept = steps if configs.load_run(store.folder / CONFIG).checkpoint.keep_best else []
+        number = from_writer(lambda: store.best_step(kept))
+    elif step is None or step == "newest":
+        step, number = "newest", max(steps, default=None)
+    if not isinstance(number, int) or number not in steps:
+        why = ", as checkpoint.keep_best keeps one" * (step == "best")
+        raise CommonError(f"{key}: {store} has no checkpoint {step}{why}; there are {steps}")
+    return number
 
-    def choose_step(self, step: int | str | None) -> int:
-        """The number of the step that `model.step` names, in all processes; UserError where there is no such one."""
-        number, steps = step, from_writer(self.store.steps)
-        if step == "best":  # where it is not kept, the best that is left need not be the best
-            kept = steps if self.config.checkpoint.keep_best else []
-            number = from_writer(lambda: self.store.best_step(kept))
-        elif step is None or step == "newest":
-            step, number = "newest", max(steps, default=None)
-        if not isinstance(number, int) or number not in steps:
-            why = ", as checkpoint.keep_best keeps one" * (step == "best")
-            raise CommonError(f"model.step: {self.store} has no checkpoint {step}{why}; there are {steps}")
-        return number
 
-    def read_parameters(self, step: int | str | None, like: Params, model: ModelConfig) -> Params:
-        """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
+def read_parameters(store: RunStore, step: int | str | None, like: Params, model: ModelConfig) -> Params:
+    """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
 
-        Adapters are added to their matrices in float32. `model` says how a matrix is rounded that loses bits.
-        """
-        policy = load_own_policy(self.store, self.config, jax.tree.leaves(like)[0].sharding.mesh)
-        if policy.exported != policy.architecture:
-            fault = f"{self.store} parted the head from the embedding"
-            raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
-        _, trained = restore_params(self.store, policy.trained, self.choose_step(step))
-        if policy.lora is None:
-            return narrowed(trained, like, model)
+    Adapters are added to their matrices in float32. `model` says how a matrix is rounded that loses bits.
+    """
+    policy = load_own_policy(store, configs.load_run(store.folder / CONFIG), jax.tree.leaves(like)[0].sharding.mesh)
+    if policy.exported != policy.architecture:
+        fault = f"{store} parted the head from the embedding"
+        raise UserError(f"model.source: {fault}: give its export (tools/export.py)")
+    trained = restore_params(store, policy.trained, choose_step(store, step, "model.step"))
+    if policy.lora is None:
+        return narrowed(trained, like, model)
 
-        @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
-        def merge(params: Params) -> Params:
-            return narrowed(merge_all_adapters(params, policy.lora), like, model)
+    @jax.jit(out_shardings=jax.tree.map(lambda leaf: leaf.sharding, like))
+    def merge(params: Params) -> Params:
+        return narrowed(merge_all_adapters(params, policy.lora), like, model)
 
-        return merge(policy.complete(trained))
+    return merge(policy.complete(trained))
 
 
 def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
@@ -168,8 +158,6 @@ def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:
     """UserError where an id of the student's tokenizer is another token, or none, of the teacher's."""
     tokens = {number: token for token, number in teacher.get_vocab().items()}
     for number, token in sorted((number, token) for token, number in student.get_vocab().items()):
-        if tokens.get(number) != token:
-            fault = (
-                f"{source}: token {number} is {tokens.get(number)!r} there, and {token!r} of the student's tokenizer"
-            )
+        if (other := tokens.get(number)) != token:
+            fault = f"{source}: token {number} is {other!r} there, and {token!r} of the student's tokenizer"
             raise UserError(f"teacher.source: {fault}; give a teacher with the student's tokens")

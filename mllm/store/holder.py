@@ -56,10 +56,6 @@ def hold_folder(store: RunStore) -> Iterator[None]:
     try:
         yield
     finally:
-        store.check = lambda: None
-        # Not the file itself: a process that has opened it already would lock a file that is no longer there.
-        with suppress(OSError):
-            file.truncate(0)
         with suppress(OSError, UserError):
             if is_at(file, folder) and not store.is_run():
                 (folder / LOCK).unlink()
@@ -110,7 +106,6 @@ def hold_bucket(store: RunStore) -> Iterator[None]:
         yield
         store.send_logs()
     finally:
-        store.check = lambda: None
         lease.release()
 
 

@@ -230,10 +230,8 @@ class RunStore:
         with self.reading(name):
             path = self.place / name
             content = self.read(name) if not self.in_bucket else path.read_bytes() if path.exists() else None
-        if content is None:
-            raise Damaged("it has no document, or an earlier version of this program wrote it")
         try:
-            document = unseal(json.loads(content))
+            document = unseal(json.loads(content or "null"))
         except (ValueError, RecursionError) as error:
             raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
         if not all(isinstance(document.get(name), dict) for name in RECORDED):
@@ -295,7 +293,7 @@ def seal(document: Mapping[str, Any]) -> dict[str, Any]:
 def unseal(sealed: Any) -> dict[str, Any]:
     """The document that `seal` was given; Damaged where it has changed since then."""
     if not isinstance(sealed, dict):
-        raise Damaged("the document is no JSON object")
+        raise Damaged("it has no document, or an earlier version of this program wrote it")
     document = {key: value for key, value in sealed.items() if key != "crc32"}
     if sealed.get("crc32") != seal(document)["crc32"]:
         raise Damaged("the document's checksum differs")

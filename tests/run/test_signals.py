@@ -18,15 +18,13 @@ def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(numbe
     with Interrupt() as interrupt:
         interrupt.holding = True
         interrupt.poll()
-        interrupt.poll_alone()
         assert interrupt.received == 0
         signal.raise_signal(number)
         while not interrupt.received:
             time.sleep(0.001)
         assert interrupt.received == number
-        for poll in (interrupt.poll, interrupt.poll_alone):
-            with pytest.raises(Interrupted):
-                poll()
+        with pytest.raises(Interrupted):
+            interrupt.poll()
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
     assert signal.set_wakeup_fd(-1) == -1
     for thread in threading.enumerate():

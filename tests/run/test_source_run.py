@@ -25,7 +25,7 @@ from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name, restore_params
-from mllm.run.source_run import SourceRun, load_policy, pin
+from mllm.run.source_run import load_policy, pin, source_run
 from mllm.store.fetch import fetch_folder, send
 from mllm.store.files import cache_folder
 from mllm.store.run_store import RunStore, tool_run
@@ -67,12 +67,11 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
     run_dir.write(RunStore(copy.run_dir), copy)
     monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))
     settings = following(copy, tmp_path / "run", step=step)
-    source = SourceRun.open(settings.model)
-    assert source is not None
+    source = source_run(settings.model)
     begun = changed(settings, model=pin(settings.model))
     assert begun.model.step == number
     params = load_policy(settings, make_mesh(settings.mesh)).initial_params()
-    _, theirs = restore_params(source.store, load_policy(first, make_mesh(first.mesh)).trained, number)
+    theirs = restore_params(source, load_policy(first, make_mesh(first.mesh)).trained, number)
     np.testing.assert_array_equal(params["embed"], theirs["embed"])
     Path(settings.run_dir).mkdir()
     run_dir.write(RunStore(settings.run_dir), begun)

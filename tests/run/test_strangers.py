@@ -10,13 +10,14 @@ from runs import changed
 from tiny import config
 
 from mllm.config import places
+from mllm.config.load import load_run
 from mllm.data.tasks.load import function_records
 from mllm.errors import UserError
 from mllm.model.folder import replacing
 from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
 from mllm.run import folder as run_dir
-from mllm.run.source_run import SourceRun
-from mllm.store.run_store import RunStore
+from mllm.run.source_run import source_run
+from mllm.store.run_store import CONFIG, RunStore
 from tools import export, plot, samples
 
 
@@ -44,7 +45,7 @@ def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
     monkeypatch.setattr(places, "MODULES", [])
     for name in ("stranger_module", "sitecustomize"):
         (stranger / f"{name}.py").write_text("raise SystemExit('code was run')\n")
-    assert SourceRun.open(beginning_with(stranger).model)
+    assert source_run(beginning_with(stranger).model)
     assert export.main([str(stranger), "--adapter"]) == 2  # it has none
     with places.importable():
         assert importlib.util.find_spec("stranger_module") is None
@@ -57,8 +58,8 @@ def test_data_that_a_run_names_are_not_looked_for_when_its_model_is_read(strange
     settings = changed(config("sft"), data={"source": "/**/*.jsonl"}, task=None, eval=None, rollout=None)
     run_dir.write(RunStore(stranger), settings)
     monkeypatch.setattr(glob, "iglob", lambda *_, **__: pytest.fail("the whole disk is searched"))
-    source = SourceRun.open(beginning_with(stranger).model)
-    assert source.config.data.source == "/**/*.jsonl"
+    source = source_run(beginning_with(stranger).model)
+    assert load_run(source.folder / CONFIG).data.source == "/**/*.jsonl"
 
 
 # Links, which a folder on a disk may hold

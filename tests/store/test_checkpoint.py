@@ -296,14 +296,11 @@ def test_damage_of_any_file_is_found_or_changes_nothing(store, trials):
 
 def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_checkpoint(store):
     save(store, 1, 2)
-    assert restore_params(store, like().params)[0] == 2
-    with pytest.raises(UserError, match=r"no checkpoint 3; there are \[1, 2\]"):
-        restore_params(store, like().params, 3)
     each(store, 2, "state/d", "flip")
     with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
-        restore_params(store, like().params)
-    step, params = restore_params(store, like().params, 1)
-    jax.tree.map(np.testing.assert_array_equal, params, make_state(step).train.params)
+        restore_params(store, like().params, 2)
+    params = restore_params(store, like().params, 1)
+    jax.tree.map(np.testing.assert_array_equal, params, make_state(1).train.params)
     assert store.steps() == [1, 2]
 
 

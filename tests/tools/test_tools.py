@@ -93,7 +93,7 @@ def test_an_older_step_is_exported_in_another_dtype_dithered_as_training_and_sam
 ):
     assert export.main([str(copy), "--step", "4", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"step 4 of {copy} is exported to {copy / 'export'}\n")
-    _, masters = restore_params(RunStore(copy), load_policy(trained, make_mesh(trained.mesh)).trained, 4)
+    masters = restore_params(RunStore(copy), load_policy(trained, make_mesh(trained.mesh)).trained, 4)
     exact, found = masters["embed"][...], np.float32(load(copy / "export")["embed"][...])
     dithered = compute_copy(exact, Rounding(jnp.dtype("bfloat16"), dithered=True), "embed")
     np.testing.assert_array_equal(found, np.float32(dithered))
