@@ -197,8 +197,8 @@ def check_there(store: RunStore) -> None:
     if not store.in_bucket and not (store.checkpoints / "metadata").exists():
         raise UserError(f"{folder}: what was there when the run began is missing: {way_out}")
     every = (read(store.folder / CONFIG).get("checkpoint") or {}).get("every")  # as it was until now
-    lines = store.read_log(METRICS).count(b"\n")  # one a step
-    if every and lines > 2 * every and not store.steps():
+    lines = store.read_log(METRICS).count(b"\n")  # one a step, and one of step 0 where that was measured
+    if every and lines > 2 * every + 1 and not store.steps():
         due = f"{METRICS} has {lines} lines, and checkpoints were due from step {every} on"
         raise UserError(f"{folder}: is empty, but {due}: {way_out}")
 

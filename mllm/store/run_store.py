@@ -2,7 +2,7 @@
 
     config.yaml                   a run has begun where this is
     config.json, tokenizer.json   and the other files of a model's folder but its parameters
-    lock                          who writes the run
+    lock                          who writes the run, or wrote it last
     metrics.jsonl                 a log
     checkpoints/7/state           arrays, as Orbax's CheckpointManager writes them
     checkpoints/7/document        JSON: positions, counts, and checksums of arrays and logs; sealed with its own

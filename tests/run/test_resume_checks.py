@@ -66,7 +66,7 @@ def beginning(place, algorithm="sft", **sections):
     ("lost", "message"),
     [
         ("checkpoints", "what was there when the run began is missing: put the checkpoints there, or begin"),
-        ("checkpoints/*[0-9]", "is empty, but metrics.jsonl has 10 lines, and checkpoints were due from step 2 on:"),
+        ("checkpoints/*[0-9]", "is empty, but metrics.jsonl has 11 lines, and checkpoints were due from step 2 on:"),
     ],
 )
 def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(finished, tmp_path, capsys, lost, message):
