@@ -208,21 +208,57 @@ def apply_tokens(
     segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
     filled, changed = [], []
     for stack, index in config.stack_of_layer:
-        layer = getattr(merge(graphdef, weights, stack, index), stack)
+        layer = nnx.split(getattr(merge(graphdef, weights, stack, index), stack))
         if stack == "delta":
-            hidden, state = layer.add_delta(hidden, segments, states[index], layout)
+            hidden, state = apply_delta_layer(*layer, hidden, segments, states[index], layout=layout)
             changed.append(state)
         else:
-            kind, layer_tail = config.kind_of_layer[index], tail[index]
-            *projected, gate = layer.project(hidden, rotations[kind])
-            queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
-            write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
-            updated = (write(kept, new.swapaxes(1, 2)) for kept, new in zip(layer_tail, (keys, values), strict=True))
-            written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in updated))
-            hidden = layer.add_attention(hidden, views[kind].attend(queries, cache[index], written), gate)
+            kind = config.kind_of_layer[index]
+            held = views[kind], cache[index], tail[index]
+            hidden, written = apply_layer(*layer, hidden, rotations[kind], *held, done, layout=layout)
             filled.append(written)
-        hidden = constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES)
     return model.last_norm(hidden), tuple(filled), tuple(changed)
+
+
+# Layers of one kind are traced and lowered once; XLA compiles them as if they stood where they are called.
+@partial(jax.jit, static_argnames=("graphdef", "layout"))
+def apply_layer(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    hidden: Float[jax.Array, "B Q D"],
+    rotation: Float[jax.Array, "2 B Q 1 R"],
+    view: "View",
+    cache: LayerCache,
+    tail: LayerCache,
+    done: Int[Any, ""],
+    *,
+    layout: Layout | None,
+) -> tuple[Float[jax.Array, "B Q D"], LayerCache]:
+    """A layer's hidden states of new tokens, and its tail with their keys and values."""
+    layer = nnx.merge(graphdef, params)
+    *projected, gate = layer.project(hidden, rotation)
+    queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
+    write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
+    updated = (write(kept, new.swapaxes(1, 2)) for kept, new in zip(tail, (keys, values), strict=True))
+    written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in updated))
+    hidden = layer.add_attention(hidden, view.attend(queries, cache, written), gate)
+    return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), written
+
+
+@partial(jax.jit, static_argnames=("graphdef", "layout"))
+def apply_delta_layer(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    hidden: Float[jax.Array, "B Q D"],
+    segments: Int[jax.Array, "B Q"],
+    state: DeltaState,
+    *,
+    layout: Layout | None,
+) -> tuple[Float[jax.Array, "B Q D"], DeltaState]:
+    """A delta net's hidden states of new tokens, and the state behind those with a segment."""
+    layer = nnx.merge(graphdef, params)
+    hidden, state = layer.add_delta(hidden, segments, state, layout)
+    return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), state
 
 
 def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Array, "B V"]:

@@ -186,7 +186,7 @@ def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache_nor_states(
         monkeypatch.setitem(PRESETS, source, short)
     program, copies, _ = decode_program("v6e:2x4", source, 320, (1, 8, 1))
     assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= (128 if source == QWEN35 else 72) * 2**20
+    assert program.memory_analysis().temp_size_in_bytes <= (132 if source == QWEN35 else 72) * 2**20
 
 
 @pytest.mark.nightly
