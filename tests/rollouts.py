@@ -31,7 +31,8 @@ class RandomCompletions(Sampler):
             length = int(rng.integers(1, LIMIT + 1))
             tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
             kept, text = [length / LIMIT] * length, f"{first_sequence + number}"
-            found.append(Completion(tokens, logprobs, kept, finished=length < LIMIT, text=text))
+            norms = [token / 256 for token in tokens]
+            found.append(Completion(tokens, logprobs, kept, norms, finished=length < LIMIT, text=text))
         return found
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of a process in which reward functions or environments run; its own side is reward_process.
+"""The trainer's side of a process in which reward functions or environments run; its own side is process.py.
 
 A user's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to or
 close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a

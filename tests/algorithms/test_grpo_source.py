@@ -10,6 +10,7 @@ from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, 
 
 from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
+from mllm.algorithms.grpo.groups import token_advantages
 from mllm.algorithms.grpo.source import telling_samples
 from mllm.data.source import Fixed
 from mllm.errors import StepError, UserError
@@ -46,6 +47,16 @@ def test_each_completion_has_its_weight_advantage_and_log_probabilities():
     assert batch.inputs[2:] == (None,) * 4
     fields = (*batch[:5], *batch.inputs[:2])
     assert [field.dtype for field in fields] == [np.int32] * 4 + [np.float32] * 3
+
+
+def test_with_the_baseline_of_tokens_each_token_has_an_advantage_of_its_own():
+    step, prompts, completions = roll_out(baseline="token", scale_rewards="mean")
+    found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
+    advantages = token_advantages(rewards, "mean", [np.float32(made.norms) for made in completions])
+    assert len(found) == 2 * GROUP
+    for prompt, made, advantage in zip(prompts, completions, advantages, strict=True):
+        np.testing.assert_array_equal(found[*prompt, *made.tokens][5, len(prompt) - 1 :], np.float32(advantage))
+    assert any(len({*part}) > 1 for part in advantages)
 
 
 def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():

@@ -10,7 +10,7 @@ from tiny import with_inputs
 
 from mllm.algorithms.grpo import losses
 from mllm.algorithms.grpo.batch import PolicyInputs
-from mllm.algorithms.grpo.groups import advantages, equal_rewards, group_metrics
+from mllm.algorithms.grpo.groups import advantages, equal_rewards, group_metrics, token_advantages
 from mllm.algorithms.grpo.losses import policy_metrics, sequence_weights
 from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.data.batch import Batch
@@ -252,6 +252,38 @@ def test_advantages_are_distances_to_the_mean_of_the_group_and_exactly_zero_wher
     extreme = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
     assert np.isfinite(extreme).all()
     assert extreme[0, 0] > 0 > extreme[0, 1]
+
+
+def reference_token_advantages(rewards, norms):
+    """sum_i W_it r_i / sum_i W_it over the completions that have a token t, subtracted from each one's reward."""
+    result = []
+    for reward, part in zip(rewards, norms, strict=True):
+        result.append([])
+        for t in range(len(part)):
+            peers = [i for i, other in enumerate(norms) if len(other) > t and not np.isnan(rewards[i])]
+            weights = [sum(map(float, norms[i][: t + 1])) for i in peers]
+            mean = sum(w * rewards[i] for w, i in zip(weights, peers, strict=True)) / sum(weights)
+            result[-1].append(0.0 if np.isnan(reward) else reward - mean)
+    return result
+
+
+def test_the_baseline_of_a_token_weighs_rewards_by_the_norms_of_the_completions_up_to_it():
+    rng = np.random.default_rng(0)
+    rewards = rng.random((4, 5))
+    rewards[1, 2] = np.nan
+    rewards[2], rewards[3] = 0.1, np.nan
+    norms = [rng.random(length, np.float32) for length in rng.integers(1, 9, 20)]
+    for scale, divisor in {"none": np.ones(4), "mean": np.nanmean(rewards[:3], -1)}.items():
+        found = token_advantages(rewards, scale, norms)
+        assert [len(part) for part in found] == [len(part) for part in norms]
+        for group in (0, 1):
+            members = slice(5 * group, 5 * group + 5)
+            expected = reference_token_advantages(rewards[group], norms[members])
+            for part, values in zip(found[members], expected, strict=True):
+                np.testing.assert_allclose(part, np.array(values) / divisor[group], rtol=1e-12, atol=1e-12)
+        assert not any(part.any() for part in found[10:])
+    certain = token_advantages(np.array([[0.0, 1.0]]), "group", [np.zeros(2, np.float32)] * 2)
+    assert np.isfinite(certain).all()
 
 
 def test_statistics_of_rewards_leave_failed_ones_out():

@@ -85,7 +85,7 @@ model = cache(Model)
 def draw(logits, sequences, positions, options):
     tokens = jnp.asarray(ROWS.tokens)[sequences, PROMPT + positions]
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    return sampling.Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], None)
+    return sampling.Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], None, jnp.zeros(len(tokens)))
 
 
 def is_matrix(name):

@@ -120,6 +120,8 @@ def check(model, prompts, found, length=132):
             sampled[begin:end] = False
         expected = np.take_along_axis(logprobs, np.array(one.tokens)[:, None], 1)[sampled, 0]
         np.testing.assert_allclose(one.logprobs, expected, atol=2e-4)
+        norms = 1 - 2 * np.exp(expected) + np.sum(np.exp(2 * logprobs), -1)[sampled]
+        np.testing.assert_allclose(one.norms, norms, atol=4e-4)
 
 
 @jax.jit

@@ -93,9 +93,9 @@ def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
     options = RolloutConfig(**LIMITS, temperature=0.5, top_k=top_k, top_p=top_p)
-    tokens, logprobs, _ = sample(logits, keys, first, options)
+    tokens, logprobs, _, norms = sample(logits, keys, first, options)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
-    np.testing.assert_array_equal(logprobs, 0)
+    np.testing.assert_array_equal((logprobs, norms), 0)
 
 
 def test_keys_do_not_depend_on_the_process_s_default_generator():

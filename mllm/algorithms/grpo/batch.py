@@ -31,7 +31,7 @@ class PolicyInputs(NamedTuple):
 def pack(
     trajectories: Sequence[Trajectory],
     weights: Float[np.ndarray, "B"],
-    advantages: Sequence[Float[Any, "*T"]],
+    advantages: Sequence[Float[Any, "..."]],
     rows: Rows,
 ) -> Batch:
     """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.

@@ -48,8 +48,8 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
 
 
 def token_advantages(
-    rewards: Float[np.ndarray, "G n"], scale: RewardScale, norms: Sequence[Float[np.ndarray, " T"]]
-) -> list[Float[np.ndarray, " T"]]:
+    rewards: Float[np.ndarray, "G n"], scale: RewardScale, norms: Sequence[Float[np.ndarray, " _"]]
+) -> list[Float[np.ndarray, " _"]]:
     """Advantages of each completion's tokens, by the optimal token baseline; `norms` has the G * n completions'.
 
     Token t of a completion is compared with the mean reward of those in its group that are as long, in which each

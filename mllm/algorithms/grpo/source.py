@@ -44,7 +44,7 @@ class Judged(NamedTuple):
     """The N completions that are learned from, group by group."""
 
     trajectories: list[Trajectory]
-    advantages: Sequence[Float[Any, "*T"]]
+    advantages: Sequence[Float[Any, "..."]]
     """Each completion's, or each of its sampled tokens'."""
     counts: Bool[np.ndarray, "N"]
     """Which have a weight in the loss."""
