@@ -132,7 +132,8 @@ class ObjectStore:
             place = f"{self.address}/upload/storage/v1/b/{BUCKET}/o?uploadType=resumable&upload_id={number}"
             return 200, {"Location": place}, b""
         name, content = self.uploads[query["upload_id"]]
-        content += body
+        if begins := re.match(r"bytes (\d+)-", headers["Content-Range"]):
+            content[int(begins[1]) :] = body  # a part whose answer was lost comes again
         if headers["Content-Range"].endswith("/*"):
             return 308, {"Range": f"bytes=0-{len(content) - 1}"}, b""
         return 200, {}, json.dumps(self.put(name, content)).encode()
