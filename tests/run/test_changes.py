@@ -21,6 +21,12 @@ def begun(folder, step=4, **sections):
     return settings
 
 
+def check(folder, settings, change=False):
+    """The configuration with which the run in a folder goes on."""
+    with run_dir.claim(changed(settings, run_dir=str(folder)), change) as (_, found):
+        return found
+
+
 def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refused(tmp_path):
     begun(tmp_path)
     how = {
@@ -33,11 +39,11 @@ def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refu
         "optimizer": {"max_skipped": 1},
         "steps": 8,
     }
-    run_dir.check(RunStore(tmp_path), changed(config(), **how))
+    check(tmp_path, changed(config(), **how))
     path = tmp_path / "config.yaml"
     path.write_text("".join(line for line in path.read_text().splitlines(True) if "  param_dtype:" not in line))
     with pytest.raises(UserError, match=r"^model\.param_dtype: .* belongs to a run with None, not '"):
-        run_dir.check(RunStore(tmp_path), config())
+        check(tmp_path, config())
 
 
 @pytest.mark.parametrize(
@@ -56,15 +62,15 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
     settings = begun(tmp_path, 4, steps=6, **DECAYING)
     other = changed(settings, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new value; else give"):
-        run_dir.check(RunStore(tmp_path), other)
-    found = run_dir.check(RunStore(tmp_path), other, change=True)
+        check(tmp_path, other)
+    found = check(tmp_path, other, change=True)
     ((section, values),) = how.items()
     expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
     assert {change.key for change in found.changes} == expected
     assert {change.step for change in found.changes} == {4}
     run_dir.write(RunStore(tmp_path), found)
-    assert run_dir.check(RunStore(tmp_path), other) == found
-    assert run_dir.check(RunStore(tmp_path), settings, change=True).changes == ()  # taken back before any step
+    assert check(tmp_path, other) == found
+    assert check(tmp_path, settings, change=True).changes == ()  # taken back before any step
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, what):
     ((key, value),) = what.items()
     name = key if key == "eval" or not isinstance(value, dict) else f"{key}.{next(iter(value))}"
     with pytest.raises(UserError, match=f"^{name}: .*; it can't change, since the steps so far, or the position in"):
-        run_dir.check(RunStore(tmp_path), changed(settings, **what), change=True)
+        check(tmp_path, changed(settings, **what), change=True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,7 @@ def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, what):
 def test_a_change_that_has_no_effect_is_refused(tmp_path, place, what, message):
     settings = begun(tmp_path, 4, steps=6)
     with pytest.raises(UserError, match=f"^{message}"):
-        run_dir.check(RunStore(tmp_path / place), changed(settings, **what), change=True)
+        check(tmp_path / place, changed(settings, **what), change=True)
 
 
 @pytest.mark.slow

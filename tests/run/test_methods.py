@@ -94,8 +94,8 @@ def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
     one = settings(tmp_path)
     Path(one.run_dir, "checkpoints", "2").mkdir(parents=True)
     run_dir.write(RunStore(one.run_dir), one)
-    found = run_dir.check(RunStore(one.run_dir), changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True)
-    assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
+    with run_dir.claim(changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True) as (_, found):
+        assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
     source = PreferenceSource.__new__(PreferenceSource)
     source.checksum = "one"
     with pytest.raises(UserError, match="model: the run began with another reference"):
