@@ -45,7 +45,7 @@ def prefilled(monkeypatch):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # FAST has turns of the same model
 def test_prompts_of_all_lengths_are_completed_as_by_the_whole_model(model, prompts, prefilled):
     """14 pages of 32 tokens are too few: a sequence loses its pages and is prefilled once more.
 

@@ -88,6 +88,7 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
     assert left == checksums(Path(trained.run_dir))
 
 
+@pytest.mark.slow
 def test_an_older_step_is_exported_in_another_dtype_dithered_as_training_and_sampling_are(
     trained, exported, copy, capsys
 ):

@@ -128,6 +128,7 @@ def test_the_reported_norm_is_that_of_the_whole_gradient():
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(expected()[1]), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_optimizer_nor_learning_rate():
     first_state, train_step = grpo_trainer()
     poisoned = with_inputs(BATCH, advantages=np.where(BATCH.weights > 0, np.inf, 0).astype(np.float32))
