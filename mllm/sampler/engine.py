@@ -19,6 +19,7 @@ from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import jax
@@ -165,7 +166,7 @@ class RolloutEngine:
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
-        entering = list(candidates)[: self.most_slots - len({*live, *resumed, *self.parked(shard)})]
+        entering = [*islice(candidates, self.most_slots - len({*live, *resumed, *self.parked(shard)}))]
         needed = self.cache.needed(*map(self.span, [*held, *(candidate.sequence for candidate in entering)]))
         while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
             needed -= self.cache.needed(self.span(entering.pop().sequence))
@@ -321,8 +322,7 @@ class RolloutEngine:
                     self.overrun.add(int(sequences[slot]))
                 self.work.tokens -= extra
                 self.work.completions += int(self.sequences[slot] >= 0)
-                sampled = completion.tokens, completion.logprobs, completion.norms
-                for items in (*sampled, completion.kept or array("f")):
+                for items in filter(None, (completion.tokens, completion.logprobs, completion.norms, completion.kept)):
                     del items[len(items) - extra :]
                 completion.finished, self.sequences[slot] = True, -1
 

@@ -272,7 +272,8 @@ def find_run(run: str, key: str) -> RunStore | None:
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))
             return store if os.path.isfile(store.folder / CONFIG) else None
-        return RunStore(run, fetch_folder(run, READ, key)) if RunStore(run).is_run() else None
+        has_begun = RunStore(run).is_run()
+    return RunStore(run, fetch_folder(run, READ, key)) if has_begun else None
 
 
 def tool_run(run: str) -> RunStore:

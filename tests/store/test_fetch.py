@@ -79,6 +79,13 @@ def test_what_cannot_be_had_is_one_line(server, url, source, answer, message):
         fetch.fetch_files(f"{url}/{source}", "data.source")
 
 
+def test_an_error_of_a_run_in_a_bucket_names_the_setting_once(server, url):
+    (bucket_path(url) / "config.yaml").write_bytes(b"algorithm: sft")
+    server.fault = lambda method, path: "403" if "alt=media" in path else None
+    with pytest.raises(UserError, match=r"^model\.source: gs://(?!.*model\.source)"):
+        find_run(url, "model.source")
+
+
 # A stranger's names
 
 
