@@ -11,6 +11,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -148,7 +149,7 @@ class Player:
         """The prompt with what the environment adds."""
         prompt = example.prompt if example.conversational else example.question
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
-        row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
+        row = deepcopy({name: value for name, value in fields.items() if value is not None} | dict(example.fields))
         environment, messages = self.make(), list(example.prompt)
         self.held[move.conversation] = environment, messages
         observation = None
@@ -216,8 +217,8 @@ async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> 
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
-        return whole_characters(str(await settled(tools[name](**arguments)))), False
-    except Exception as error:
+        return whole_characters(str(await settled(tools[name](**deepcopy(arguments))))), False
+    except (Exception, SystemExit) as error:  # code that the assistant wrote may exit
         return failed_call(error), True
 
 
