@@ -154,9 +154,9 @@ def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]
 
     Thoughts call nothing, even if they never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
     of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
-    `{"name": ..., "parameters": {...}}` as the whole answer or behind `<|python_tag|>`, several with semicolons between.
-    A value is read where it begins, and a closing tag counts where structure follows it, so that arguments may have the
-    texts of tags.
+    `{"name": ..., "parameters": {...}}` as the whole answer or behind `<|python_tag|>`, several with semicolons
+    between. A value is read where it begins, and a closing tag counts where structure follows it, so that arguments
+    may have the texts of tags.
     """
     tools = tools or []
     results, position = untagged_calls(text, 0, tools)
