@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -142,12 +143,12 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
 
 
 def written(answer: Any) -> Any:
-    """A number as a text: 7.0 as 7, as completions write it; UserError for NaN and infinity."""
+    """A number as a text, as completions write it: 7.0 as 7, 1e-05 as 0.00001; UserError for NaN and infinity."""
     if type(answer) is float and not math.isfinite(answer):
         raise UserError(f"answer is {answer}, which is no number")
-    if type(answer) is float and answer.is_integer():
-        answer = int(answer)
-    return str(answer) if type(answer) in (int, float) else answer
+    if type(answer) is float:
+        answer = int(answer) if answer.is_integer() else format(Decimal(str(answer)), "f")
+    return str(answer) if type(answer) is int else answer
 
 
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
@@ -156,9 +157,8 @@ def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
     UserError is raised where the form can't state all of it.
     """
     if form == "hashes":
-        _, hashes, behind = given.rpartition("#### ")
-        line = behind.partition("\n")[0].strip()
-        if (hashes or re.match("-?[0-9.]", line)) and not HASHES.fullmatch(f"#### {line}"):
+        line = given.strip().rpartition("#### ")[2].partition("\n")[0].strip()
+        if not HASHES.fullmatch(f"#### {line}") or re.search(",(?![0-9]{3}(?![0-9]))", line):
             way_out = "give numbers, or another task.answer_form"
             raise UserError(f"answer {line:.40} is more than the number that #### states: {way_out}")
     if (stated := final_answer(given, form)) is not None:
