@@ -1,9 +1,9 @@
 """The base of every section of a configuration: it is immutable, and closed to keys that it does not define."""
 
 from collections.abc import Iterator
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 LARGEST_NUMBER = 2**31 - 1
@@ -18,6 +18,15 @@ class Section(BaseModel):
     """A group of settings; immutable, and closed to keys that it doesn't define."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def check_booleans(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made = make(given)
+        for name, value in given.items() if isinstance(given, dict) else ():
+            if isinstance(value, bool) and getattr(made, name) is not value:  # pydantic takes true for 1
+                raise impossible(name, f"expected a number (got {value})")
+        return made
 
     @model_validator(mode="after")
     def check_whole_numbers(self) -> Self:
