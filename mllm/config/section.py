@@ -21,19 +21,14 @@ class Section(BaseModel):
 
     @model_validator(mode="wrap")
     @classmethod
-    def check_booleans(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
-        made = make(given)
-        for name, value in given.items() if isinstance(given, dict) else ():
-            if isinstance(value, bool) and getattr(made, name) is not value:  # pydantic takes true for 1
-                raise impossible(name, f"expected a number (got {value})")
-        return made
-
-    @model_validator(mode="after")
-    def check_whole_numbers(self) -> Self:
-        for name, value in self:
+    def check_numbers(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made, written = make(given), given if isinstance(given, dict) else {}
+        for name, value in made:
+            if isinstance(written.get(name), bool) and written[name] is not value:  # pydantic takes true for 1
+                raise impossible(name, f"expected a number (got {written[name]})")
             if isinstance(value, int) and value > LARGEST_NUMBER:
                 raise impossible(name, f"the number is too large: at most {LARGEST_NUMBER}")
-        return self
+        return made
 
     def reject_unused(self, because: str, *names: str) -> None:
         """Raise for the first of `names`, dotted in inner sections, that is set to something other than its default."""

@@ -187,10 +187,7 @@ def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]
 
 
 def untagged_calls(text: str, start: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
-    """The calls that a text consists of from a position on, up to a tag, and the position behind them.
-
-    There are none where it has other content, be it JSON.
-    """
+    """The calls that the text from `start` to a tag consists of, none if it has other content, and their end."""
     must_call = text.startswith(PYTHON, start)
     position = behind_space(text, start + len(PYTHON) * must_call)
     named = NAMED.match(text, position)

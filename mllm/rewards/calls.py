@@ -160,11 +160,8 @@ class Reward:
         return code_of([self.file])
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
-        """What the function returns for the samples: for all of them if it is batched, else for the only one.
-
-        A user's function gets copies, which it may change: a group's samples share their problem.
-        """
-        if self.function not in BUILT_IN.values():
+        """What the function returns for the samples: for all of them if it is batched, else for the only one."""
+        if self.function not in BUILT_IN.values():  # it may change what it gets, and samples share their problem
             samples = [deepcopy(sample) for sample in samples]
         values: dict[str, Any] = {name: [read(sample) for sample in samples] for name, read in self.readers.items()}
         if not self.batched:
