@@ -19,7 +19,7 @@ from mllm.config.schema import ModelConfig
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
 from mllm.rewards.calls import FAILURES, Sample
 from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
@@ -86,11 +86,14 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     samples = [pair for _, pair in sound_records(lines, "SAMPLES.jsonl")]
     if not samples:
         raise UserError(f"{file}: there is no sample in it")
-    wanted, examples = {prompt for prompt, _ in samples}, dict[str, Example]()
+    wanted, examples, doubtful = {prompt for prompt, _ in samples}, dict[str, Example](), list[str]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
         if (prompt := example.question) in wanted:
-            examples[prompt] = example
-        if len(examples) == len(wanted):  # further problems may take long to make
+            found = examples.setdefault(prompt, example)
+            if prompt not in doubtful and prompt_hash(found, fields=True) != prompt_hash(example, fields=True):
+                doubtful.append(prompt)
+                log.warning("several problems have the prompt %r: its completions count as the first one's", prompt)
+        if len(examples) == len(wanted) and not isinstance(task.train, list):  # others may take long to make
             break
     if unknown := wanted - examples.keys():
         raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(unknown)!r}: remove it")

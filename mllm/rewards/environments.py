@@ -147,9 +147,10 @@ class Player:
 
     async def begin(self, move: Move, example: Example) -> Turn:
         """The prompt with what the environment adds."""
+        example = deepcopy(example)  # which a group's conversations share
         prompt = example.prompt if example.conversational else example.question
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
-        row = deepcopy({name: value for name, value in fields.items() if value is not None} | dict(example.fields))
+        row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
         environment, messages = self.make(), list(example.prompt)
         self.held[move.conversation] = environment, messages
         observation = None

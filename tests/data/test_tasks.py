@@ -258,6 +258,7 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
     ("line", "settings", "fault"),
     [
         ({"answer": "4"}, {}, "neither prompt nor messages are there"),
+        ({"messages": json.dumps([ASKED])}, {}, "messages must be a list of objects with role and content"),
         ({"messages": [SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": [ASKED, SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": "a", "answer": ["4"]}, {}, "answer must be a string, got list"),

@@ -117,7 +117,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
     key = "prompt" if "prompt" in named else "messages"
     if key not in named:
         raise UserError("neither prompt nor messages are there")
-    solution, conversational = None, not isinstance(named[key], str)
+    solution, conversational = None, key == "messages" or not isinstance(named[key], str)
     if conversational:
         prompt = turns(named, key)
         if key == "messages" and prompt and prompt[-1]["role"] == "assistant":
