@@ -18,6 +18,7 @@ from mllm.config import load as configs
 from mllm.config.schema import ModelConfig
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
+from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 PROBLEMS, MOST_SEARCHED, SHOWN = 4, 10**6, 8
 """How many training problems are answered without samples, and searched for their prompts; completions shown."""
-FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 
 
 @errors.command
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
     """Each problem with its solution, or its answer in the form that the task wants, and with an empty completion."""
-    right = [problem.solution or FORMS[problem.answer_form].format(problem.answer or "") for problem in problems]
+    right = [problem.solution or STATED[problem.answer_form].format(problem.answer or "") for problem in problems]
     return [(problem, completion) for problem, good in zip(problems, right, strict=True) for completion in (good, "")]
 
 

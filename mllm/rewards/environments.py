@@ -242,7 +242,7 @@ def public_values(environment: Any) -> dict[str, Any]:
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
     """Observation, reward and done in what `step` returns; TypeError where it is something else."""
-    if isinstance(returned, tuple | list) and len(returned) in (3, 4):
+    if isinstance(returned, tuple | list) and len(returned) in (3, 4) and not isinstance(returned[2], str):
         observation, reward, done = returned[:3]
         return observation, reward, bool(done)
     raise TypeError(f"expected observation, reward and done, got {returned!r:.100}")

@@ -70,6 +70,8 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
     assert capsys.readouterr().err == "closed\n"
     move(Move(0, completion="result = 'on', float('nan'), False"))
     assert capsys.readouterr().err == "closed\n"
+    _, text = move(begun(), Move(0, completion="result = 'on', 1, 'false'"))
+    assert text[:2] == ("raised", "TypeError: expected observation, reward and done, got ('on', 1, 'false')")
 
 
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():

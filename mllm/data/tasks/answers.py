@@ -8,6 +8,8 @@ HASHES = re.compile(r"#### (-?[.,]*[0-9][0-9.,]*+)(?![ \t]*(?:[/^×÷]|[-+−*:=
 """GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4, 3e5 or 3 000."""
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
+STATED = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
+"""The text that states an answer in each form."""
 
 
 def final_answer(completion: str, form: AnswerForm) -> str | None:

@@ -19,7 +19,7 @@ from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
 from mllm.data.records import Origin, Record, Records, read_records, sound_records
-from mllm.data.tasks.answers import HASHES, final_answer
+from mllm.data.tasks.answers import HASHES, STATED, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.gym import reasoning_gym
 from mllm.data.tasks.task import Example, Task, messages, split_task
@@ -161,8 +161,9 @@ def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
         if not HASHES.fullmatch(f"#### {line}") or re.search(",(?![0-9]{3}(?![0-9]))", line):
             way_out = "give numbers, or another task.answer_form"
             raise UserError(f"answer {line:.40} is more than the number that #### states: {way_out}")
-    if (stated := final_answer(given, form)) is not None:
-        return stated, given
-    if form == "hashes" and (number := final_answer(f"#### {given.strip()}", form)) is not None:
-        return number, None  # without thousands' commas, as it is read from completions
-    return given.strip(), None
+    stated = final_answer(given, form)
+    bare = given.strip() if stated is None else stated
+    answer = final_answer(STATED[form].format(bare), form)
+    if not answer or (answer != bare and form != "hashes"):  # which leaves thousands' commas out
+        raise UserError(f"answer {bare!r:.40} can't be stated as {STATED[form].format('ANSWER')}")
+    return answer, None if stated is None else given
