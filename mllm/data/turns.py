@@ -285,9 +285,8 @@ def value_end(text: str, parameter: re.Match[str]) -> re.Match[str]:
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes: a text where the schema allows one, else JSON's."""
-    types = set[str]()
-    for part in (schema, *schema.get("anyOf", ())):
-        types |= {part["type"]} if isinstance(part.get("type"), str) else {*part.get("type", ())}
+    given = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
+    types = {name for names in given for name in ([names] if isinstance(names, str) else names)}
     if "string" in types:
         return None if text == "null" and (schema.get("nullable") or "null" in types) else text
     try:

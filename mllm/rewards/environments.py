@@ -38,6 +38,8 @@ class Move(NamedTuple):
     seed: int = 0
     completion: str | None = None
     """The assistant's turn; with neither, the conversation ends."""
+    thinks: bool = False
+    """Whether the prompt has opened a thought, with which the turn then begins."""
     last: bool = False
     """Whether no turn follows this one."""
 
@@ -170,7 +172,7 @@ class Player:
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
             tools = self.functions | {name: getattr(environment, name) for name in self.methods}
-            for parsed in tool_calls(move.completion, self.schemas) if tools else []:
+            for parsed in tool_calls("<think>" * move.thinks + move.completion, self.schemas) if tools else []:
                 if isinstance(parsed, ValueError):
                     replies.append({"role": "tool", "content": failed_call(parsed)})
                     errors += 1
