@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mllm.model.tokenizer import Renderer
 
 EXAMPLES, SEARCHED = 3, 100
-"""How many examples are shown, of how many at the beginning of the data, some of which may have nothing to learn."""
+"""How many examples of a source are shown, of how many at its beginning, some of which may have nothing to learn."""
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
 
@@ -118,10 +118,13 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
         documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
-        origin = origin_of("data.source", config.data.source, config.data.subset, config.data.split)
-        encoded = encode_records(renderer, config.data.max_length, islice(origin.records(), SEARCHED), form)
-        sound = (entry for _, entry in sound_records(encoded, "data.source") if not isinstance(entry, Skipped))
-        first = [document for document, *_ in islice(sound, EXAMPLES)]
+        first = []
+        for entry in config.data.mix or (config.data,):
+            origin = origin_of("data.source", entry.source, entry.subset, entry.split)
+            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.data.columns
+            encoded = encode_records(renderer, config.data.max_length, records, form, columns)
+            sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
+            first += [document for document, *_ in islice(sound, EXAMPLES)]
     for document in first:
         if isinstance(document, Document):
             yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())

@@ -287,6 +287,8 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 @lru_cache(maxsize=8)
 def marks_beginnings(tokenizer: Tokenizer) -> bool:
     """Whether a text is tokenized otherwise where it begins than behind other text."""
+    if any(token.rstrip for token in tokenizer.added_tokens_decoder.values()):  # Phi-3's take white space behind them
+        return True
     return any(encode(tokenizer, x + "a")[len(encode(tokenizer, x)) :] != encode(tokenizer, "a") for x in BETWEEN)
 
 
