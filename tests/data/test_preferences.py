@@ -51,10 +51,11 @@ def documents_of(folder, records, form, renderer=RENDERER, **settings):
         {"prompt": ASKED, "chosen": said("c"), "rejected": said("de")},
         {"chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
         {"prompt": "ab", "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
+        {"prompt": ASKED, "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
         {"prompt": "ab", "chosen": said("c"), "rejected": said("de")},
         {"question": "ab", "chosen": "c", "rejected": "de"},
     ],
-    ids=["lists", "implicit prompt", "and a text of it", "a text before lists", "question"],
+    ids=["lists", "implicit prompt", "and a text of it", "and a list of it", "a text before lists", "question"],
 )
 def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
     (chosen, rejected, label), complete, is_text = pair(record)
