@@ -214,11 +214,13 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
     """The end of the control tokens that end the assistant's turn, of its content where the template writes none."""
-    tokens = control_tokens(renderer.tokenizer)
-    if not (closing := ending(renderer.tokenizer, renderer.template)) and turn < len(messages) - 1:
-        return call_end(renderer, messages, turn, text, content) if messages[turn].get("tool_calls") else content.end
+    is_last, closing = turn == len(messages) - 1, ending(renderer.tokenizer, renderer.template)
+    if not is_last and messages[turn].get("tool_calls"):
+        return call_end(renderer, messages, turn, text, content)
+    if not is_last and not closing:
+        return content.end
     first = last = 0
-    for token in tokens.finditer(text, content.start):
+    for token in control_tokens(renderer.tokenizer).finditer(text, content.start):
         if token.end() > content.end:
             if first and token.start() != last:
                 break

@@ -177,6 +177,11 @@ CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d",
             ["<call>add: 1<|SAID|><|END|>", "e<|END|>"],
         ),
         (SAID + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
+        (
+            SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}" + ASKS,
+            CALLED,
+            ["<call>add: 1</call>", "e<|END|>"],
+        ),
         (SAID.replace("role", "name or m.role") + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
         (
             SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}" + ASKS,
@@ -194,7 +199,16 @@ CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d",
             ["b<|SAID|>"],
         ),
     ],
-    ids=["Command", "LFM2.5", "GLM", "the result has the call's name", "gpt-oss", "gpt-oss marked", "Phi-3 marked"],
+    ids=[
+        "Command",
+        "LFM2.5",
+        "GLM",
+        "Gemma 4",
+        "the result has the call's name",
+        "gpt-oss",
+        "gpt-oss marked",
+        "Phi-3 marked",
+    ],
 )
 def test_a_turn_is_learned_with_what_closes_its_call_and_what_ends_it(
     template: str, chat: Any, expected: list[str]
