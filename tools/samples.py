@@ -112,6 +112,8 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
         for example in task.train[:EXAMPLES]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
+        if config.task and config.task.converses:
+            yield "What the environment and the tools' descriptions add to these prompts is not shown."
         return
     form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
     if config.data.source == "task":

@@ -28,6 +28,8 @@ from mllm.model.tokenizer import (
 )
 
 log = logging.getLogger(__name__)
+warn_once = lru_cache(maxsize=8)(log.warning)
+"""Logs a line once, since all examples may be alike."""
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REWORDED = ("Quartz.", "Fjord!", "Waltz;")
@@ -90,13 +92,7 @@ def check_others(renderer: Renderer, messages: Sequence[Message]) -> None:
     for role in [messages[turn]["role"] for turn in others if words[turn] not in reworded]:
         if role != "system":
             raise MessagesError(f"{LEAVES_OUT} what the {role} says: use one that has it")
-        warn_left_out(renderer.template, "what the system says: use one that has it, or let the user say it")
-
-
-@lru_cache(maxsize=8)
-def warn_left_out(template: str, what: str) -> None:
-    """Log it once, since all examples may be alike."""
-    log.warning("%s %s", LEAVES_OUT, what)
+        warn_once(f"{LEAVES_OUT} what the system says: use one that has it, or let the user say it")
 
 
 LEAVES_OUT = "messages: the tokenizer's chat template leaves out"
@@ -180,7 +176,7 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
     if turn == len(messages) - 1 and not calls and (len(changes) > 1 or "</think>" in stripped):
         thinking = changed if len(changes) > 1 else reworded(content=f"<think>{words}</think>{words}")
         if thinking.count(words) < 2:
-            warn_left_out(renderer.template, "thoughts, also the last turn's: use one that has them")
+            warn_once(f"{LEAVES_OUT} thoughts, also the last turn's: use one that has them")
     start = common(text, changed)
     return Span(start, len(text) - common(text[start:][::-1], changed[start:][::-1]))
 
@@ -222,7 +218,7 @@ def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
     first = last = 0
     for token in control_tokens(renderer.tokenizer).finditer(text, content.start):
         if token.end() > content.end:
-            if first and token.start() != last:
+            if first and text[last : token.start()].strip():
                 break
             first, last = first or token.end(), token.end()
             if closing and text.endswith(closing, 0, last):  # it may stand behind the token that ends a call

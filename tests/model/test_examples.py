@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mllm.errors import UserError
-from mllm.model.examples import encode_example, encode_text
+from mllm.model.examples import encode_example, encode_text, warn_once
 from mllm.model.tokenizer import Renderer, control_tokens, encode, encode_prompt, load_tokenizer, render
 
 TEXTS = ["Yes", " Yes\n", "Yes.\n\nNo", "user\nYes", "USER: Yes ASSISTANT: No", "assistant", "\n\nä, b?", "</s"]
@@ -172,9 +172,9 @@ CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d",
             ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
         ),
         (
-            SAID + CALLS.replace("</call>", "<|SAID|>") + "<|END|>" + ASKS,
+            SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}" + ASKS,
             CALLED,
-            ["<call>add: 1<|SAID|><|END|>", "e<|END|>"],
+            ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
         ),
         (SAID + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
         (
@@ -223,9 +223,10 @@ def test_what_a_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) ->
     for template, said in (
         (spoken.replace("in messages", "in messages if m.role != 'system'"), "what the system says"),
         (spoken.replace("m.content", "m.content.split('</think>')[-1]"), "thoughts"),
-        ("{{ '' }}" + spoken, ""),
+        (spoken, ""),
     ):
         caplog.clear()
+        warn_once.cache_clear()
         tokenizer = Public(template, ("<|START|>", "<|SAYS|>", "<|END|>")).tokenizer()
         for _ in range(2):
             assert "c<|END|>" in learned(tokenizer, chat)[0]
