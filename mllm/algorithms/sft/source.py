@@ -243,10 +243,9 @@ class SftSource:
         numbers = [batches.order[index] for index in range(begin, end)]
         owners = np.searchsorted(np.cumsum(batches.documents.parts), numbers, "right")
         counts = np.bincount(owners, minlength=len(batches.config.mix)).tolist()
-        return {
-            f"data/{os.path.basename(entry.source)}": count
-            for entry, count in zip(batches.config.mix, counts, strict=True)
-        }
+        names = [os.path.basename(entry.source) for entry in batches.config.mix]
+        names = [f"{name}:{number}" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
+        return {f"data/{name}": count for name, count in zip(names, counts, strict=True)}
 
     def read(self, watch: Stopwatch) -> Any:
         """The next of training's batches, as `make` gives them."""
