@@ -4,7 +4,8 @@
     python tools/samples.py RUN
 
 With --config the first examples are printed before any training, what is learned of them between ⟦ and ⟧: of SFT and
-distillation whole examples, of DPO pairs, of GRPO the prompts, of which nothing is learned.
+distillation whole examples, of DPO pairs, of GRPO the prompts, of which nothing is learned, without what environments
+and tools add to them.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
 text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.
@@ -112,8 +113,6 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
         for example in task.train[:EXAMPLES]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
-        if config.task and config.task.converses:
-            yield "What the environment and the tools' descriptions add to these prompts is not shown."
         return
     form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
     if config.data.source == "task":

@@ -16,9 +16,11 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"hum
 def renamed(columns: Mapping[str, str], record: Record) -> Record:
     """The record with the fields of an example under their own names; UserError where a column is missing.
 
-    An `input` that is not blank follows the question behind an empty line.
+    An `input` that is not blank follows the question behind an empty line. A form that columns name is the only one.
     """
-    named = dict(record)
+    forms = {"messages", "conversations", "question", "prompt", "text"}
+    taken = {*columns.values(), *(forms if forms & columns.keys() else ())}
+    named = {name: value for name, value in record.items() if name not in taken}
     for name, column in columns.items():
         if column not in record and name != "input":
             raise UserError(f"{column} is missing, which data.columns.{name} names")

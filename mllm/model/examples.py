@@ -183,10 +183,8 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
 
 def reworded_call(call: Message, words: str) -> Message:
     """A call of the same tool, whose name the result's header may have, with another argument, in the same form."""
-    arguments = {"arguments": {re.sub(r"\W", "", words): words}}
-    if "function" in call:
-        return {**call, "function": {**call["function"], **arguments}}
-    return {**call, **arguments}
+    function = {**call.get("function", call), "arguments": {re.sub(r"\W", "", words): words}}
+    return {**call, "function": function} if "function" in call else function
 
 
 def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:

@@ -272,6 +272,14 @@ def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_p
     assert documents(tmp_path, name, ROWS, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
 
 
+@pytest.mark.parametrize("columns", [{"prompt": "question", "completion": "cot"}, {"text": "cot"}, {"answer": "cot"}])
+def test_what_columns_name_is_learned_whatever_else_a_record_has(tmp_path, columns):
+    row = {"messages": SAID, "question": "1+1=", "answer": "2", "cot": "1+1 is 2", "text": "no", "prompt": "no"}
+    row = row if "answer" not in columns else {"question": "1+1=", "answer": "no", "cot": "1+1 is 2"}
+    learned = documents(tmp_path, "rows.jsonl", [row], columns=columns)
+    assert learned == ["1+1 is 2" if "text" in columns else "1+1=1+1 is 2"]
+
+
 def test_a_column_that_is_missing_and_fields_without_columns_are_errors_with_the_way_out(tmp_path):
     with pytest.raises(UserError, match=r"instruction is missing, which data.columns.question names"):
         renamed(ALPACA, {"output": "3"})

@@ -116,8 +116,3 @@ def test_the_first_examples_of_each_source_are_printed_by_their_columns(tmp_path
     settings = [f"data.source=[{alpaca}, {tmp_path}/mine.jsonl]", "data.epochs=null", "steps=30"]
     assert samples.main(["--config", "docs/examples/sft.yaml", *settings]) == 0
     assert re.findall("⟦.", capsys.readouterr().out) == ["⟦2", "⟦4"]
-
-
-def test_prompts_to_which_tools_add_their_descriptions_are_printed_with_a_word_on_it(capsys):
-    assert samples.main(["--config", "tiny_calculator", POLICY]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("What the environment and the tools' descriptions add")
