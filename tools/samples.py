@@ -4,8 +4,7 @@
     python tools/samples.py RUN
 
 With --config the first examples are printed before any training, what is learned of them between ⟦ and ⟧: of SFT and
-distillation whole examples, of DPO pairs, of GRPO the prompts, of which nothing is learned, without what environments
-and tools add to them.
+distillation whole examples, of DPO pairs, of GRPO the prompts, without what environments and tools add to them.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
 text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.

@@ -148,7 +148,9 @@ def pair_of(record: Record) -> tuple[Record, Record]:
         common = next((i for i, (first, second) in enumerate(zip(*answers, strict=False)) if first != second), -1)
         if common < 0:
             raise UserError("one of chosen and rejected is the beginning of the other")
-        prompt = answers[0][:common] or [{"role": "user", "content": text(record, "prompt")}]
+        prompt = answers[0][:common]
+        if not prompt and answers[0][0]["role"] == "assistant":
+            prompt = [{"role": "user", "content": text(record, "prompt")}]
         shared, chosen, rejected = {**shared, "prompt": prompt}, *(answer[common:] for answer in answers)
     elif "question" in shared and "prompt" not in shared:
         shared["prompt"] = [{"role": "user", "content": text(shared, "question")}]

@@ -208,11 +208,9 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
     """The end of the control tokens that end the assistant's turn, of its content where the template writes none."""
-    is_last, closing = turn == len(messages) - 1, ending(renderer.tokenizer, renderer.template)
-    if not is_last and messages[turn].get("tool_calls"):
-        return call_end(renderer, messages, turn, text, content)
-    if not is_last and not closing:
-        return content.end
+    calls, closing = messages[turn].get("tool_calls"), ending(renderer.tokenizer, renderer.template)
+    if turn < len(messages) - 1 and (calls or not closing):
+        return call_end(renderer, messages, turn, text, content) if calls else content.end
     first = last = 0
     for token in control_tokens(renderer.tokenizer).finditer(text, content.start):
         if token.end() > content.end:

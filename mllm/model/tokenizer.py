@@ -71,7 +71,8 @@ BYTES_TEMPLATE = (
 
 DATE = date(2024, 7, 26)
 """The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""
-CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTuwxXyY"} | {"%-d": str(DATE.day)}
+CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTuwxXyY"}
+CODES |= {f"%-{code}": DATE.strftime(f"%{code}").lstrip("0") or "0" for code in "dHIjmMSy"}
 CLOCK = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('{code}', '{text}')" for code, text in CODES.items())

@@ -72,6 +72,14 @@ def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
         assert found.learned.tolist() == [False] * 5 + [True] * (len(answer) + 1)
 
 
+def test_a_text_prompt_is_not_asked_twice_where_chats_differ_from_their_first_message():
+    told = [[{"role": "system", "content": letter}, *ASKED] for letter in "xy"]
+    record = {"prompt": "ab", "chosen": told[0] + said("c"), "rejected": told[1] + said("d")}
+    (chosen, rejected, _), *_ = pair(record)
+    assert chosen.tokens.tolist() == [START, *b"x", END, START, *b"ab", END, START, *b"c", END]
+    assert rejected.tokens.tolist() == [START, *b"y", END, START, *b"ab", END, START, *b"d", END]
+
+
 def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
     (chosen, rejected, _), complete, is_text = pair({"prompt": "ab", "chosen": "c", "rejected": "d" * 20}, 15)
     assert (complete, is_text) == (False, True)

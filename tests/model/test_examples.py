@@ -280,6 +280,8 @@ def test_a_control_token_that_takes_the_white_space_behind_it_does_so_between_pi
 def test_every_template_has_the_same_date() -> None:
     prompt = render(Renderer(PUBLIC["smollm3"].tokenizer()), turns("a"))
     assert "Today Date: 26 July 2024" in prompt
+    american = PUBLIC["phi"].tokenizer("{{ strftime_now('%-m/%-d/%y %-I %p') }}{{ messages }}")
+    assert render(Renderer(american), turns("a")).startswith("7/26/24 12 AM")
 
 
 def test_decoding_never_cleans_spaces_and_the_template_for_tools_is_kept(tmp_path: Path) -> None:
