@@ -225,6 +225,16 @@ LARGE = (40_009, 151_936, 896)
 A_WAVE = 2048 * 153_600  # its logits, of so many rows and never all of them
 
 
+def test_strips_on_hopper_keep_its_clusters_busy_when_few_rows_count() -> None:
+    """The busiest of 66 clusters has 8 tiles of 8192 rows and a chunk of 4096 columns, and 2 of 2048 rows."""
+    sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(), 4096)
+    strip = jax.jit(lambda rows: sizes.strip(rows, 4096))
+    for rows, busiest in ((8192, 8), (4096, 4), (2048, 2), (300, 1), (1, 1)):
+        length, blocks = int(strip(jnp.int32(rows))), -(-rows // 256)
+        assert length == sizes.strip(rows, 4096)
+        assert -(-(blocks * -(-16 // length)) // 66) * length == busiest
+
+
 @pytest.mark.parametrize(
     ("impl", "function", "largest"),
     [

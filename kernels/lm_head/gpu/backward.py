@@ -46,10 +46,10 @@ def logit_gradient(
 
     dy has the rows and columns `size`, whole tiles.
     """
-    tiles, strip, softcap = sizes.tiles, sizes.strip(*size), options.softcap
+    tiles, softcap = sizes.tiles, options.softcap
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, by_row: Ref, dy: Ref) -> None:
-        number, columns = counts[1], counts[4]
+        number, columns, strip = counts[1], counts[4], counts[5]
         token, first, first_row = _aligned(tiles, counts, 0, 2, 3)
         work = logit_work(tiles, strip, number, columns, h.shape[1])
 
@@ -94,7 +94,8 @@ def logit_gradient(
         products.run(tiles, work, *operands, multiplier, [products.piece_stages(h.dtype)])
 
     out = jax.ShapeDtypeStruct(size, rows.hidden.dtype, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)
-    counts = jnp.stack([*block, *chunk]).astype(jnp.int32)
+    # By the rows that count: strips for all rows would leave most clusters idle where few do.
+    counts = jnp.stack([*block, *chunk, sizes.strip(block.number, size[1])]).astype(jnp.int32)
     by_row = jnp.stack(jax.tree.leaves(factors))
     arguments = counts, rows.scale[None], rows.hidden, weight, rows.labels, rows.in_tile, by_row
     return products.kernel(body, tiles, "lm_head_slopes", [out])(*arguments)[0]

@@ -61,7 +61,7 @@ def capped(y: Float[Array, "R C"], softcap: float | None) -> Float[Array, "R C"]
     return y if softcap is None else 1 - 2 / (1 + jnp.exp(y * (2 / softcap)))
 
 
-def logit_work(tiles: Tiles, strip: int, number: Scalar, columns: Scalar, depth: int) -> Work:
+def logit_work(tiles: Tiles, strip: int | Scalar, number: Scalar, columns: Scalar, depth: int) -> Work:
     """The products of so many rows with so many columns, in strips of `strip` tiles; `depth` is D."""
     blocks, used = products.blocks_of(tiles, number), lax.div(columns + (tiles.columns - 1), jnp.int32(tiles.columns))
     slabs = jnp.int32(-(-depth // tiles.depth))
@@ -113,7 +113,7 @@ def forward(
     a multiple of a cluster's rows. `size` is the columns that the chunk may have.
     """
     tiles, count = sizes.tiles, len(rows.labels)
-    width, strip = tiles.columns, sizes.strip(count, size)
+    width, strip = tiles.columns, int(sizes.strip(count, size))
     column_tiles = -(-size // width)
     strips = -(-column_tiles // strip)
     typed = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=jax.typeof(rows.hidden).manual_axis_type)

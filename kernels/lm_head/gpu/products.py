@@ -100,7 +100,7 @@ def blocks_of(tiles: Tiles, rows: Scalar) -> Scalar:
 
 
 def strips_of(
-    blocks: Scalar, tiles: Scalar, length: int, together: int | None = None
+    blocks: Scalar, tiles: Scalar, length: int | Scalar, together: int | None = None
 ) -> tuple[Scalar, Callable[..., Any]]:
     """The number of strips of `length` tiles that cover blocks x tiles, and `Work.place` for them.
 

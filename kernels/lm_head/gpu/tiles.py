@@ -6,13 +6,15 @@ They follow from a table for GPUs of 132 multiprocessors, bounds on memory, and 
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from .. import target
 from ..contract import Inputs, Options, gradient_dtypes
 from ..live_rows import round_up
+from ..shapes import Array, Int
 
 KEPT_DTYPE = jnp.dtype(jnp.float16)  # dtype of the logits that forward keeps
 MULTIPLIERS = 2  # number of warpgroups of a block that multiply
@@ -90,15 +92,13 @@ class Sizes:
         """`rows`, rounded up to whole blocks."""
         return round_up(max(rows, 1), self.block(rows))
 
-    def strip(self, rows: int, columns: int) -> int:
+    def strip(self, rows: int | Int[Array, ""], columns: int) -> Any:
         """Tiles of a strip: the number that gives the busiest cluster the least to do, and of these the largest."""
         blocks, tiles = -(-rows // self.tiles.cluster_rows), -(-columns // self.tiles.columns)
-        clusters = target.multiprocessors() // self.tiles.cluster
-
-        def longest(strip: int) -> int:
-            return -(-(blocks * -(-tiles // strip)) // clusters) * strip
-
-        return min(range(1, min(tiles, _MOST_STRIP) + 1), key=lambda strip: (longest(strip), -strip))
+        clusters, most = target.multiprocessors() // self.tiles.cluster, min(tiles, _MOST_STRIP)
+        lengths = np.arange(most, 0, -1, dtype=np.int32)
+        longest = -(-(blocks * -(-tiles // lengths)) // clusters) * lengths
+        return most - longest.argmin()
 
 
 def choose(rows: int, vocabulary: int, features: int, spare: int = 0) -> Sizes:
