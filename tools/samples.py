@@ -125,6 +125,8 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
             encoded = encode_records(renderer, config.data.max_length, records, form, columns)
             sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
+    if not first:
+        raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
             yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())

@@ -116,3 +116,8 @@ def test_the_first_examples_of_each_source_are_printed_by_their_columns(tmp_path
     settings = [f"data.source=[{alpaca}, {tmp_path}/mine.jsonl]", "data.epochs=null", "steps=30"]
     assert samples.main(["--config", "docs/examples/sft.yaml", *settings]) == 0
     assert re.findall("⟦.", capsys.readouterr().out) == ["⟦2", "⟦4"]
+
+
+def test_that_nothing_is_learned_of_the_first_examples_is_an_error(capsys):
+    assert samples.main(["--config", "docs/examples/sft.yaml", "data.max_length=4"]) == 2
+    assert capsys.readouterr().err.startswith("error: data.max_length: nothing to learn of the first 100")

@@ -137,9 +137,7 @@ class PreferenceSource(SftSource):
             batches.reference = batches.compute_reference(params, self.logprobs)
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
-        begin = self.data.position
-        preferences = self.read(watch)
-        counts = self.count_sources(begin, self.data.position)
+        preferences, counts = self.read(watch)
         if preferences.mismatched is None:
             return self.step_of(preferences.batch, counts)
         with watch.phase("log-prob"):
