@@ -4,7 +4,7 @@
     python tools/samples.py RUN
 
 With --config the first examples are printed before any training, what is learned of them between ⟦ and ⟧: of SFT and
-distillation whole examples, of DPO pairs, of GRPO the prompts, of which nothing is learned.
+distillation whole examples, of DPO pairs, of GRPO the prompts, without what environments and tools add to them.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
 text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mllm.model.tokenizer import Renderer
 
 EXAMPLES, SEARCHED = 3, 100
-"""How many examples are shown, of how many at the beginning of the data, some of which may have nothing to learn."""
+"""How many examples of a source are shown, of how many at its beginning, some of which may have nothing to learn."""
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
 
@@ -118,10 +118,15 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
         documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
-        origin = origin_of("data.source", config.data.source, config.data.subset, config.data.split)
-        encoded = encode_records(renderer, config.data.max_length, islice(origin.records(), SEARCHED), form)
-        sound = (entry for _, entry in sound_records(encoded, "data.source") if not isinstance(entry, Skipped))
-        first = [document for document, *_ in islice(sound, EXAMPLES)]
+        first = []
+        for entry in config.data.mix or (config.data,):
+            origin = origin_of("data.source", entry.source, entry.subset, entry.split)
+            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.data.columns
+            encoded = encode_records(renderer, config.data.max_length, records, form, columns)
+            sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
+            first += [document for document, *_ in islice(sound, EXAMPLES)]
+    if not first:
+        raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
             yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())

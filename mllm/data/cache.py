@@ -35,7 +35,7 @@ from mllm.store.files import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000

@@ -7,7 +7,7 @@ from typing import Any
 
 from mllm.data.records import Record
 from mllm.errors import UserError
-from mllm.strict_json import refuse
+from mllm.strict_json import check, refuse
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
 """The role that a name means; the last two are ShareGPT's."""
@@ -16,9 +16,11 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"hum
 def renamed(columns: Mapping[str, str], record: Record) -> Record:
     """The record with the fields of an example under their own names; UserError where a column is missing.
 
-    An `input` that is not blank follows the question behind an empty line.
+    An `input` that is not blank follows the question behind an empty line. A form that columns name is the only one.
     """
-    named = dict(record)
+    forms = {"messages", "conversations", "question", "prompt", "text"}
+    taken = {*columns.values(), *(forms if forms & columns.keys() else ())}
+    named = {name: value for name, value in record.items() if name not in taken}
     for name, column in columns.items():
         if column not in record and name != "input":
             raise UserError(f"{column} is missing, which data.columns.{name} names")
@@ -77,7 +79,7 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         fields = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
         if calls := [tool_call(call) for call in objects(fields.pop("tool_calls", None), "tool_calls")]:
             fields["tool_calls"] = calls
-        silent = not message.get(names[1]) and ("tool_calls" in fields or known == "tool")
+        silent = message.get(names[1]) in (None, "") and ("tool_calls" in fields or known == "tool")
         chat.append(fields | {"role": known, "content": "" if silent else text(message, names[1])})
     return chat
 
@@ -90,16 +92,18 @@ def without_nulls(value: Any) -> Any:
 
 
 def parsed(value: Any, what: str) -> Any:
-    """The value, parsed where it is a text of JSON; UserError where a text is none."""
+    """The value, parsed where it is a text of JSON; UserError where it is none, or no JSON can hold it."""
     try:
-        return json.loads(value, parse_constant=refuse) if isinstance(value, str) else value
+        value = json.loads(value, parse_constant=refuse) if isinstance(value, str) else value
+        check(value)
+        return value
     except (ValueError, RecursionError) as error:
         raise UserError(f"{what} is no JSON ({error})") from None
 
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:
     """The objects in a list; an object or the whole list may be a text of JSON; null has none; else UserError."""
-    items = parsed(value, what) or []
+    items = parsed(value or [], what) or []
     items = [parsed(item, what) for item in items] if isinstance(items, list) else items
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise UserError(f"{what} must be a list of objects, or its JSON")
@@ -144,7 +148,9 @@ def pair_of(record: Record) -> tuple[Record, Record]:
         common = next((i for i, (first, second) in enumerate(zip(*answers, strict=False)) if first != second), -1)
         if common < 0:
             raise UserError("one of chosen and rejected is the beginning of the other")
-        prompt = answers[0][:common] or [{"role": "user", "content": text(record, "prompt")}]
+        prompt = answers[0][:common]
+        if not prompt and answers[0][0]["role"] == "assistant":
+            prompt = [{"role": "user", "content": text(record, "prompt")}]
         shared, chosen, rejected = {**shared, "prompt": prompt}, *(answer[common:] for answer in answers)
     elif "question" in shared and "prompt" not in shared:
         shared["prompt"] = [{"role": "user", "content": text(shared, "question")}]

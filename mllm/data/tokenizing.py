@@ -211,6 +211,8 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
         answer = messages_of(record)
     elif isinstance(record.get("prompt"), list):
         prompt, answer = turns(record, "prompt"), messages_of({"messages": record.get("completion", [])})
+        if len(answer) > len(prompt) and answer[: len(prompt)] == prompt:  # it repeats the prompt
+            answer = answer[len(prompt) :]
     elif "completion" in record:
         prompt_text, completion_text = text(record, "prompt"), text(record, "completion")
         if rule != "always":

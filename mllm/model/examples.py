@@ -6,6 +6,7 @@ once more with other words in one of the assistant's messages, and the part that
 piece is tokenized by itself, as it is sampled.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -25,6 +26,10 @@ from mllm.model.tokenizer import (
     render_marked,
     text_prompt,
 )
+
+log = logging.getLogger(__name__)
+warn_once = lru_cache(maxsize=8)(log.warning)
+"""Logs a line once, since all examples may be alike."""
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REWORDED = ("Quartz.", "Fjord!", "Waltz;")
@@ -68,6 +73,7 @@ def encode_example(
     borders = [0, *chain.from_iterable(find_spans(renderer, messages, turns, text)), len(text)]
     if borders != sorted(borders):
         raise UserError(MIXED_TURNS)
+    check_others(renderer, messages)
     ids: list[int] = []
     mask: list[bool] = []
     for number, (start, end) in enumerate(pairwise(borders)):
@@ -77,6 +83,19 @@ def encode_example(
     return ids, mask
 
 
+def check_others(renderer: Renderer, messages: Sequence[Message]) -> None:
+    """Raise UserError where the template leaves out what the user or a tool says; warn where the system's message."""
+    others = [turn for turn, message in enumerate(messages) if message["role"] != "assistant" and message["content"]]
+    words = {turn: f"Quartz {turn}." for turn in others}
+    chat = [{**message, "content": words.get(turn, message["content"])} for turn, message in enumerate(messages)]
+    reworded = render(renderer, chat)
+    for role in [messages[turn]["role"] for turn in others if words[turn] not in reworded]:
+        if role != "system":
+            raise MessagesError(f"{LEAVES_OUT} what the {role} says: use one that has it")
+        warn_once(f"{LEAVES_OUT} what the system says: use one that has it, or let the user say it")
+
+
+LEAVES_OUT = "messages: the tokenizer's chat template leaves out"
 MIXED_TURNS = (
     "model.tokenizer: its chat template rewrites earlier turns, so the assistant's can't be told from the others: "
     "mark them in the template with {% generation %}"
@@ -104,12 +123,14 @@ def turn_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[
 def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[int], text: str) -> Iterator[Span]:
     """The parts of `text` that the template marks with `{% generation %}` in these of the assistant's messages."""
     _, (marked,) = render_marked(renderer, messages, return_assistant_tokens_mask=True)
-    limits = []
+    controls, limits = control_tokens(renderer.tokenizer), []
     for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):
         content = content_span(renderer, messages, turn, text)
         limits.append((turn, content, turn_end(renderer, messages, turn, text, content)))
     for start, end in marked:
         overlapped = [limit for limit in limits if start < limit[2] and limit[1].start < end]
+        if not overlapped and not controls.sub("", text[start:end]).strip():
+            continue  # Phi-3's end of sequence stands behind the end of the last turn
         # Transformers counts wrongly inside of a macro: marks then begin and end too early.
         if not overlapped or any(start < content.start and end < content.end for _, content, _ in overlapped):
             raise UserError(
@@ -120,6 +141,8 @@ def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequenc
                 first = turn_start(renderer, messages, turn, text, content)
             except UserError:  # only the template knows
                 first = start
+            if not controls.sub("", behind := text[last:end]).strip():  # an end that only earlier turns have
+                last += len(behind.rstrip())
             if turn in turns:
                 yield Span(max(start, first), min(end, last))
 
@@ -142,25 +165,26 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
     changes |= {name: words for name in THOUGHTS if message.get(name)}
     if calls:
         changes["tool_calls"] = [reworded_call(call, words) for call in calls]
-        if reworded(tool_calls=changes["tool_calls"]) == text:
-            raise MessagesError("messages: the tokenizer's chat template leaves out tool calls: use one that has them")
+        if reworded(tool_calls=changes["tool_calls"]).count(words) < len(calls):
+            raise MessagesError(f"{LEAVES_OUT} tool calls: use one that has them")
     changed = reworded(**changes)
     if changed == text:
-        raise MessagesError(f"messages: the tokenizer's chat template leaves out what the {message['role']} says")
+        raise MessagesError(f"{LEAVES_OUT} what the {message['role']} says")
     most = len(changes) + (len(calls) - 1 if calls else 0)
     if changed.count(words) - text.count(words) > most:
         raise MessagesError(f"messages: the tokenizer's chat template writes what the {message['role']} says twice")
+    if turn == len(messages) - 1 and not calls and (len(changes) > 1 or "</think>" in stripped):
+        thinking = changed if len(changes) > 1 else reworded(content=f"<think>{words}</think>{words}")
+        if thinking.count(words) < 2:
+            warn_once(f"{LEAVES_OUT} thoughts, also the last turn's: use one that has them")
     start = common(text, changed)
     return Span(start, len(text) - common(text[start:][::-1], changed[start:][::-1]))
 
 
 def reworded_call(call: Message, words: str) -> Message:
-    """A call of another tool with another argument, in the same form."""
-    name = re.sub(r"\W", "", words)
-    function = {"name": name, "arguments": {name: words}}
-    if "function" in call:
-        return {**call, "function": {**call["function"], **function}}
-    return {**call, **function}
+    """A call of the same tool, whose name the result's header may have, with another argument, in the same form."""
+    function = {**call.get("function", call), "arguments": {re.sub(r"\W", "", words): words}}
+    return {**call, "function": function} if "function" in call else function
 
 
 def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
@@ -183,19 +207,40 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """The end of the control token behind the assistant's content; the content's end where the template writes none."""
-    if not (turn == len(messages) - 1 or ends_turns(renderer.tokenizer, renderer.template)):
-        return content.end
-    tokens = control_tokens(renderer.tokenizer).finditer(text, content.start)
-    return next((token.end() for token in tokens if token.end() > content.end), len(text))
+    """The end of the control tokens that end the assistant's turn, of its content where the template writes none."""
+    calls, closing = messages[turn].get("tool_calls"), ending(renderer.tokenizer, renderer.template)
+    if turn < len(messages) - 1 and (calls or not closing):
+        return call_end(renderer, messages, turn, text, content) if calls else content.end
+    first = last = 0
+    for token in control_tokens(renderer.tokenizer).finditer(text, content.start):
+        if token.end() > content.end:
+            if first and text[last : token.start()].strip():
+                break
+            first, last = first or token.end(), token.end()
+            if closing and text.endswith(closing, 0, last):  # it may stand behind the token that ends a call
+                return last
+    return first or len(text)
+
+
+def call_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
+    """The end of a turn's last call of a tool: what closes it where the chat ends there, stands behind it here, too."""
+    chat = messages[: turn + 1]
+    alone = render(renderer, chat)
+    span = content_span(renderer, chat, turn, alone)
+    closing = alone[span.end : turn_end(renderer, chat, turn, alone, span)]
+    for end in (closing, control_tokens(renderer.tokenizer).sub("", closing)):
+        if text.startswith(end, content.end):
+            return content.end + len(end)
+    raise UserError(MIXED_TURNS)
 
 
 @lru_cache(maxsize=8)
-def ends_turns(tokenizer: Tokenizer, template: str) -> bool:
-    """Whether the template writes a control token behind each of the assistant's turns, not only behind the last."""
+def ending(tokenizer: Tokenizer, template: str) -> str:
+    """The control tokens that the template writes behind each of the assistant's turns, not only behind the last."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     behind = [render(Renderer(tokenizer), messages).rpartition(ANSWER)[2] for messages in (chat, [*chat, chat[0]])]
-    return control_tokens(tokenizer).search(behind[0], 0, common(*behind)) is not None
+    found = re.search(f"({control_tokens(tokenizer).pattern})+", behind[0][: common(*behind)])
+    return found.group() if found else ""
 
 
 def common(first: str, second: str) -> int:

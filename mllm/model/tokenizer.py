@@ -71,7 +71,8 @@ BYTES_TEMPLATE = (
 
 DATE = date(2024, 7, 26)
 """The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""
-CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTuwxXyY"} | {"%-d": str(DATE.day)}
+CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTuwxXyY"}
+CODES |= {f"%-{code}": DATE.strftime(f"%{code}").lstrip("0") or "0" for code in "dHIjmMSy"}
 CLOCK = (
     "{% macro strftime_now(format) %}{{ format"
     + "".join(f" | replace('{code}', '{text}')" for code, text in CODES.items())
@@ -287,6 +288,8 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 @lru_cache(maxsize=8)
 def marks_beginnings(tokenizer: Tokenizer) -> bool:
     """Whether a text is tokenized otherwise where it begins than behind other text."""
+    if any(token.rstrip for token in tokenizer.added_tokens_decoder.values()):  # Phi-3's take white space behind them
+        return True
     return any(encode(tokenizer, x + "a")[len(encode(tokenizer, x)) :] != encode(tokenizer, "a") for x in BETWEEN)
 
 

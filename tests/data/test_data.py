@@ -312,9 +312,13 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
             DataConfig.model_validate({"source": ["a.jsonl", "b.jsonl"], "max_length": 8} | bad)
 
 
-def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path):
+@pytest.mark.parametrize(
+    ("other", "names"), [("b.jsonl", ("a.jsonl", "b.jsonl")), ("b/a.jsonl", ("a.jsonl:1", "a.jsonl:2"))]
+)
+def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path, other, names):
+    (tmp_path / "b").mkdir()
     first, second = (
-        write(tmp_path, [{"text": letter * 20}] * count, f"{letter}.jsonl") for letter, count in (("a", 30), ("b", 7))
+        write(tmp_path, [{"text": name * 5}] * count, name) for name, count in (("a.jsonl", 30), (other, 7))
     )
     data = {"source": [{"source": first, "weight": 3}, second], "packing": False, "validation": {"share": 0.2}}
     settings = config("sft", data=data, task=None, rollout=None, eval=None)
@@ -330,7 +334,7 @@ def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(t
         steps.append(next_of(whole))
         if number == 1:
             resumed.seek(json.loads(json.dumps(whole.position())))
-    drawn = [(step.metrics["data/a.jsonl"], step.metrics["data/b.jsonl"]) for step in steps]
+    drawn = [tuple(step.metrics[f"data/{name}"] for name in names) for step in steps]
     assert drawn == [(6, 2)] * 4
     for step in steps[2:]:
         again = next_of(resumed)

@@ -49,6 +49,7 @@ def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -
         ("auto", {"messages": SAID * 2}, "(a)(B](a)(B]"),
         ("auto", {"conversations": [{"from": "system", "value": "s"}, *SAID]}, "(s)(a)(B]"),
         ("auto", {"prompt": [*SAID, SAID[0]], "completion": SAID[1:]}, "(a)(b)(a)(B]"),
+        ("auto", {"prompt": SAID[:1], "completion": SAID}, "(a)(B]"),
         ("auto", {"messages": SAID, "prompt": "x", "text": "y"}, "(a)(B]"),
         ("always", {"prompt": "a", "completion": "b"}, "(a)(B]"),
         ("never", {"messages": SAID}, "aB]"),
@@ -202,6 +203,8 @@ def test_a_call_in_any_form_is_learned_as_the_object_that_it_means(calls: Any) -
         ([call("[1]")], "arguments must be an object"),
         ([call("{")], "tool_calls: arguments is no JSON"),
         ([call('{"x": NaN}')], "tool_calls: arguments is no JSON"),
+        ([call('{"x": 1e999}')], "tool_calls: arguments is no JSON"),
+        ([call({"x": float("nan")})], "tool_calls is no JSON"),
         ([{"type": "function"}], "must have a function with name"),
         ("add", "tool_calls is no JSON"),
         ([7], "must be a list of objects"),
@@ -213,7 +216,7 @@ def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
 
 
 def test_no_calls_are_none_in_any_form_and_null_in_arguments_that_are_a_text_was_meant() -> None:
-    for calls in ("[]", "null", [], None):
+    for calls in ("[]", "null", "", [], None):
         said = {"role": "assistant", "content": "b", "tool_calls": calls}
         assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
         assert tools_of({"tools": calls}) == []
@@ -225,6 +228,8 @@ def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
     messages = chat([call(ARGUMENTS)])
     del messages[1]["content"], messages[2]["content"]
     assert [message["content"] for message in turns({"messages": messages}, "messages")] == ["a", "", "", "b"]
+    with pytest.raises(UserError, match="content must be a string, got int"):
+        turns({"messages": [*messages, {"role": "tool", "content": 0}]}, "messages")
 
 
 def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silence() -> None:
@@ -265,6 +270,14 @@ def documents(tmp_path, name, rows, **settings):
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_path, name):
     assert documents(tmp_path, name, ROWS, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
+
+
+@pytest.mark.parametrize("columns", [{"prompt": "question", "completion": "cot"}, {"text": "cot"}, {"answer": "cot"}])
+def test_what_columns_name_is_learned_whatever_else_a_record_has(tmp_path, columns):
+    row = {"messages": SAID, "question": "1+1=", "answer": "2", "cot": "1+1 is 2", "text": "no", "prompt": "no"}
+    row = row if "answer" not in columns else {"question": "1+1=", "answer": "no", "cot": "1+1 is 2"}
+    learned = documents(tmp_path, "rows.jsonl", [row], columns=columns)
+    assert learned == ["1+1 is 2" if "text" in columns else "1+1=1+1 is 2"]
 
 
 def test_a_column_that_is_missing_and_fields_without_columns_are_errors_with_the_way_out(tmp_path):

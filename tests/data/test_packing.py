@@ -22,7 +22,7 @@ def random_trajectories(lengths, seed=0):
         sampled = rng.random(length) < rng.random()
         sampled[0], sampled[rng.integers(1, length)] = False, True
         made.append(Trajectory(tokens, sampled, rng.normal(size=np.count_nonzero(sampled)).astype(np.float32)))
-    return made, rng.random(len(lengths)), rng.normal(size=len(lengths))
+    return made, rng.random(len(lengths)), [*rng.normal(size=len(lengths))]
 
 
 @settings(max_examples=50)

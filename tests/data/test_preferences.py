@@ -5,17 +5,24 @@ import json
 import jax
 import numpy as np
 import pytest
+from tiny import config
 
-from mllm.algorithms.dpo.source import PreferenceBatches
+from mllm.algorithms.dpo import source
+from mllm.algorithms.dpo.settings import DpoConfig
+from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource
 from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
+from mllm.data.source import Fixed
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tokenizing import encode_preference, mismatched
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
+from mllm.stopwatch import Stopwatch
+from mllm.training.algorithm import Parts
 
 RENDERER = Renderer(bytes_tokenizer())
 START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -51,10 +58,11 @@ def documents_of(folder, records, form, renderer=RENDERER, **settings):
         {"prompt": ASKED, "chosen": said("c"), "rejected": said("de")},
         {"chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
         {"prompt": "ab", "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
+        {"prompt": ASKED, "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
         {"prompt": "ab", "chosen": said("c"), "rejected": said("de")},
         {"question": "ab", "chosen": "c", "rejected": "de"},
     ],
-    ids=["lists", "implicit prompt", "and a text of it", "a text before lists", "question"],
+    ids=["lists", "implicit prompt", "and a text of it", "and a list of it", "a text before lists", "question"],
 )
 def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
     (chosen, rejected, label), complete, is_text = pair(record)
@@ -62,6 +70,14 @@ def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
     for found, answer in ((chosen, b"c"), (rejected, b"de")):
         assert found.tokens.tolist() == [START, *b"ab", END, START, *answer, END]
         assert found.learned.tolist() == [False] * 5 + [True] * (len(answer) + 1)
+
+
+def test_a_text_prompt_is_not_asked_twice_where_chats_differ_from_their_first_message():
+    told = [[{"role": "system", "content": letter}, *ASKED] for letter in "xy"]
+    record = {"prompt": "ab", "chosen": told[0] + said("c"), "rejected": told[1] + said("d")}
+    (chosen, rejected, _), *_ = pair(record)
+    assert chosen.tokens.tolist() == [START, *b"x", END, START, *b"ab", END, START, *b"c", END]
+    assert rejected.tokens.tolist() == [START, *b"y", END, START, *b"ab", END, START, *b"d", END]
 
 
 def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
@@ -164,6 +180,19 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
         for one, *others in zip(expected, *shares, strict=True):
             for field, *halves in zip(*(jax.tree.leaves(b) for b in (one, *others)), strict=True):
                 np.testing.assert_array_equal(np.concatenate(halves), field)
+
+
+def test_what_is_drawn_from_each_source_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "logprobs_of", lambda forward: None)  # pairs alone need no pass of the model
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path in paths:
+        path.write_text("".join(json.dumps(record) + "\n" for record in some(9)))
+    settings = config(
+        "dpo", dpo={}, data={"source": [*map(str, paths)], "packing": False}, task=None, rollout=None, eval=None
+    )
+    parts = Parts(settings, make_mesh(settings.mesh), None, RENDERER, None)
+    step = PreferenceSource(settings.section(DpoConfig), parts).next(None, 0, Stopwatch(), Fixed())
+    assert [step.metrics[f"data/{path.name}"] for path in paths] == [settings.batch_size // 2] * 2
 
 
 def test_a_task_gives_right_and_wrong_completions():

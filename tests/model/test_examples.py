@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from templates import PUBLIC, Public
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mllm.errors import UserError
-from mllm.model.examples import encode_example, encode_text
-from mllm.model.tokenizer import Renderer, control_tokens, encode_prompt, load_tokenizer, render
+from mllm.model.examples import encode_example, encode_text, warn_once
+from mllm.model.tokenizer import Renderer, control_tokens, encode, encode_prompt, load_tokenizer, render
 
 TEXTS = ["Yes", " Yes\n", "Yes.\n\nNo", "user\nYes", "USER: Yes ASSISTANT: No", "assistant", "\n\nä, b?", "</s"]
 THOUGHTS = ["<think>\nhm\n</think>\n\nYes", "<think>Yes</think>No", "a </think> b"]
@@ -149,6 +149,102 @@ def test_a_template_without_tool_calls_is_an_error_and_one_that_trims_changes_no
     assert learned(PUBLIC["gemma3"].tokenizer(), turns("a", "\nYes ")) == ["Yes<end_of_turn>"]
 
 
+SAID = "{% for m in messages %}<|START|>{{ m.role }}<|SAYS|>{{ m.content }}"
+MARKED = SAID.replace(
+    "{{ m.content }}",
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}END{% endgeneration %}"
+    "{% else %}{{ m.content }}<|END|>{% endif %}",
+)
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<call>{{ c.name }}: {{ c.arguments.x or c.arguments.Quartz }}</call>{% endfor %}"
+)
+ASKS = "{% endfor %}{% if add_generation_prompt %}<|START|>assistant<|SAYS|>{% endif %}"
+CALLING = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"x": "1"}}]}]
+CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d", "e")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("template", "chat", "expected"),
+    [
+        (
+            SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>" + ASKS,
+            turns(*"abcd"),
+            ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
+        ),
+        (
+            SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}" + ASKS,
+            CALLED,
+            ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
+        ),
+        (SAID + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
+        (
+            SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}" + ASKS,
+            CALLED,
+            ["<call>add: 1</call>", "e<|END|>"],
+        ),
+        (SAID.replace("role", "name or m.role") + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
+        (
+            SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}" + ASKS,
+            CALLED,
+            ["<call>add: 1</call>", "e<|END|>"],
+        ),
+        (
+            MARKED.replace("END{", "{{ '<|END|>' if loop.last else '<|SAID|>' }}\n" + "{") + ASKS,
+            turns(*"abcd"),
+            ["b<|SAID|>", "d<|END|>"],
+        ),
+        (
+            MARKED.replace("END{", "<|SAID|>\n" + "{") + ASKS + "{% generation %}<|END|>{% endgeneration %}",
+            turns(*"ab"),
+            ["b<|SAID|>"],
+        ),
+    ],
+    ids=[
+        "Command",
+        "LFM2.5",
+        "GLM",
+        "Gemma 4",
+        "the result has the call's name",
+        "gpt-oss",
+        "gpt-oss marked",
+        "Phi-3 marked",
+    ],
+)
+def test_a_turn_is_learned_with_what_closes_its_call_and_what_ends_it(
+    template: str, chat: Any, expected: list[str]
+) -> None:
+    tokenizer = Public(template, ("<|START|>", "<|SAYS|>", "<|SAID|>", "<|END|>")).tokenizer()
+    assert learned(tokenizer, chat) == expected
+
+
+def test_what_a_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    chat = [{"role": "system", "content": "s"}, *turns("a", "<think>b</think>c")]
+    spoken = SAID + "<|END|>" + ASKS
+    for template, said in (
+        (spoken.replace("in messages", "in messages if m.role != 'system'"), "what the system says"),
+        (spoken.replace("m.content", "m.content.split('</think>')[-1]"), "thoughts"),
+        (spoken, ""),
+    ):
+        caplog.clear()
+        warn_once.cache_clear()
+        tokenizer = Public(template, ("<|START|>", "<|SAYS|>", "<|END|>")).tokenizer()
+        for _ in range(2):
+            assert "c<|END|>" in learned(tokenizer, chat)[0]
+        assert [said in record.message for record in caplog.records] == [True] * bool(said)
+    bare = Public(
+        spoken.replace("in messages", "in messages if m.role != 'tool'"), ("<|START|>", "<|SAYS|>", "<|END|>")
+    )
+    with pytest.raises(UserError, match="leaves out what the tool says"):
+        learned(bare.tokenizer(), [*turns("a", "b"), {"role": "tool", "content": "c"}])
+    first = Public(
+        SAID + CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]") + "<|END|>" + ASKS,
+        ("<|START|>", "<|SAYS|>", "<|END|>"),
+    )
+    twice = [*turns("a"), {**CALLING[1], "tool_calls": CALLING[1]["tool_calls"] * 2}]
+    with pytest.raises(UserError, match="leaves out tool calls"):
+        learned(first.tokenizer(), twice)
+
+
 def test_a_template_that_writes_an_answer_twice_is_an_error() -> None:
     quoted = "{% if loop.index0 > 1 %}You said {{ messages[loop.index0 - 1].content }}: {% endif %}{{ m.content }}"
     template = PUBLIC["phi"].template.replace("{{ m.content }}", quoted)
@@ -173,9 +269,19 @@ def test_a_piece_from_the_middle_is_not_encoded_as_if_it_began_a_text(scheme: st
     assert tokenizer.tokenize("a") == ["\u2581a"]
 
 
+def test_a_control_token_that_takes_the_white_space_behind_it_does_so_between_pieces() -> None:
+    """Phi-3's `<|end|>` takes the newline, as it does in a prompt that is tokenized at once."""
+    tokenizer = PUBLIC["phi"].tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
+    chat = turns("a", "b", "c", "d")
+    assert encode_example(Renderer(tokenizer), chat)[0] == encode(tokenizer, render(Renderer(tokenizer), chat))
+
+
 def test_every_template_has_the_same_date() -> None:
     prompt = render(Renderer(PUBLIC["smollm3"].tokenizer()), turns("a"))
     assert "Today Date: 26 July 2024" in prompt
+    american = PUBLIC["phi"].tokenizer("{{ strftime_now('%-m/%-d/%y %-I %p') }}{{ messages }}")
+    assert render(Renderer(american), turns("a")).startswith("7/26/24 12 AM")
 
 
 def test_decoding_never_cleans_spaces_and_the_template_for_tools_is_kept(tmp_path: Path) -> None:

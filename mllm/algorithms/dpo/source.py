@@ -137,12 +137,12 @@ class PreferenceSource(SftSource):
             batches.reference = batches.compute_reference(params, self.logprobs)
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
-        preferences = self.read(watch)
+        preferences, counts = self.read(watch)
         if preferences.mismatched is None:
-            return self.step_of(preferences.batch, {})
+            return self.step_of(preferences.batch, counts)
         with watch.phase("log-prob"):
             kl = self.estimate_kl(params, preferences.mismatched)
-        return self.step_of(with_kl(preferences.batch, kl), {"kl": kl})
+        return self.step_of(with_kl(preferences.batch, kl), {"kl": kl, **counts})
 
     def heldout_batches(self, params: Params) -> Iterator[Batch]:
         """The validation's batches for the policy's parameters."""

@@ -231,9 +231,7 @@ class SftSource:
         return f"{len(self.batches.documents):,} examples to train on{heldout}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
-        begin = self.data.position
-        batch = self.read(watch)
-        return self.step_of(batch, self.count_sources(begin, self.data.position))
+        return self.step_of(*self.read(watch))
 
     def count_sources(self, begin: int, end: int) -> dict[str, Any]:
         """How many of the examples between two positions are of each source, where there are several."""
@@ -243,15 +241,16 @@ class SftSource:
         numbers = [batches.order[index] for index in range(begin, end)]
         owners = np.searchsorted(np.cumsum(batches.documents.parts), numbers, "right")
         counts = np.bincount(owners, minlength=len(batches.config.mix)).tolist()
-        return {
-            f"data/{os.path.basename(entry.source)}": count
-            for entry, count in zip(batches.config.mix, counts, strict=True)
-        }
+        names = [os.path.basename(entry.source) for entry in batches.config.mix]
+        names = [f"{name}:{number}" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
+        return {f"data/{name}": count for name, count in zip(names, counts, strict=True)}
 
-    def read(self, watch: Stopwatch) -> Any:
-        """The next of training's batches, as `make` gives them."""
+    def read(self, watch: Stopwatch) -> tuple[Any, dict[str, Any]]:
+        """The next of training's batches, as `make` gives them, and how many of its examples are of each source."""
+        begin = self.data.position
         with watch.phase("data"), raise_everywhere():
-            return next(self.data)
+            batch = next(self.data)
+        return batch, self.count_sources(begin, self.data.position)
 
     def step_of(self, batch: Batch, metrics: dict[str, Any]) -> Step:
         tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
