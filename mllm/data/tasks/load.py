@@ -7,7 +7,6 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 import importlib
 import math
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from decimal import Decimal
