@@ -5,6 +5,7 @@ Python's json alone reads NaN and 1e999, escapes of half characters, and lists s
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 DEEPEST = 50
@@ -56,6 +57,14 @@ def check(value: Any, levels: int = DEEPEST) -> None:
 def refuse(constant: str) -> NoReturn:
     """Raise ValueError for what Python would read as a number."""
     raise ValueError(f"{constant} is no finite number")
+
+
+def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these names and values; ValueError where a name stands twice, since its first value is lost."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name stands twice in an object")
+    return value
 
 
 def whole_characters(text: str) -> str:

@@ -94,6 +94,32 @@ class Undescribed:
         return amount
 
 
+class Deck:
+    """Takes cards out of its record's list, and has a tool that changes its argument."""
+
+    def reset(self, cards):
+        return f" {cards.pop()}"
+
+    def sort(self, numbers: list[int]) -> str:
+        """
+        Sort numbers.
+
+        Args:
+            numbers: The numbers.
+        """
+        numbers.sort()
+        return sys.exit("unsorted") if numbers == [] else str(numbers)
+
+
+def any_number(*numbers: int) -> int:
+    """Add numbers.
+
+    Args:
+        numbers: The numbers.
+    """
+    return sum(numbers)
+
+
 def double(number: int) -> int:
     """Double a number.
 

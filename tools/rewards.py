@@ -18,8 +18,9 @@ from mllm.config import load as configs
 from mllm.config.schema import ModelConfig
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
+from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
 from mllm.rewards.calls import FAILURES, Sample
 from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
@@ -28,7 +29,6 @@ log = logging.getLogger(__name__)
 
 PROBLEMS, MOST_SEARCHED, SHOWN = 4, 10**6, 8
 """How many training problems are answered without samples, and searched for their prompts; completions shown."""
-FORMS = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 
 
 @errors.command
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
     """Each problem with its solution, or its answer in the form that the task wants, and with an empty completion."""
-    right = [problem.solution or FORMS[problem.answer_form].format(problem.answer or "") for problem in problems]
+    right = [problem.solution or STATED[problem.answer_form].format(problem.answer or "") for problem in problems]
     return [(problem, completion) for problem, good in zip(problems, right, strict=True) for completion in (good, "")]
 
 
@@ -86,11 +86,14 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     samples = [pair for _, pair in sound_records(lines, "SAMPLES.jsonl")]
     if not samples:
         raise UserError(f"{file}: there is no sample in it")
-    wanted, examples = {prompt for prompt, _ in samples}, dict[str, Example]()
+    wanted, examples, doubtful = {prompt for prompt, _ in samples}, dict[str, Example](), list[str]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
         if (prompt := example.question) in wanted:
-            examples[prompt] = example
-        if len(examples) == len(wanted):  # further problems may take long to make
+            found = examples.setdefault(prompt, example)
+            if prompt not in doubtful and prompt_hash(found, fields=True) != prompt_hash(example, fields=True):
+                doubtful.append(prompt)
+                log.warning("several problems have the prompt %r: its completions count as the first one's", prompt)
+        if len(examples) == len(wanted) and not isinstance(task.train, list):  # others may take long to make
             break
     if unknown := wanted - examples.keys():
         raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(unknown)!r}: remove it")

@@ -117,6 +117,10 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"{override}: {parent} is a value, not a section")
     try:
+        value = yaml.compose(text, PlainLoader)
+        unread = text[value.end_mark.index :].strip() if value else text.strip()
+        if unread:
+            raise ValueError(f"{unread} would be a comment: quote the value inside the shell's quotes: '{key}=\"...\"'")
         node[last] = yaml.load(text, PlainLoader)
     except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{override}: the value is not readable as YAML: {' '.join(str(error).split())}") from None
@@ -149,7 +153,7 @@ class PlainLoader(yaml.SafeLoader):
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         is_decimal = node.value[:2] not in ("0o", "0x")
-        text = node.value.replace(".inf", "inf").replace(".nan", "nan")
+        text = node.value.lower().replace(".inf", "inf").replace(".nan", "nan")
         value = float(text) if node.tag.endswith(":float") else int(text, 10 if is_decimal else 0)
         if not abs(value) < 2**63:  # NaN and infinity among them
             raise ValueError(f"{place(node)}: {node.value:.40} is no number that settings take")
@@ -168,7 +172,7 @@ class PlainDumper(yaml.SafeDumper):
 PLAIN = {
     "bool": r"true|True|TRUE|false|False|FALSE",
     "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
     "null": r"~|null|Null|NULL|",
     "merge": "<<",  # not in YAML 1.2, and refused
 }

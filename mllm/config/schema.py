@@ -100,7 +100,7 @@ class Config(Section):
     algorithm: str
     """Supervised fine-tuning, group relative policy optimization, direct preference optimization and its kin, or
     distillation of a teacher."""
-    run_dir: str
+    run_dir: str = Field(min_length=1)
     """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """What every random number is made from."""

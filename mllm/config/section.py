@@ -1,9 +1,9 @@
 """The base of every section of a configuration: it is immutable, and closed to keys that it does not define."""
 
 from collections.abc import Iterator
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, model_validator
 from pydantic_core import PydanticCustomError
 
 LARGEST_NUMBER = 2**31 - 1
@@ -19,12 +19,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
-    @model_validator(mode="after")
-    def check_whole_numbers(self) -> Self:
-        for name, value in self:
+    @model_validator(mode="wrap")
+    @classmethod
+    def check_numbers(cls, given: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made, written = make(given), given if isinstance(given, dict) else {}
+        for name, value in made:
+            if isinstance(written.get(name), bool) and written[name] is not value:  # pydantic takes true for 1
+                raise impossible(name, f"expected a number (got {written[name]})")
             if isinstance(value, int) and value > LARGEST_NUMBER:
                 raise impossible(name, f"the number is too large: at most {LARGEST_NUMBER}")
-        return self
+        return made
 
     def reject_unused(self, because: str, *names: str) -> None:
         """Raise for the first of `names`, dotted in inner sections, that is set to something other than its default."""

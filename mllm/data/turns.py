@@ -6,6 +6,7 @@ such. Tool calls are parsed here, since transformers does it for tokenizers with
 Qwen's, Llama 3's and Hermes's lack.
 """
 
+import inspect
 import json
 import logging
 import re
@@ -24,7 +25,7 @@ from mllm.model.tokenizer import (
     encode_prompt,
     render,
 )
-from mllm.strict_json import check, refuse, whole_characters
+from mllm.strict_json import check, refuse, unique, whole_characters
 
 log = logging.getLogger(__name__)
 
@@ -36,14 +37,16 @@ Call = tuple[str, dict[str, Any]]
 THOUGHT = "<think>\nI think.\n</think>\n\n"
 THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-TAG, ENDS = re.compile(r"</?think>|<tool_call>|<function="), re.compile(r"</?tool_call>")
+PYTHON, VALUE_CLOSE = "<|python_tag|>", "</parameter>"
+TAG, ENDS = re.compile(r"</?think>|<tool_call>|<function=|<\|python_tag\|>"), re.compile(r"</?tool_call>")
 NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
 CALLED = {"type", "name", "parameters", "arguments"}
 """The fields of a call without tags: an answer may be JSON that has a name, too."""
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
 VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
-CALL_ENDS = re.compile(r"</parameter>\s*(?=</function>\s*(?:</tool_call>|<function=|\Z))")
-"""The end of a value: `</parameter>` with structure behind it, best the end of the whole call."""
+WHOLE = re.compile(r"<parameter=|</function>\s*(?:</tool_call>|<function=|\Z)|</tool_call>\s*(?:<tool_call>|\Z)")
+"""A value ends at `</parameter>` with structure behind it, best another parameter or the end of the whole call."""
+DECODER = json.JSONDecoder(strict=False, parse_constant=refuse, object_pairs_hook=unique)
 LONGEST_ERROR = 1000
 DEEPEST = 40
 """The most levels of a tool call, which crosses to the trainer in a message of a few more."""
@@ -135,6 +138,9 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
     schemas = []
     for function in functions:
         try:
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    raise TypeError(f"no call can name its argument {parameter}")
             schemas.append(get_json_schema(function))
         except Exception as error:  # it has exceptions of its own, and evaluates the names in hints
             name = getattr(function, "__name__", str(function))
@@ -148,54 +154,55 @@ def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]
 
     Thoughts call nothing, even if they never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
     of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
-    `{"name": ..., "parameters": {...}}` as the whole answer, several with semicolons between. A value is read where it
-    begins, and a closing tag counts where structure follows it, so that arguments may have the texts of tags.
+    `{"name": ..., "parameters": {...}}` as the whole answer or behind `<|python_tag|>`, several with semicolons
+    between. A value is read where it begins, and a closing tag counts where structure follows it, so that arguments
+    may have the texts of tags.
     """
     tools = tools or []
-    for answer in (text.strip(), text.partition("</think>")[2].strip()):
-        if (calls := whole_answer(answer, tools)) is not None:
-            return calls
-    results: list[Call | ValueError] = []
-    position, has_thought = 0, False
+    results, position = untagged_calls(text, 0, tools)
+    unclosed, before = 1, 0  # the prompt may have opened a thought
     while tag := TAG.search(text, position):
-        position = tag.end()
+        calls, position = list[Call | ValueError](), tag.end()
         if tag.group() == "<think>":
-            position = text.find("</think>", position) + len("</think>")
-            if position < len("</think>"):
+            position = text.find("</think>", position)
+            if position < 0:
                 break
-            has_thought = True
+            unclosed, before = text.count("<think>", tag.start(), position), len(results)
         elif tag.group() == "</think>":
-            results = results if has_thought else []  # the prompt has opened the thought
-            has_thought = True
+            if unclosed:
+                results, unclosed = results[:before], unclosed - 1
+            calls, position = untagged_calls(text, position, tools)
         elif tag.group() == OPEN:
             calls, position = tagged_calls(text, position, tools)
-            results += calls
+        elif tag.group() == PYTHON:
+            calls, position = untagged_calls(text, tag.start(), tools)
         else:
             try:
                 call, position = function_call(text, tag.start(), tools)
-                results.append(call)
+                calls = [call]
             except ValueError as error:
-                results.append(error)
+                calls = [error]
+        results += calls
     return results
 
 
-def whole_answer(text: str, tools: Tools) -> list[Call | ValueError] | None:
-    """The calls that an answer without tags consists of; None where it has other content, be it JSON."""
-    must_call = text.startswith("<|python_tag|>")
-    named = NAMED.match(text)
+def untagged_calls(text: str, start: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
+    """The calls that the text from `start` to a tag consists of, none if it has other content, and their end."""
+    must_call = text.startswith(PYTHON, start)
+    position = behind_space(text, start + len(PYTHON) * must_call)
+    named = NAMED.match(text, position)
     is_known = named is not None and any(tool["function"]["name"] == named[1] for tool in tools)
     calls: list[Call | ValueError] = []
-    position = len("<|python_tag|>") if must_call else 0
     try:
-        while position < len(text) and (must_call or text[0] == "{"):
-            value, call, position = json_call(text, position)
-            if not (must_call or (value.keys() <= CALLED and not value.keys().isdisjoint(("parameters", "arguments")))):
-                return None
+        while position < len(text) and not TAG.match(text, position) and (must_call or calls or text[position] == "{"):
+            value, call, end = json_call(text, position)
+            if not (must_call or calls or (value.keys() <= CALLED and len(value.keys() - {"type"}) > 1)):
+                return [], start
             calls.append(call)
-            position = behind_space(text, position)
+            position = behind_space(text, end)
     except ValueError as error:
-        return [error] if must_call or is_known else None
-    return calls or None
+        return ([*calls, error], position) if must_call or is_known else ([], start)
+    return calls, position
 
 
 def tagged_calls(text: str, position: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
@@ -211,8 +218,8 @@ def tagged_calls(text: str, position: int, tools: Tools) -> tuple[list[Call | Va
                 _, call, position = json_call(text, position)
             calls.append(call)
     except ValueError as error:
-        closed = [match.start() if match.group() == OPEN else match.end() for match in ENDS.finditer(text, position)]
-        return [*calls, error], min(closed, default=len(text))
+        closed = (match.start() if match.group() == OPEN else match.end() for match in ENDS.finditer(text, position))
+        return [*calls, error], next(closed, len(text))
     return calls or [ValueError("a tool call is not JSON: it is empty")], position + len(CLOSE)
 
 
@@ -224,14 +231,16 @@ def behind_space(text: str, position: int) -> int:
 def json_call(text: str, position: int) -> tuple[dict[str, Any], Call, int]:
     """The object at a position of a text, its call, and the position behind it; ValueError where it is no call."""
     try:
-        value, end = json.JSONDecoder(strict=False, parse_constant=refuse).raw_decode(text, position)
-        arguments = value.get("arguments", value.get("parameters", {})) if isinstance(value, dict) else None
+        value, end = DECODER.raw_decode(text, position)
+        given = [value[key] for key in ("arguments", "parameters") if isinstance(value, dict) and key in value]
+        arguments = given[0] if given else {}
         if isinstance(arguments, str):  # as OpenAI's
-            arguments = json.loads(arguments, parse_constant=refuse)
+            arguments = DECODER.decode(arguments)
         check([value, arguments], DEEPEST)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a tool call is not JSON: {error}") from None
-    if not isinstance(arguments, dict) or not isinstance(value.get("name"), str):
+    is_call = isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(arguments, dict)
+    if not is_call or len(given) > 1 or not (given or value.keys() <= CALLED):  # other names hold what it meant
         raise ValueError('a tool call must be {"name": a text, "arguments": an object}')
     return value, (value["name"], arguments), end
 
@@ -245,12 +254,9 @@ def function_call(text: str, position: int, tools: Tools) -> tuple[Call, int]:
     properties = schemas[0].get("properties", {}) if schemas else {}
     arguments: dict[str, Any] = {}
     while parameter := PARAMETER.match(text, position):
-        end = VALUE_ENDS.search(text, parameter.end())
-        call_end = CALL_ENDS.search(text, parameter.end())
-        if end and call_end and end.start() < call_end.start() and OPEN not in text[end.end() : call_end.start()]:
-            end = call_end if not PARAMETER.match(text, end.end()) else end
-        if not end:
-            raise ValueError(f"the parameter {parameter[1]:.40} has no </parameter> at its end")
+        if parameter[1] in arguments:
+            raise ValueError(f"the parameter {parameter[1]:.40} stands twice")
+        end = value_end(text, parameter)
         value = text[parameter.end() : end.start()].removeprefix("\n").removesuffix("\n")
         arguments[parameter[1]] = typed(value, properties.get(parameter[1], {}))
         position = end.end()
@@ -259,19 +265,38 @@ def function_call(text: str, position: int, tools: Tools) -> tuple[Call, int]:
     return (name, arguments), position + len("</function>") * text.startswith("</function>", position)
 
 
+def value_end(text: str, parameter: re.Match[str]) -> re.Match[str]:
+    """The end of a parameter's value, in which the tags of other parameters are paired if possible."""
+    first = whole = None
+    opened, position = 0, parameter.end()
+    for end in VALUE_ENDS.finditer(text, position):
+        if first and not whole and OPEN in text[position : end.start()]:
+            break
+        opened += len(PARAMETER.findall(text, position, end.start())) - text.count(VALUE_CLOSE, position, end.start())
+        position, first = end.start(), first or end
+        if WHOLE.match(text, end.end()):
+            if opened == 0:
+                return end
+            whole = whole or end
+    if first is None:
+        raise ValueError(f"the parameter {parameter[1]:.40} has no {VALUE_CLOSE} at its end")
+    return whole or first
+
+
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes: a text where the schema allows one, else JSON's."""
-    types = schema.get("type", [])
-    if "string" in ([types] if isinstance(types, str) else types):
-        return None if text == "null" and schema.get("nullable") else text
+    given = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
+    types = {name for names in given for name in ([names] if isinstance(names, str) else names)}
+    if "string" in types:
+        return None if text == "null" and (schema.get("nullable") or "null" in types) else text
     try:
-        value = json.loads(text, parse_constant=refuse)
+        value = DECODER.decode(text)
         check(value, DEEPEST)
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text, text)
+        return {"True": True, "False": False, "None": None}.get(text.strip().capitalize(), text)
     return value
 
 
-def failed_call(error: Exception) -> str:
+def failed_call(error: BaseException) -> str:
     """The answer to a call that does not parse, or whose tool raised the error."""
     return whole_characters(f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR])

@@ -12,7 +12,8 @@ import signal
 import traceback
 import zlib
 from array import array
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,11 +161,13 @@ class Reward:
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
+        if self.function not in BUILT_IN.values():  # it may change what it gets, and samples share their problem
+            samples = [deepcopy(sample) for sample in samples]
         values: dict[str, Any] = {name: [read(sample) for sample in samples] for name, read in self.readers.items()}
         if not self.batched:
             values = {name: value for name, (value,) in values.items()}
         logs = {name: getattr(notes, name) for name in LOGS if notes and name in self.constants}
-        return self.function(**values, **{**self.constants, **logs})
+        return self.function(**values, **{**deepcopy(self.constants), **logs})
 
 
 def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequence[str], limit: int) -> Reward:
@@ -300,6 +303,8 @@ def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, f
             failure = "timed_out", str(returned)
         elif isinstance(returned, BaseException):
             failure = "raised", describe(returned, reward.file)
+        elif reward.batched and isinstance(returned, Mapping | Set | bytes):
+            failure = "not_a_number", f"returned no list of numbers: a {type(returned).__name__}"
         elif len(values := list(returned) if reward.batched else [returned]) == samples:
             return map(judge, values)
         else:

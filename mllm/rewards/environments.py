@@ -11,6 +11,7 @@ import json
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ class Move(NamedTuple):
     seed: int = 0
     completion: str | None = None
     """The assistant's turn; with neither, the conversation ends."""
+    thinks: bool = False
+    """Whether the prompt has opened a thought, with which the turn then begins."""
     last: bool = False
     """Whether no turn follows this one."""
 
@@ -146,6 +149,7 @@ class Player:
 
     async def begin(self, move: Move, example: Example) -> Turn:
         """The prompt with what the environment adds."""
+        example = deepcopy(example)  # which a group's conversations share
         prompt = example.prompt if example.conversational else example.question
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
         row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
@@ -168,7 +172,7 @@ class Player:
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
             tools = self.functions | {name: getattr(environment, name) for name in self.methods}
-            for parsed in tool_calls(move.completion, self.schemas) if tools else []:
+            for parsed in tool_calls("<think>" * move.thinks + move.completion, self.schemas) if tools else []:
                 if isinstance(parsed, ValueError):
                     replies.append({"role": "tool", "content": failed_call(parsed)})
                     errors += 1
@@ -216,8 +220,8 @@ async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> 
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
-        return whole_characters(str(await settled(tools[name](**arguments)))), False
-    except Exception as error:
+        return whole_characters(str(await settled(tools[name](**deepcopy(arguments))))), False
+    except (Exception, SystemExit) as error:  # code that the assistant wrote may exit
         return failed_call(error), True
 
 
@@ -240,7 +244,7 @@ def public_values(environment: Any) -> dict[str, Any]:
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
     """Observation, reward and done in what `step` returns; TypeError where it is something else."""
-    if isinstance(returned, tuple | list) and len(returned) in (3, 4):
+    if isinstance(returned, tuple | list) and len(returned) in (3, 4) and not isinstance(returned[2], str):
         observation, reward, done = returned[:3]
         return observation, reward, bool(done)
     raise TypeError(f"expected observation, reward and done, got {returned!r:.100}")

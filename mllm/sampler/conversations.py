@@ -172,11 +172,13 @@ class Conversations:
         """
         for number, turn in ended.items():
             conversation = self.found[number]
+            thinks = str(self.renderer.tokenizer.decode(conversation.tokens[-16:])).rstrip().endswith("<think>")
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
             conversation.finished = turn.finished
             if conversation.failure is None:
-                self.move(Move(number, completion=turn.text, last=len(conversation.assistant) == self.options.turns))
+                last = len(conversation.assistant) == self.options.turns
+                self.move(Move(number, completion=turn.text, thinks=thinks, last=last))
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
         """The token ids that follow the last turns of these conversations, None for conversations that are over."""

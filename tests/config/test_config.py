@@ -105,6 +105,9 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (GRPO, "optim=adamw_torch", "optim: unknown setting; here: the optimizer is AdamW"),
         (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
         (SFT, "optimizer={learning_rate: -1}", "optimizer.learning_rate: Input should be greater than 0 (got -1)"),
+        (GRPO, "mesh.fsdp=true", "mesh.fsdp: expected a number (got True)"),
+        (GRPO, "task.rewards=[{name: format, weight: true}]", "task.rewards.0.weight: expected a number (got True)"),
+        (GRPO, "run_dir=''", "run_dir: String should have at least 1 character"),
         (SFT, "data.packing=no", "data.packing: Input should be a valid boolean (got 'no')"),  # a text in YAML 1.2
         (SFT.replace("steps: 4", ""), None, "steps: this setting is required"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),
@@ -200,7 +203,7 @@ def test_a_plain_value_is_what_yaml_1_2_says(text, value):
     assert yaml.safe_load(yaml.dump([text], Dumper=PlainDumper)) == [text]  # for readers of 1.1, too
 
 
-@pytest.mark.parametrize("text", [".inf", "-.inf", ".nan", "1e999", "9" * 30])
+@pytest.mark.parametrize("text", [".inf", "-.INF", ".Inf", ".nan", ".NaN", "1e999", "9" * 30])
 def test_what_is_no_finite_number_is_refused(text):
     with pytest.raises(ValueError, match="is no number that settings take"):
         yaml.load(text, PlainLoader)
@@ -214,4 +217,9 @@ def test_a_reward_s_arguments_and_overrides_are_read_so(tmp_path):
     assert found.task.rewards[0].args == {"cache": 10, "scale": 1e-3, "quiet": "no"}
     for bad in ("steps=1:40", "steps=0b11"):
         with pytest.raises(UserError, match="steps"):
+            configs.load(name, [*others, bad])
+    prompt = "End with #### and the number."
+    assert configs.load(name, [*others, f"task.system_prompt='{prompt}'"]).task.system_prompt == prompt
+    for bad in (f"task.system_prompt={prompt}", "task.system_prompt=# Task"):
+        with pytest.raises(UserError, match=r"# .* would be a comment: quote the value"):
             configs.load(name, [*others, bad])

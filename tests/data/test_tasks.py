@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from test_data import write
 
@@ -16,7 +17,7 @@ from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.answers import final_answer
 from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
-from mllm.data.tasks.task import Example, Task
+from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.data.turns import tool_calls, tool_schemas
 from mllm.errors import UserError
 
@@ -72,7 +73,7 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert [(e.answer, e.answer_form) for e in task.test] == [("3", "hashes"), ("4", "hashes")]
     assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
     assert question(task.test[0]) == f"How much is 3? {GSM8K_INSTRUCTION}"
-    write(tmp_path, [{"question": "How much is 5?", "answer": "It is 5."}], "test.jsonl")
+    write(tmp_path, [{"question": "How much is 5?", "answer": "5"}], "test.jsonl")
     with pytest.raises(UserError, match=r"answer has no line '#### N' with the result \(.*test.jsonl:1\)"):
         load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
 
@@ -153,7 +154,7 @@ def task(folder: Path, *records: Any, **settings: Any) -> Task:
 
 def first(folder: Path, record: Any, **settings: Any) -> Example:
     """The example of a record that is listed beside another one."""
-    both = task(folder, record, {"prompt": "other", "answer": "other"}, heldout=1, **settings)
+    both = task(folder, record, {"prompt": "other", "answer": "1"}, heldout=1, **settings)
     return next(e for e in [*both.train, *both.heldout] if e.place.endswith(":1"))
 
 
@@ -191,6 +192,7 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
 
 ANSWERS = [("It is\n#### 1,004.", "hashes", "1004"), ("-3.5", "hashes", "-3.5"), ("7.0", "whole", "7.0")]
 ANSWERS += [(7.0, "whole", "7"), (7.5, "whole", "7.5"), (1e20, "whole", "1" + "0" * 20), (-0.0, "whole", "0")]
+ANSWERS += [(1e-5, "whole", "0.00001"), ("1,234,567", "hashes", "1234567")]
 
 
 @pytest.mark.parametrize(("answer", "form", "expected"), ANSWERS)
@@ -204,6 +206,14 @@ def test_an_answer_is_what_completions_state(tmp_path, answer, form, expected):
         ("So\n#### 3/4", "hashes", "answer 3/4 is more than the number that #### states"),
         ("3/4", "hashes", "answer 3/4 is more than the number"),
         ("#### 18 dollars", "hashes", "answer 18 dollars is more"),
+        ("$5", "hashes", "answer .5 is more"),
+        (r"\boxed{}", "boxed", "answer .* can't be stated as"),
+        (r"\boxed{1} or \boxed{2", "boxed", "answer .* can't be stated as"),
+        ("<answer>5", "tags", "can't be stated as <answer>ANSWER</answer>"),
+        ("5</answer>", "tags", "can't be stated as"),
+        ("+3", "hashes", "answer .3 is more"),
+        ("Paris", "hashes", "answer Paris is more"),
+        ("#### ,", "hashes", "answer , is more"),
         (float("nan"), "whole", "answer is nan, which is no number"),
         (float("-inf"), "hashes", "answer is -inf, which is no number"),
     ],
@@ -214,9 +224,17 @@ def test_what_a_completion_can_not_state_is_a_bad_line(tmp_path, answer, form, s
 
 
 def test_the_beginning_of_an_expression_is_no_answer():
-    for completion in ("#### 3/4", "#### 34 / 5", "#### 3^2"):
+    for completion in ("#### 3/4", "#### 34 / 5", "#### 3^2", "#### 3e5", "#### 3 000", "#### 3-1", "#### 3 + 4 = 7"):
         assert final_answer(completion, "hashes") is None
-    assert final_answer("#### 3 km.", "hashes") == "3"
+    for completion in ("#### 3 km.", "**#### 3**", "#### 3\n\n**Well**", "#### 3\n1 more", "#### 3 - so"):
+        assert final_answer(completion, "hashes") == "3"
+
+
+def test_problems_are_told_apart_by_numbers_of_numpy_too():
+    def hashed(value: Any) -> str:
+        return prompt_hash(Example([ASKED], None, fields={"largest": value}), fields=True)
+
+    assert len({hashed(np.int64(3)), hashed(np.int64(4)), hashed(np.array([3, 4])), hashed(np.array([3, 5]))}) == 4
 
 
 def test_held_out_problems_are_a_tenth_and_the_same_in_any_order_and_however_often_listed(tmp_path: Path) -> None:
@@ -243,6 +261,7 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
     ("line", "settings", "fault"),
     [
         ({"answer": "4"}, {}, "neither prompt nor messages are there"),
+        ({"messages": json.dumps([ASKED])}, {}, "messages must be a list of objects with role and content"),
         ({"messages": [SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": [ASKED, SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": "a", "answer": ["4"]}, {}, "answer must be a string, got list"),

@@ -124,7 +124,9 @@ def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_t
 # Tool calls: a tool gets the text that was written, and a call that can't be read costs itself alone
 
 
-def add(x: str, n: int, flag: bool = False, any_of: int | str = 0, rest: dict | None = None) -> int:
+def add(
+    x: str, n: int, flag: bool = False, any_of: int | str = 0, rest: dict | None = None, many: str | list[str] = ""
+) -> int:
     """
     Add.
 
@@ -134,6 +136,7 @@ def add(x: str, n: int, flag: bool = False, any_of: int | str = 0, rest: dict | 
         flag: A flag.
         any_of: Either.
         rest: The rest.
+        many: One or several.
     """
     return 0
 
@@ -156,11 +159,12 @@ def read(text: str) -> list[Any]:
 
 
 CALL = {"name": "add", "arguments": {"x": "a"}}
+BARE = json.dumps({"name": "add", "parameters": {"x": "a"}})
+WRITTEN = ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
+WRITTEN += [function(x="b"), tagged(function(x="b")), tagged(function(x="b")) * 2, "a</parameter>\n</tool_call>b"]
 
 
-@pytest.mark.parametrize(
-    "text", ["10001", "1.10", "null", "true", '{"a": 1}', "x\ny", "</parameter>", "a </think> b", "<tool_call>"]
-)
+@pytest.mark.parametrize("text", WRITTEN)
 def test_a_text_is_what_was_written(text: str) -> None:
     as_json = {"name": "add", "arguments": {"x": text}}
     for written in (tagged(function(x=text, n="1")), function(x=text), tagged(as_json)):
@@ -175,7 +179,10 @@ def test_a_text_is_what_was_written(text: str) -> None:
         ("n", "seven", "seven"),
         ("flag", "true", True),
         ("flag", "True", True),
+        ("flag", "FALSE", False),
         ("any_of", "7", "7"),
+        ("many", "10001", "10001"),
+        ("rest", '{"a": 1, "a": 2}', '{"a": 1, "a": 2}'),
         ("rest", '{"a": [1, null]}', {"a": [1, None]}),
         ("rest", "null", None),
         ("unknown", "7", 7),
@@ -193,6 +200,13 @@ def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) ->
         (f"maybe {tagged(CALL)}</think>\n\nNo.", []),  # the prompt has opened the thought
         (f"maybe</think>\n\n{tagged(CALL)}", [{"x": "a"}]),
         (f"<think>a</think>{tagged(CALL)} b </think> c", [{"x": "a"}]),
+        (f"<think>a<think>b</think>{tagged(CALL)}</think>c", []),
+        (f"<think>a</think><think>b</think>{BARE}", [{"x": "a"}]),
+        (f"{BARE} maybe</think>No.", []),  # the prompt has opened the thought
+        (f"{BARE}</think>{BARE}", [{"x": "a"}]),
+        (f"Sure.<|python_tag|>{BARE}", [{"x": "a"}]),
+        (f'{BARE}; {{"name": ', [{"x": "a"}, "error"]),
+        (f"{BARE} I add. {tagged(CALL)}", [{"x": "a"}, "error", {"x": "a"}]),
         (tagged(CALL) + tagged('{"name": '), [{"x": "a"}, "error"]),
         (tagged('{"name": ') + tagged(CALL), ["error", {"x": "a"}]),
         (tagged(f"{json.dumps(CALL)} please") + tagged(CALL), [{"x": "a"}, "error", {"x": "a"}]),
@@ -226,6 +240,11 @@ def test_thoughts_answers_and_broken_calls_stand_apart(text: str, expected: list
         ("<tool_call></tool_call>", "not JSON"),
         (tagged({"name": "add", "arguments": [1]}), "an object"),
         (tagged([1]), "an object"),
+        (tagged({"name": "add", "args": {"x": "a"}}), "an object"),
+        (tagged({**CALL, "parameters": {}}), "an object"),
+        (tagged('{"name": "add", "arguments": {"n": 1, "n": 2}}'), "a name stands twice"),
+        (tagged({"name": "add", "arguments": '{"n": 1, "n": 2}'}), "a name stands twice"),
+        (function(n="1").replace("</function>", function(n="2")[14:]), "the parameter n stands twice"),
         (tagged({"arguments": {}}), "a text"),
         (tagged(10**5 * "["), "not JSON: .*recursion"),
         ("<tool_call><function=add><parameter=a>1</function></tool_call>", "the parameter a has no </parameter>"),

@@ -17,7 +17,7 @@ from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.model.tokenizer import Renderer, encode_prompt
+from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS, RowShare
 from mllm.rewards.runner import RewardRunner
 from mllm.run.evaluation import make_evaluation
@@ -128,6 +128,21 @@ def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in
     assert (first, fixed) == (again, same)
     assert first == [first[0]] * 4 + [first[4]] * 4
     assert len({*first, *other, *later, *fixed}) == 8
+
+
+def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monkeypatch):
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    monkeypatch.setitem(globals(), "RENDERER", Renderer(tokenizer, "always"))
+    call = '<tool_call>{"name": "double", "arguments": {"number": 2}}</tool_call>'
+    with opened(None, tools=["own_environments:double"]) as talk:
+        found = play(
+            talk(max_completion_length=120),
+            [prompt()] * 3,
+            [[call], [f"{call}</think>4"], [f"a</think>{call}", "b</think>4"]],
+        )
+    assert [len(each.assistant) for each in found] == [1, 1, 2]
+    assert [message["content"] for message in found[2].messages if message["role"] == "tool"] == ["4"]
 
 
 def test_a_prompt_that_grows_too_long_fails_alone(guess):

@@ -70,6 +70,8 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
     assert capsys.readouterr().err == "closed\n"
     move(Move(0, completion="result = 'on', float('nan'), False"))
     assert capsys.readouterr().err == "closed\n"
+    _, text = move(begun(), Move(0, completion="result = 'on', 1, 'false'"))
+    assert text[:2] == ("raised", "TypeError: expected observation, reward and done, got ('on', 1, 'false')")
 
 
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
@@ -90,6 +92,15 @@ def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is
     assert said(unread)[3:6] == (False, [], 1)
     (over,) = move(Move(0, completion="Done."))
     assert said(over) == ([], "not_applicable", "", True, [], 0, {"row": ["answer", "level", "prompt"]})
+
+
+def test_conversations_of_a_problem_share_nothing_and_a_call_is_logged_as_it_was_written():
+    move, problem = held("Deck"), example(cards=[1, 2, 3])
+    assert [said(turn)[0] for turn in move(*(Move(number, problem) for number in range(3)))] == [["Go. 3"]] * 3
+    (turn,) = move(Move(0, completion=call("sort", numbers=[2, 1]) + call("sort", numbers=[])))
+    texts, _, _, _, calls, errors, _ = said(turn)
+    assert texts == ["[1, 2]", "Error: SystemExit: unsorted"]
+    assert (calls[0]["arguments"], errors) == ({"numbers": [2, 1]}, 1)
 
 
 def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last():
@@ -114,6 +125,7 @@ def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs
         ("Undescribed", [], "task.environment: the tool tool can't be described"),
         (None, ["USED"], "task.tools: own_environments:USED is not a function"),
         (None, ["double", "double"], "task.tools: two tools are named double"),
+        (None, ["any_number"], r"task.tools: the tool any_number can't be .*: no call can name its argument \*numbers"),
     ],
 )
 def test_what_is_no_environment_or_tool_is_an_error_of_one_line(environment, tools, message):

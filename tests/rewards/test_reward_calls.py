@@ -71,6 +71,16 @@ def logs_one(completion, log_extra, log_metric):
     log_metric("accuracy", len(completion) if completion else "no number")
     return 1.0
 
+def takes(completion, words, bag):
+    bag.append(completion)
+    return len(bag) + sum([words.pop() in completion for _ in [*words]])
+
+def takes_all(completions, words, **kwargs):
+    return [sum([each.pop() in text for _ in [*each]]) for text, each in zip(completions, words)]
+
+def numbered(completions):
+    return dict.fromkeys(range(len(completions)), 0.5)
+
 # Each of them waits for the others, so one after the other they wait for ever
 
 def meet(completion, there=[]):
@@ -136,6 +146,16 @@ def test_a_function_gets_what_it_names():
     assert bound("mine:with_default", given, unit="g")([given]) == "g"
     fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt", "truncated"]
     assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, *LOGS, "level", "more"])
+
+
+def test_what_a_function_does_to_its_arguments_is_seen_by_no_other_call():
+    given = [sample("a b", words=["a", "b"])] * 2
+    assert values("mine:takes", *given, bag=[]) == [3, 3]
+    assert values("mine:takes_all", *given) == [2, 2]
+
+
+def test_a_dict_of_numbers_is_no_list_of_them():
+    assert values("mine:numbered", sample("a")) == ["returned no list of numbers: a dict"]
 
 
 def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none():
@@ -286,6 +306,7 @@ def example(answer, form="whole"):
         ("#### 5\nno:\n#### -1,234.", "-1234", "hashes", 1),
         ("<answer>1</answer> or <answer> a b\n</answer>", "a b", "tags", 1),
         ("a b, or not", "a b", "tags", 0),
+        ("between <answer> and so on: <answer>7</answer>", "7", "tags", 1),
         (r"\boxed{1}, no: $\boxed{\frac{1}{2} }$.", r"\frac{1}{2}", "boxed", 1),
         (r"\boxed{1}, no: \boxed{7", "7", "boxed", 0),
         ("7", "7", "boxed", 0),

@@ -4,10 +4,12 @@ import re
 
 from mllm.config.answer_form import AnswerForm
 
-HASHES = re.compile(r"#### (-?[0-9.,]++)(?!\s*[/^*])")
-"""GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4."""
+HASHES = re.compile(r"#### (-?[.,]*[0-9][0-9.,]*+)(?![ \t]*(?:[/^×÷]|[-+−*:=eE_]{0,2}[ \t]*[0-9]))")
+"""GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4, 3e5 or 3 000."""
 OPEN, CLOSE = "<answer>", "</answer>"
 BOXED = "\\boxed{"
+STATED = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
+"""The text that states an answer in each form."""
 
 
 def final_answer(completion: str, form: AnswerForm) -> str | None:
@@ -36,7 +38,7 @@ def last_element(completion: str) -> str:
     """
     end, content = 0, completion
     while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
-        content = completion[start + len(OPEN) : end]
+        content = completion[start + len(OPEN) : end].rpartition(OPEN)[2]
     return content
 
 

@@ -7,9 +7,9 @@ a whole solution that states the answer in the task's form, as in GSM8K and MATH
 import importlib
 import math
 import pickle
-import re
 from collections.abc import Mapping
 from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
 from mllm.data.records import Origin, Record, Records, read_records, sound_records
-from mllm.data.tasks.answers import HASHES, final_answer
+from mllm.data.tasks.answers import HASHES, STATED, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.gym import reasoning_gym
 from mllm.data.tasks.task import Example, Task, messages, split_task
@@ -116,7 +116,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
     key = "prompt" if "prompt" in named else "messages"
     if key not in named:
         raise UserError("neither prompt nor messages are there")
-    solution, conversational = None, not isinstance(named[key], str)
+    solution, conversational = None, key == "messages" or not isinstance(named[key], str)
     if conversational:
         prompt = turns(named, key)
         if key == "messages" and prompt and prompt[-1]["role"] == "assistant":
@@ -142,12 +142,12 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
 
 
 def written(answer: Any) -> Any:
-    """A number as a text: 7.0 as 7, as completions write it; UserError for NaN and infinity."""
+    """A number as a text, as completions write it: 7.0 as 7, 1e-05 as 0.00001; UserError for NaN and infinity."""
     if type(answer) is float and not math.isfinite(answer):
         raise UserError(f"answer is {answer}, which is no number")
-    if type(answer) is float and answer.is_integer():
-        answer = int(answer)
-    return str(answer) if type(answer) in (int, float) else answer
+    if type(answer) is float:
+        answer = int(answer) if answer.is_integer() else format(Decimal(str(answer)), "f")
+    return str(answer) if type(answer) is int else answer
 
 
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
@@ -156,13 +156,12 @@ def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
     UserError is raised where the form can't state all of it.
     """
     if form == "hashes":
-        _, hashes, behind = given.rpartition("#### ")
-        line = behind.partition("\n")[0].strip()
-        if (hashes or re.match("-?[0-9.]", line)) and not HASHES.fullmatch(f"#### {line}"):
-            way_out = "give numbers, or another task.answer_form"
-            raise UserError(f"answer {line:.40} is more than the number that #### states: {way_out}")
-    if (stated := final_answer(given, form)) is not None:
-        return stated, given
-    if form == "hashes" and (number := final_answer(f"#### {given.strip()}", form)) is not None:
-        return number, None  # without thousands' commas, as it is read from completions
-    return given.strip(), None
+        line = given.strip().rpartition("#### ")[2].partition("\n")[0].strip()
+        if not HASHES.fullmatch(f"#### {line}"):
+            raise UserError(f"answer {line:.40} is more than the number that #### states: set task.answer_form")
+    stated = final_answer(given, form)
+    bare = given.strip() if stated is None else stated
+    answer = final_answer(STATED[form].format(bare), form)
+    if not answer or (answer != bare and form != "hashes"):  # which leaves thousands' commas out
+        raise UserError(f"answer {bare!r:.40} can't be stated as {STATED[form].format('ANSWER')}")
+    return answer, None if stated is None else given

@@ -126,9 +126,11 @@ def prompt_hash(example: Example, fields: bool = False) -> str:
 
 
 def digest(value: Any) -> str:
-    """A hash of a value of JSON; whatever else a function may have put into it counts by its type alone."""
+    """A hash of a value of JSON, or numpy's; whatever else a function may have put into it counts by its type alone."""
     try:
-        text = json.dumps(value, default=lambda item: type(item).__name__, skipkeys=True)
+        text = json.dumps(
+            value, default=lambda item: item.tolist() if hasattr(item, "tolist") else type(item).__name__, skipkeys=True
+        )
     except (ValueError, RecursionError):  # it holds itself
         text = type(value).__name__
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
