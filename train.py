@@ -20,7 +20,7 @@ from functools import partial
 
 from mllm.config import load as configs
 from mllm.config.schema import Config
-from mllm.errors import ArgumentParser, StepError, UserError, command, run_main
+from mllm.errors import ArgumentParser, CommonError, StepError, UserError, command, run_main
 
 
 @command
@@ -115,11 +115,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 watch = Stopwatch(partial(run.watch.mark, state.step))
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs any that teach something.
-                try:
-                    data = source.next(joined(state.train.params), state.step, watch, run.fixed)
-                except StepError as error:
-                    fatal_error = str(error)
-                    break
+                data = source.next(joined(state.train.params), state.step, watch, run.fixed)
 
                 # Update: loss, gradients and optimizer in one compiled program.
                 with watch.phase("update"):
@@ -152,6 +148,8 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 checkpoints.check()
         except Interrupted:  # in a rollout, whose step counts as not begun, or in an evaluation, which stays pending
             finished, stopping = False, True
+        except CommonError as error:  # there, too: no process can go on, and all are at the same place
+            fatal_error = str(error)
 
         # Save what is not saved yet. With keep_best a step whose evaluation is pending is left out: nothing could
         # compare it with the others.

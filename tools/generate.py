@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from mllm import errors
+from mllm.config.section import LARGEST_NUMBER
 from mllm.data.formats import messages_of, text, turns
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.errors import UserError
@@ -92,7 +93,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     meaning = "what answers, package.module:Class; task: what the run's task has"
     parser.add_argument("--environment", metavar="NAME", help=meaning)
     parser.add_argument("--max-turns", type=positive(int), metavar="N", help="with --environment; default: 8")
-    parser.add_argument("--seed", type=positive(int, zero=True), default=0)
+    parser.add_argument("--seed", type=positive(int, zero=True, most=LARGEST_NUMBER), default=0)
     parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
     options = parser.parse_intermixed_args(arguments)
@@ -107,6 +108,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             raise UserError(f"--{name.replace('_', '-')}: the likeliest tokens are always the same: give --temperature")
     if options.max_turns and not options.environment:
         raise UserError("--max-turns: without --environment there is one turn: leave it out")
+    if options.environment and options.max_turns != 1 and options.chat_template == "never":
+        raise UserError("--chat-template: never renders no turns, which an environment needs: leave it out")
     if "" in options.stop:
         raise UserError("--stop: it is empty: give a text")
     return options
@@ -204,7 +207,7 @@ def complete(
     from mllm.sampler.schedule import Room
     from mllm.stopwatch import COMPILING
 
-    are_texts = all(len(chat) == 1 for chat in chats)
+    are_texts = not options.environment and all(len(chat) == 1 for chat in chats)
     args = (task and task.template_args) or {}
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
     form = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"

@@ -228,6 +228,6 @@ def evaluation_faults(config: Config) -> Iterator[Fault]:
     judge, key = (validation, "data.validation.every") if validation else (held_out and evaluation, "eval.every")
     if not judge:
         yield "checkpoint.keep_best", "needs an eval section" + " or data.validation" * bool(config.data)
-    elif judge.every and checkpoint.every and judge.every % checkpoint.every:
-        problem = f"{key} ({judge.every}) is not a multiple of checkpoint.every ({checkpoint.every})"
+    elif judge.every and (checkpoint.every is None or judge.every % checkpoint.every):
+        problem = f"{key} ({judge.every}) is not a multiple of checkpoint.every ({checkpoint.every or 'null'})"
         yield "checkpoint.keep_best", f"{problem}: the evaluated parameters would not be saved"

@@ -237,8 +237,9 @@ def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: i
         if (needed := mesh.dp * fsdp * mesh.tp) > devices.available:
             return f"{problem}: {needed} devices with mesh.fsdp={fsdp} hold them, and here are {devices.available}"
         return f"{problem}; mesh.fsdp={fsdp} spreads them"
-    if worst.name in ("prefill", "decode"):
+    if worst.name in ("prefill", "decode", "answers"):
         shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
+        fixed -= worst.parts["activations"] * (worst.name == "answers")  # the scores of all slots
         fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards
         if fitting < shards or shapes.slots == shards:
             return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"

@@ -46,10 +46,10 @@ CHANGEABLE = {
     *(f"grpo.{name}" for name in ("entropy_coef", "scale_rewards", "importance_sampling", "importance_cap")),
     *(f"dpo.{name}" for name in ("loss_type", "beta", "label_smoothing", "gamma")),
     *("dpo.desirable_weight", "dpo.undesirable_weight"),
-    *("grpo.dynamic_sampling", "grpo.mask_truncated_completions"),
+    *("grpo.baseline", "grpo.dynamic_sampling", "grpo.mask_truncated_completions"),
     *("task.rewards", "task.reward_timeout", "task.environment", "task.tools"),
     *("rollout.max_turns", "rollout.max_total_length"),
-    *("distill.kind", "distill.beta"),
+    *("distill.kind", "distill.beta", "distill.label_coef"),
 }
 """Settings of what a step computes from its parameters, moments and position alone, which stay what they were."""
 

@@ -13,7 +13,7 @@ from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.groups import token_advantages
 from mllm.algorithms.grpo.source import telling_samples
 from mllm.data.source import Fixed
-from mllm.errors import StepError, UserError
+from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 
@@ -303,7 +303,7 @@ def test_advantages_over_the_groups_mean_are_those_of_maxrl_which_has_no_rewards
     rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, np.nan, 0, 0.1]])
     expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, -1, 1 / 3], 4 * [0], 4 * [0], [1.5, 0, -1, -0.5]]
     np.testing.assert_allclose(advantages_of(rewards, "mean"), expected, rtol=1e-15)
-    with pytest.raises(UserError, match=r"grpo\.scale_rewards: mean is for rewards of 0 or more"):
+    with pytest.raises(StepError, match=r"grpo\.scale_rewards: mean is for rewards of 0 or more"):
         advantages_of(rewards - 0.5, "mean")
 
 

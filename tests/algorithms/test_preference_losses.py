@@ -19,13 +19,14 @@ from tiny import config as run_config
 from tiny import load_weights, with_inputs
 
 from mllm.algorithms.dpo.algorithm import Dpo, make_validation
-from mllm.algorithms.dpo.losses import means, preference_loss, preference_sums
+from mllm.algorithms.dpo.losses import completions_of, means, preference_loss, preference_sums
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceInputs, PreferenceSource, with_kl
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig
 from mllm.config.schema import Rows
 from mllm.data.batch import Batch
+from mllm.data.packing import add_sequence, empty_batch
 from mllm.data.tokenizing import Document, Documents, Preference
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -120,6 +121,16 @@ def make_rows(config, seed=0):
     inputs = PreferenceInputs(share, reference, labels, kl)
     batch = Batch(**integers, weights=weights_ * share[0], inputs=inputs)
     return batch, logprob, sequences
+
+
+def test_no_completion_is_lost_where_a_row_is_full_of_the_shortest_ones():
+    batch, labels = empty_batch((1, 6)), np.zeros((1, 6), np.float32)
+    for _ in range(3):
+        _, predicts = add_sequence(batch, 0, np.array([5, 7]), np.array([False, True]), 1 / 3, 2)
+        labels[0, predicts[0]] = 1
+    batch = batch._replace(inputs=PreferenceInputs(np.full(1, 1 / 3, np.float32), labels=labels))
+    completions, found, present = completions_of(jnp.where(batch.weights > 0, -1.0, 0.0), batch, per_token=False)
+    assert present.sum() == found.sum() == -completions.logprob.sum() == 3
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -120,6 +120,7 @@ def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_tha
         ("update", (10, 0, 0, 60, 80), 50, 2, "nor does a smaller one; more devices or model.lora would help"),
         # 20 MiB stay; 8 rows take 160, so 80 are enough for 4.
         ("decode", (20, 0, 160, 0, 0), 80, 8, "rollout.max_slots: 8 do not fit (MISSING); about 4 would"),
+        ("answers", (20, 0, 60, 0, 100), 80, 8, "rollout.max_slots: 8 do not fit (MISSING); about 4 would"),
         ("decode", (90, 9, 80, 0, 8), 87, 8, "for decoding leaves no room (MISSING); raise mesh.tp"),
     ],
 )

@@ -51,7 +51,7 @@ def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refu
     [
         {"steps": 5},
         {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "final_fraction": 0.1, "max_grad_norm": 0.5}},
-        {"grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none"}},
+        {"grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none", "baseline": "token"}},
         {"rollout": {"max_completion_length": 8}},
         {"task": {"rewards": [{"name": "exact_match", "weight": 0.5}]}},
         {"model": {"remat": "full"}},

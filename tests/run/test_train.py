@@ -31,12 +31,14 @@ from tiny import METHODS, config
 
 import mllm
 from mllm import stopwatch
+from mllm.algorithms.sft.source import SftSource
 from mllm.config import load as configs
 from mllm.config.load import load
+from mllm.errors import CommonError
 from mllm.parallel import group
 from mllm.run import build
 from mllm.run.checkpoint import Checkpoints
-from mllm.run.state import RunState
+from mllm.run.state import Measurements, RunState
 from mllm.store.run_store import RunStore, tool_run
 from mllm.training.step import TrainState
 
@@ -318,6 +320,28 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
     assert [line["skipped"] for line in lines] == [0, 1, 1, 1]
     assert lines[1]["loss"] is None
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(newest(settings).train.params))
+
+
+@pytest.mark.slow
+def test_what_ends_a_step_or_an_evaluation_costs_no_step_before_it(tmp_path, monkeypatch, capsys):
+    """The process of a reward function that can't be started again raises such an error in both."""
+    settings, own_next = config("sft", run_dir=str(tmp_path / "run"), eval=None, rollout=None), SftSource.next
+
+    def fail(*_):
+        raise CommonError("task.rewards: gone")
+
+    def failing_next(self, params, step, *rest):
+        return fail() if step == 1 else own_next(self, params, step, *rest)
+
+    monkeypatch.setattr(SftSource, "next", failing_next)
+    assert run(settings) == 2
+    monkeypatch.setattr(SftSource, "next", own_next)
+    monkeypatch.setattr(Measurements, "are_due", lambda self, step, final: step == 3)
+    monkeypatch.setattr(Measurements, "measure_pending", fail)
+    assert run(settings) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said == [f"error: task.rewards: gone (saved after step {n}: the same command resumes)" for n in (1, 3)]
+    assert (newest(settings).step, newest(settings).pending_evaluation is None) == (3, False)
 
 
 def test_a_finite_update_ends_a_row_of_skipped_ones():

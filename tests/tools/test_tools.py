@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -256,14 +257,19 @@ def test_a_completion_that_the_memory_has_no_room_for_is_refused(exported, capsy
 @pytest.mark.slow
 def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_path, monkeypatch, capsys):
     def complete(self, params, prompts, conversations, **given):
-        assert self.options.turns == 3
+        assert (self.options.turns, self.renderer.form) == (3, "chats")
         live = [*range(len(prompts))]
         while live:  # as the engine does
             conversations.send({i: Completion(array("i", [*b"16", 258]), finished=True, text="16") for i in live})
             found = conversations.receive(live)
             live = [i for i in live if found[i] is not None]
 
+    def knows_texts(*given, restore=export.restore):
+        config, policy, *rest = restore(*given)
+        return config, replace(policy, learned="texts"), *rest
+
     monkeypatch.setattr(Sampler, "complete", complete)
+    monkeypatch.setattr(export, "restore", knows_texts)
     game = ["--environment", "mllm.data.tasks.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
     assert generate.main([str(exported), "game 1", *game]) == 0
     said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
@@ -278,6 +284,8 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
         (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
         (["--environment", "nowhere:Game"], "task.environment: nowhere:Game"),
         (["--max-turns", "2"], "--max-turns: without --environment there is one turn"),
+        (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
+        ([*game, "--chat-template", "never"], "--chat-template: never renders no turns, which an environment"),
     ):
         assert generate.main([str(exported), "hi", *options]) == 2
         assert f"error: {message}" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from mllm.algorithms.sft.settings import example_faults, example_rows
 from mllm.config.schema import Config, Rows, Rules
 from mllm.config.section import Fault, Section
 
-UNREWARDED = ("scale_rewards", "dynamic_sampling", "beta", "reference")
+UNREWARDED = ("scale_rewards", "baseline", "dynamic_sampling", "beta", "reference")
 """Settings of `grpo` that say how rewards are learned from, which distillation only logs."""
 POLICY_GRADIENT = ("epsilon", "epsilon_high", "dual_clip", "entropy_coef", "importance_sampling", "importance_cap")
 """Settings of `grpo` that belong to its objective, which the sampled estimator alone has."""
@@ -69,8 +69,9 @@ class DistillRules(Rules):
         unused = UNREWARDED if distill.estimator == "sampled" else UNREWARDED + POLICY_GRADIENT
         because = f"by distill.estimator: {distill.estimator}"
         yield from config.unused(because, *(f"grpo.{name}" for name in unused))
-        if distill.estimator == "full" and config.section(GrpoConfig).loss_type == "gspo":
-            yield "grpo.loss_type", "gspo is an objective, and distill.estimator: full has its own"
+        grpo = config.section(GrpoConfig)
+        if distill.estimator == "full" and grpo.limits.with_one_update is not None:
+            yield "grpo.loss_type", f"{grpo.loss_type} is an objective, and distill.estimator: full has its own"
         yield from rollout_faults(config)
 
     def rows(self, config: Config) -> Rows:

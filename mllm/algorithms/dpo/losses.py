@@ -51,8 +51,8 @@ def completions_of(
     counts = batch.weights > 0
     nothing = jnp.zeros_like(logprob)
     reference, labels = (nothing if x is None else x for x in (batch.inputs.reference_logprobs, batch.inputs.labels))
-    # A sequence has two tokens or more, and the first is not learned.
-    most_sequences = 2 * max(1, logprob.shape[1] // 4)
+    # A sequence has two tokens or more, and the first is not learned; of pairs the number is even.
+    most_sequences = 2 * -(-logprob.shape[1] // 4)
 
     def sums(values: Float[Array, "T"], segments: Array) -> Float[Array, "S"]:
         return jax.ops.segment_sum(values, segments, most_sequences + 1)[1:]

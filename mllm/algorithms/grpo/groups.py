@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from mllm.algorithms.grpo.settings import RewardScale
-from mllm.errors import UserError
+from mllm.errors import StepError
 
 STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
 
@@ -41,7 +41,7 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
     section 4.1.2) or of the whole `batch`, by the group's `mean` (MaxRL), or by nothing (`none`, Dr. GRPO). A reward
-    that failed is NaN and gets 0; so does, exactly, a group of equal rewards. UserError is raised for a reward below 0
+    that failed is NaN and gets 0; so does, exactly, a group of equal rewards. StepError is raised for a reward below 0
     with `mean`.
     """
     return group_deviations(rewards)[0] / divisors(rewards, scale)
@@ -78,7 +78,7 @@ def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.
             return std + STD_EPSILON
         case "mean":
             if (rewards < 0).any():
-                raise UserError("grpo.scale_rewards: mean is for rewards of 0 or more: remove it")
+                raise StepError("grpo.scale_rewards: mean is for rewards of 0 or more: remove it")
             mean = np.nansum(rewards, -1, keepdims=True) / np.maximum((~np.isnan(rewards)).sum(-1, keepdims=True), 1)
             return np.where(mean > 0, mean, 1.0)
         case "batch":
