@@ -77,7 +77,7 @@ def logits_logprobs(
     bad = flat[2] & ((flat[1] < 0) | (flat[1] >= vocabulary))
     scale = 1 / checked_temperature("temperature", temperature)
     y_NV, label_N, live_N, scale = target.same_varying((flat[0], flat[1] - first, flat[2], scale))
-    if impl is None:
+    if impl is None or not y_NV.size:
         impl = "mosaic_tpu" if target.platform() == "tpu" and columns % 128 == 0 and y_NV.size else "xla"
     tokens = _logprobs(impl, axes, block, Given(y_NV, label_N, live_N, scale))
     tokens = tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)

@@ -106,3 +106,9 @@ def test_leading_dims_labels_out_of_range_and_faults() -> None:
     }.items():
         with pytest.raises(ValueError, match=name):
             logits_logprobs(**({"logits": logits, "labels": labels} | options))
+
+
+@pytest.mark.parametrize("impl", [None, "xla", "mosaic_tpu"])
+def test_no_rows_at_all_have_no_statistics(impl: Any) -> None:
+    gradient = jax.grad(lambda logits: logits_logprobs(logits, LABELS[:0], impl=impl).logprob.sum())
+    assert gradient(jnp.zeros((0, V))).shape == (0, V)

@@ -185,6 +185,22 @@ def test_logits_of_any_size_lose_nothing_to_the_temperature(
             np.testing.assert_allclose(x, want, rtol=0, atol=rounding * np.abs(want).max())
 
 
+@pytest.mark.parametrize("engine", [parameter(XLA), parameter(TPU_F32, slow=True)])
+def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(engine: Engine) -> None:
+    """A mask's log-probability times this slope is beyond float32, and 0 times infinity is not 0."""
+    small = engine._replace(shape=(16, 100, 128))
+    problem, steep = small.problem(3e-6), np.full(16, 100.0)
+
+    def entropy(hidden: jax.Array) -> jax.Array:
+        return 100 * token_logprobs(hidden, *problem[1:], temperature=1e-6, impl=engine.impl).entropy.sum()
+
+    with small.strictly():
+        found = jax.jit(jax.grad(entropy))(problem.hidden)
+    slopes, heat = Slopes(0 * steep, 0 * steep, steep), float(np.float32(1e-6))
+    want = exact(*problem, lambda _: slopes, temperature=heat).answer.hidden
+    np.testing.assert_allclose(found, want, rtol=0, atol=64 * EPS * np.abs(want).max())
+
+
 # --- labels ---
 
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from .. import target
 from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns
 from ..shapes import Array, Float
-from ..softmax import FLOOR, RowFactors, Slopes, Softmax, cap_slope, label_slope
+from ..softmax import RowFactors, Slopes, Softmax, cap_slope, label_slope
 from . import forward
 from .forward import LOG2E, SUBLANES, KeptExponentials, Output
 from .tiles import LANES, KernelName, Tiles, case_of
@@ -114,13 +114,12 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             y_RS = capped(product_RS, options.softcap)
             first = j * tile.columns + s * step
             column_RS = lax.broadcasted_iota(jnp.int32, y_RS.shape, 1)
-            y_RS = jnp.where(column_RS < ints[1] - first, y_RS, FLOOR)
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
             numbers = range(_number_of_factors(options))
             factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in numbers))
             dy_RS = jnp.where(hit_RS, factors_RS.at_label, _dy(y_RS, scales[0], factors_RS, options))
-            if options.mean_over is not None:
-                dy_RS = jnp.where(y_RS == FLOOR, 0, dy_RS)
+            # A mask of y would not do: its log p, times the entropy's slope, can overflow, and 0 times inf is not 0.
+            dy_RS = jnp.where(column_RS < ints[1] - first, dy_RS, 0)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)
 
         @pl.when(j == last)
