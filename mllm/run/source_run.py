@@ -55,7 +55,7 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """What a new run notes of a model that may change: its step or commit, and its adapters' rank, scale and targets."""
+    """What a new run notes of a model that may change: its step or commit, and its adapters' rank and kin."""
     pinned: dict[str, Any] = {}
     if model.lora and model.lora.source:
         stored = asdict(peft.chosen(model.lora, ())[0])
