@@ -192,7 +192,7 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
 
 def test_a_column_that_is_named_for_messages_counts_beside_a_prompt(tmp_path: Path) -> None:
     record = {"prompt": "the first sentence", "chat": [ASKED, SAID]}
-    assert first(tmp_path, record, columns={"messages": "chat"}).prompt == [ASKED]
+    assert task(tmp_path, record, heldout=0, columns={"messages": "chat"}).train[0].prompt == [ASKED]
 
 
 ANSWERS = [("It is\n#### 1,004.", "hashes", "1004"), ("-3.5", "hashes", "-3.5"), ("7.0", "whole", "7.0")]
