@@ -184,7 +184,7 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
             weights.save(url, architecture, params)
 
 
-def test_an_export_s_files_in_a_folder_of_their_own_are_sent_too(server, url):
+def test_an_export_s_files_in_a_folder_of_their_own_are_sent_and_fetched_too(server, url):
     names = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"]
     for _ in range(2):  # the second replaces the first
         with replacing(f"{url}/export") as folder:
@@ -193,3 +193,7 @@ def test_an_export_s_files_in_a_folder_of_their_own_are_sent_too(server, url):
                 (folder / name).write_text(name)
     assert sorted(server.objects) == [f"{url.rpartition('test-runs/')[2]}/export/{name}" for name in names]
     assert server.written[-1].endswith("config.json")
+    folder = local_folder(f"{url}/export", SMALL)
+    assert (folder / names[0]).read_text() == names[0]
+    (bucket_path(f"{url}/export") / names[0]).unlink()
+    assert not (local_folder(f"{url}/export", SMALL) / names[0]).exists()
