@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configs.load(options.config)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
-    task, most = load_task(config.task, config.seed), config.rollout.sampled_length
+    task = load_task(config.task.of_run(config.eval is not None), config.seed)
+    most = config.rollout.sampled_length
     pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
     tokens = token_ids(config.model, [completion for _, completion in pairs])
     samples = [

@@ -96,17 +96,20 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     from mllm.data.records import sound_records
     from mllm.data.tasks.load import load as load_task
     from mllm.data.tokenizing import Document, Skipped, encode_records
-    from mllm.model.load import find_model, find_tokenizer
+    from mllm.model import peft
+    from mllm.model.load import find_learned, find_model, find_tokenizer
     from mllm.model.tokenizer import Renderer, encode_prompt
 
     config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
-    task = load_task(config.task, config.seed) if config.task else None
+    task = load_task(config.task.of_run(config.eval is not None), config.seed) if config.task else None
     if config.data is None or config.data.source == "task":
         assert config.task is not None
         assert task is not None
-        renderer = task_renderer(config.task, task, renderer, None)
+        adapters = peft.chosen(config.model.lora, ())[1] if config.model.lora else None
+        learned = find_learned(config.model, folder, adapters, renderer.tokenizer)
+        renderer = task_renderer(config.task, task, renderer, learned)
     if config.data is None:
         assert task is not None
         for example in task.train[:EXAMPLES]:

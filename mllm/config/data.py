@@ -102,6 +102,8 @@ class DataConfig(Section):
             self.reject_unused("with several sources (mix)", "epochs", "subset", "split")
             if len(self.mix) < 2 or "task" in {entry.source for entry in self.mix}:
                 raise impossible("mix", "give two sources or more, files or hub ids")
+            if self.source != self.mix[0].source:
+                raise impossible("source", f"{self.source} is not used with mix: give the list of sources here")
         if self.source == "task" or names_files(self.source):
             self.reject_unused(f"with source: {self.source}", "subset", "split")
         if self.source == "task":

@@ -11,7 +11,7 @@ from typing import Any
 
 FILES = ("data.source", "data.mix", "data.validation.source", "task.train", "task.test")
 """Settings whose value may be a file or a pattern of files."""
-FOLDERS = ("model.source", "model.tokenizer", "task.path", "teacher.source")
+FOLDERS = ("model.source", "model.tokenizer", "model.lora.source", "task.path", "teacher.source")
 """Settings whose value may be a folder."""
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""

@@ -30,7 +30,7 @@ LARGEST_JSON = 2**26
 EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt"
-    r"|chat_template\.jinja|additional_chat_templates/|adapter_config\.json|adapter_model\.safetensors"
+    r"|chat_template\.jinja|additional_chat_templates/?|adapter_config\.json|adapter_model\.safetensors"
     r"|(video_)?preprocessor_config\.json|processor_config\.json"
 )
 """The files of an export, the tokenizer's included: all that may be replaced."""
@@ -148,13 +148,14 @@ def replacing_in_bucket(url: str) -> Iterator[Path]:
         (copies := cache_folder() / OBJECTS).mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix="export_", dir=copies) as folder:
             yield Path(folder)
-            files = sorted(Path(folder).iterdir(), key=lambda path: (path.name in LAST, path.name))
+            files = [path for path in Path(folder).rglob("*") if path.is_file()]
+            files.sort(key=lambda path: (path.name in LAST, path.name))
             total = sum(path.stat().st_size for path in files)
             with failing(f"{url}: can't be written"), transfer_bar(f"sending to {url}", total) as bar:
                 if bucket_path(url).exists():
                     bucket_path(url).rmtree()
                 for path in files:
-                    send(Path(folder), url, [path.name])
+                    send(Path(folder), url, [str(path.relative_to(folder))])
                     bar.update(path.stat().st_size)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{url}: can't be written: {error}") from None

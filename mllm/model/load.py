@@ -157,10 +157,6 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         raise UserError(f"{where}: {count(params):,} parameters are more than any model has: correct its sizes")
     tokenizer = find_tokenizer(model, folder)
     check_fits(tokenizer, architecture.vocab_size)
-    learned: Form | None = None
-    if model.init == "pretrained" and folder:
-        recorded = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)
-        learned = "texts" if recorded == "texts" or not tokenizer.chat_template else "chats"
     return Policy(
         architecture=architecture,
         tokenizer=tokenizer,
@@ -174,8 +170,16 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         revision=model.revision,
         lora=lora,
         adapters=adapters,
-        learned=learned,
+        learned=find_learned(model, folder, adapters, tokenizer),
     )
+
+
+def find_learned(model: ModelConfig, folder: Path | None, adapters: Path | None, tokenizer: Tokenizer) -> Form | None:
+    """The form of the data that a model in a folder, with adapters of another, has learned; None: it is random."""
+    if model.init != "pretrained" or not folder:
+        return None
+    recorded = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)
+    return "texts" if recorded == "texts" or not tokenizer.chat_template else "chats"
 
 
 def find_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:

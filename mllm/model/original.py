@@ -55,8 +55,9 @@ class Original:
         """Copy the settings of images; returns the content of config.json, with `ours`, the content for texts."""
         for name in (name for name in COPIED if (self.folder / name).is_file()):
             shutil.copyfile(self.folder / name, folder / name)
-        if "text_config" not in self.settings:
-            return {**self.settings, **ours}
+        own = {key: value for key, value in self.settings.items() if key != LEARNED}
+        if "text_config" not in own:
+            return {**own, **ours}
         tied = {"tie_word_embeddings": ours["tie_word_embeddings"]}
 
         def updated(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,4 +65,4 @@ class Original:
             return {**settings, **tied, **dtypes}
 
         learned = {LEARNED: ours[LEARNED]} if LEARNED in ours else {}
-        return {**updated(self.settings), **learned, "text_config": updated(self.settings["text_config"])}
+        return {**updated(own), **learned, "text_config": updated(own["text_config"])}

@@ -205,11 +205,11 @@ def write_tensors(
     single: str = SINGLE,
     original: Original | None = None,
 ) -> None:
-    """Write the safetensors file `single`, or several and their index."""
+    """Write the safetensors file `single`; of a model several, and their index, where one would be large."""
     shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
     total = used = 0
     for tensor, size, read in written_tensors(params, rounding, config, original):
-        if shards[-1] and used + size > SHARD_BYTES:
+        if single == SINGLE and shards[-1] and used + size > SHARD_BYTES:
             shards.append({})
             used = 0
         shards[-1][tensor] = read

@@ -3,6 +3,7 @@
 Which settings may differ when the run goes on: always, with `--change`, or never.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from mllm.config.load import differences, dump, read
+from mllm.config.model import LoraConfig
 from mllm.config.schema import Change, Config
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
@@ -95,8 +97,8 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
     if write_model:
         with TemporaryDirectory() as made:
             write_model(Path(made))
-            for path in sorted(path for path in Path(made).iterdir() if path.is_file()):
-                store.write(path.name, path.read_bytes())
+            for path in sorted(path for path in Path(made).rglob("*") if path.is_file()):
+                store.write(str(path.relative_to(made)), path.read_bytes())
     store.write(CONFIG, dump(config).encode())
 
 
@@ -110,13 +112,20 @@ def check_changes(run: object, config: Config, permitted: bool, old: dict[str, A
         section, begun = getattr(config, name), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
             section = section.model_copy(update={"step": begun.get("step")})
-        if section and section.revision is None:
+        if section and not re.fullmatch("[0-9a-f]{40}", section.revision or ""):  # the commit of this branch
             section = section.model_copy(update={"revision": begun.get("revision")})
         config = config.model_copy(update={name: section})
+    if (lora := config.model.lora) and lora.source:  # what the source had when the run began
+        begun = old["model"].get("lora") or {}
+        known = {name: begun.get(name) for name in ("rank", "alpha", "rslora", "targets")}
+        known |= {name: value for name, value in lora if value is not None}
+        model = config.model.model_copy(update={"lora": LoraConfig.model_validate(known)})
+        config = config.model_copy(update={"model": model})
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]
     # A run that is older than the setting lacks it.
     for key, before, after in differences({"chat_template": "auto"} | old, config.model_dump(mode="json")):
-        moved = key in PLACES and None not in (before, after) and before != "task"
+        # A checkpoint has the adapters of model.lora.source.
+        moved = key in {*PLACES, "model.lora.source"} and None not in (before, after) and before != "task"
         if moved or {key, key.split(".")[0]} & FREE:
             continue
         # With a constant learning rate the steps so far are the same in a longer run.

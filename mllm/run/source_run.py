@@ -6,7 +6,7 @@ The adapters of a run that trained some are merged into its model.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from mllm.config import load as configs
 from mllm.config.model import ModelConfig
 from mllm.config.schema import Config
 from mllm.errors import CommonError, UserError
-from mllm.model import load
+from mllm.model import load, peft
 from mllm.model.compute_copy import Rounding
 from mllm.model.folder import commit_of
 from mllm.model.int8 import is_int8, quantize
@@ -44,6 +44,10 @@ def load_policy(config: Config, mesh: Mesh) -> Policy:
 
 def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
     """The policy that a run trains; nothing outside of its folder is read before the parameters below adapters are."""
+    lora = config.model.lora
+    if lora and None not in (lora.rank, lora.alpha, lora.rslora, lora.targets):  # older runs lack some
+        lora = lora.model_copy(update={"source": None})
+        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
     folder = {"source": str(store.folder), "init": "pretrained", "architecture": None, "tokenizer": None}
     model = config.model.model_copy(update={**folder, "step": None, "revision": None})
     policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
@@ -51,12 +55,17 @@ def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """What a new run notes of a model that may change later: the number of its step, or its commit on the hub."""
+    """What a new run notes of a model that may change: its step or commit, and its adapters' rank and kin."""
+    pinned: dict[str, Any] = {}
+    if model.lora and model.lora.source:
+        stored = asdict(peft.chosen(model.lora, ())[0])
+        given = {name for name, value in model.lora if value is not None}
+        pinned["lora"] = model.lora.model_copy(update={name: stored[name] for name in stored.keys() - given})
     if (run := source_run(model)) is not None:
-        return {"step": choose_step(run, model.step, "model.step")}
+        return pinned | {"step": choose_step(run, model.step, "model.step")}
     if model.init != "pretrained" or not model.source:
-        return {}
-    return {"revision": commit_of(model.source, model.revision, "model.source")}
+        return pinned
+    return pinned | {"revision": commit_of(model.source, model.revision, "model.source")}
 
 
 def source_run(model: ModelConfig) -> RunStore | None:

@@ -28,6 +28,8 @@ OBJECTS = "objects"
 PART_BYTES = 2**23
 UNUSED_DAYS, MOST_BYTES = 30, 200 * 10**9
 LOCK = ".lock"
+TEMPLATES = "additional_chat_templates"
+"""transformers' folder for the templates that a tokenizer has beside the default one."""
 
 
 def fetch_files(source: str, key: str) -> list[Path]:
@@ -43,11 +45,16 @@ def fetch_files(source: str, key: str) -> list[Path]:
 
 
 def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
-    """A folder with the objects just below a URL whose names match one of the patterns; UserError as `fetch_files`."""
+    """A folder with the objects just below a URL whose names match one of the patterns, and with a tokenizer's further
+    templates; UserError as `fetch_files`."""
     wanted = matching(url, patterns, key)
+    with naming(key, url):
+        names = [f"{TEMPLATES}/{path.name}" for path in below(bucket_path(f"{url}/{TEMPLATES}"))]
+    wanted += [name for name in names if is_plain(name) and any(map(Path(name).match, patterns))]
     folder = fetch(url, wanted, key)[0].parent
-    for path in folder.iterdir():  # what has been removed from the bucket
-        if path.name not in wanted and not path.name.startswith(".") and any(map(path.match, patterns)):
+    for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # what has been removed from the bucket
+        name = str(path.relative_to(folder))
+        if name not in wanted and path.is_file() and path.name[0] != "." and any(map(path.match, patterns)):
             path.unlink()
     return folder
 

@@ -144,6 +144,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT, "steps=null", "steps: this setting is required, or data.epochs"),
         (SFT, "data.validation={share: 0.1, split: test}", "data.validation.source: give one of source, split"),
         (SFT, "data.validation={share: 0.1, patience: 2}", "data.validation.patience: is not used without every"),
+        (SFT, "data.mix=[{source: a.jsonl}, {source: b.jsonl}]", "data.source: train.jsonl is not used with mix: give"),
         (SFT, "data.validation={split: test}", "data.validation.split: is not used with source: train.jsonl: give"),
         (SUMS, "data={source: task, max_length: 8, validation: {share: 0.1}}", "share: is not used with source: task"),
         (SFT, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section or data.validation"),

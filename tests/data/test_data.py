@@ -250,6 +250,10 @@ def test_a_split_of_a_hub_s_data_set_is_cached_by_its_files_and_read_without_nul
         assert (read_all(training)[1][:-1], read_all(heldout)[2][:-1]) == (b"train 1", b"test 2")
     read_again = [("user/set", "main", split) for split in ("train", "test")]
     assert sorted(loaded) == sorted(read_again * 4)  # thrice for the files, once for the rows
+    loaded.clear()
+    mix = [{"source": "user/set", "subset": "main"}] * 2
+    load_documents(DataConfig(source=mix, max_length=32, validation={"split": "test"}), Renderer(BYTES), None)
+    assert {*loaded} == {*read_again}
 
 
 def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):

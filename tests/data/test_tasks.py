@@ -190,6 +190,11 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
     assert example.conversational == isinstance(record[key], list)
 
 
+def test_a_column_that_is_named_for_messages_counts_beside_a_prompt(tmp_path: Path) -> None:
+    record = {"prompt": "the first sentence", "chat": [ASKED, SAID]}
+    assert task(tmp_path, record, heldout=0, columns={"messages": "chat"}).train[0].prompt == [ASKED]
+
+
 ANSWERS = [("It is\n#### 1,004.", "hashes", "1004"), ("-3.5", "hashes", "-3.5"), ("7.0", "whole", "7.0")]
 ANSWERS += [(7.0, "whole", "7"), (7.5, "whole", "7.5"), (1e20, "whole", "1" + "0" * 20), (-0.0, "whole", "0")]
 ANSWERS += [(1e-5, "whole", "0.00001"), ("1,234,567", "hashes", "1234567")]

@@ -247,6 +247,8 @@ def test_an_export_is_the_folder_that_was_read_with_other_parameters(
     assert (out / "preprocessor_config.json").read_text() == '{"size": 3}'
     assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": [3]}
     assert weights.read_config(out) == sizes
+    weights.save(tmp_path / "chats", sizes, params, learned="chats", original=Original.open(out))
+    assert json.loads((tmp_path / "chats/config.json").read_text()) == kept
     assert Original.open(TEXTS) is None
 
 

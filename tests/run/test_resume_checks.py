@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ from tiny import config
 import train
 from mllm.config.load import load, read
 from mllm.errors import UserError
-from mllm.model import weights
+from mllm.model import peft, weights
 from mllm.model.load import load_policy
+from mllm.model.tokenizer import load_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.run import folder
 from mllm.run.build import Run
@@ -220,6 +222,37 @@ def test_a_relative_source_is_found_from_another_folder(place, monkeypatch):
     assert read(place / "relative/config.yaml")["model"]["source"] == str(place / "model")
     monkeypatch.chdir("/")
     assert export.main([f"{place}/relative"]) == 0
+
+
+@pytest.mark.slow
+def test_a_run_has_its_adapters_kind_and_its_templates_and_the_form_of_its_data_without_their_sources(
+    place, monkeypatch, capsys
+):
+    monkeypatch.chdir(place)
+    chat = (place / "model/chat_template.jinja").read_text()
+    (place / "model/additional_chat_templates").mkdir()
+    (place / "model/additional_chat_templates/tool_use.jinja").write_text(f"tools{chat}")
+    settings = beginning(place, steps=1, task=None, data={"source": write_lines(place / "data/texts.jsonl", LINES)})
+    settings = changed(settings, model={"lora": {"rank": 2, "alpha": 4}})
+    settings = changed(settings, data={"columns": {"prompt": "prompt", "completion": "completion"}})
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    adapters = policy.split(policy.initial_params())[0]
+    lora = {"source": "adapter"}  # beside the configuration
+    for alpha, code in ((4.0, 0), (4.0, 0), (8.0, 2)):
+        peft.save(place / "adapter", policy.architecture, replace(policy.lora, alpha=alpha), adapters, None)
+        assert run(changed(settings, model={"lora": lora})) == code
+    assert "model.lora.alpha: the adapters of" in capsys.readouterr().err
+    monkeypatch.chdir("/")
+    shutil.rmtree(place / "adapter")
+    assert export.main([str(place / "run")]) == 0
+    assert read_json(place / "run/export/config.json")[weights.LEARNED] == "texts"
+    assert [*load_tokenizer(str(place / "run/export")).chat_template] == ["default", "tool_use"]
+
+
+def test_a_branch_is_the_commit_that_the_run_began_with():
+    settings = config(model={"init": "pretrained", "architecture": None, "source": "a/b", "revision": "main"})
+    begun = changed(settings, model={"revision": "0" * 40})
+    assert folder.check_changes("run", settings, False, begun.model_dump(mode="json"), 0) == begun
 
 
 # A stranger's files

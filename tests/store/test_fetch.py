@@ -13,7 +13,7 @@ from tiny import load_weights
 
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.folder import SMALL, local_folder
+from mllm.model.folder import SMALL, local_folder, replacing
 from mllm.store import fetch
 from mllm.store.files import bucket_path, cache_folder
 from mllm.store.run_store import find_run
@@ -182,3 +182,18 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
         put(url, "notes.txt", b"mine")
         with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):
             weights.save(url, architecture, params)
+
+
+def test_an_export_s_files_in_a_folder_of_their_own_are_sent_and_fetched_too(server, url):
+    names = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"]
+    for _ in range(2):  # the second replaces the first
+        with replacing(f"{url}/export") as folder:
+            (folder / names[0]).parent.mkdir()
+            for name in names:
+                (folder / name).write_text(name)
+    assert sorted(server.objects) == [f"{url.rpartition('test-runs/')[2]}/export/{name}" for name in names]
+    assert server.written[-1].endswith("config.json")
+    folder = local_folder(f"{url}/export", SMALL)
+    assert (folder / names[0]).read_text() == names[0]
+    (bucket_path(f"{url}/export") / names[0]).unlink()
+    assert not (local_folder(f"{url}/export", SMALL) / names[0]).exists()

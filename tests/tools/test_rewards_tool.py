@@ -67,6 +67,14 @@ def test_without_samples_problems_are_answered_right_and_with_nothing(tried, cap
     assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in caplog.text
 
 
+def test_all_problems_are_answered_where_a_run_holds_none_out(tried, tmp_path):
+    (tmp_path / "config.yaml").write_text(dump(config(task={"name": "jsonl", "train": "one.jsonl", "heldout": None})))
+    (tmp_path / "one.jsonl").write_text('{"prompt": "7+7=", "answer": 14}')
+    code, printed, _ = tried()
+    assert code == 0
+    assert "7+7=" in printed
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("tried")
 def test_the_user_s_module_may_be_called_as_the_tool_is():

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -116,6 +117,17 @@ def test_the_first_examples_of_each_source_are_printed_by_their_columns(tmp_path
     settings = [f"data.source=[{alpaca}, {tmp_path}/mine.jsonl]", "data.epochs=null", "steps=30"]
     assert samples.main(["--config", "docs/examples/sft.yaml", *settings]) == 0
     assert re.findall("⟦.", capsys.readouterr().out) == ["⟦2", "⟦4"]
+
+
+def test_the_prompts_are_those_of_the_run(tmp_path, capsys):
+    """All problems are trained on without an evaluation, and a model that has learned texts gets texts."""
+    shutil.copytree("tests/fixtures/tiny_grpo", model := tmp_path / "model")
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"mllm_learned": "texts"}))
+    (tmp_path / "one.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}')
+    options = [f"model={{source: {model}}}", f"task={{name: jsonl, train: {tmp_path}/one.jsonl}}", "eval=null"]
+    assert samples.main(["--config", "tiny_grpo", *options]) == 0
+    assert capsys.readouterr().out.splitlines() == ["prompt: 4 tokens, 0 learned", "  1+1=", ""]
 
 
 def test_that_nothing_is_learned_of_the_first_examples_is_an_error(capsys):

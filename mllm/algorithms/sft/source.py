@@ -294,7 +294,9 @@ def load_documents(
     if validation.share is not None:
         return hold_out(training, validation.share)
     if validation.split is not None:
-        heldout = Origin("data.validation.split", config.source, config.subset, validation.split)
+        named = config.mix[0] if config.mix else config  # which data.source is the name of
+        config = config.model_copy(update={"columns": named.columns or config.columns})
+        heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
     else:
         assert validation.source is not None
         heldout = origin_of("data.validation.source", validation.source)

@@ -113,7 +113,8 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
             if column not in record:
                 raise UserError(f"{column} is missing, which task.columns.{name} names")
             named[name] = record[column]
-    key = "prompt" if "prompt" in named else "messages"
+    named_alone = config.columns and config.columns.messages != "messages" and config.columns.prompt == "prompt"
+    key = "prompt" if "prompt" in named and not named_alone else "messages"
     if key not in named:
         raise UserError("neither prompt nor messages are there")
     solution, conversational = None, key == "messages" or not isinstance(named[key], str)
