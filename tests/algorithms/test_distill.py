@@ -21,7 +21,6 @@ TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}
 ROWS, LENGTH, TEMPERATURE = 16, 16, 0.7
 BATCH = random_batch(ROWS, LENGTH)
-ON_DEVICE = jax.tree.map(jnp.asarray, BATCH)
 
 
 def make_settings(mesh=(1, 1, 1), estimator="full", model=MODEL, **distill):
