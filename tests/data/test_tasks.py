@@ -44,19 +44,14 @@ def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_see
     assert list(load(TaskConfig(name="arithmetic", heldout=32), seed=2).heldout) == list(task.heldout)
 
 
-@pytest.mark.parametrize("shape", [{"operators": "+-*", "operands": 4}, {"digits": 3, "operators": "-"}])
-def test_answers_are_what_python_says(shape: dict[str, Any]) -> None:
-    task = arithmetic(**shape)
-    for example in [*task.train[:300], *task.heldout]:
+def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_listed() -> None:
+    small, large = arithmetic(digits=3, operators="-"), arithmetic(256, operands=6, digits=6, operators="+-*")
+    assert len(large.train) > 2**60
+    some = [large.train[i * 10**12] for i in range(100)]
+    for example in [*some, *large.heldout, *small.train[:300], *small.heldout]:
         assert example.answer == example.solution == str(eval(question(example).removesuffix("=")))
-
-
-def test_more_problems_than_could_be_listed_are_still_split() -> None:
-    task = arithmetic(heldout=256, operands=6, digits=6, operators="+-*")
-    assert len(task.train) > 2**60
-    some = {question(task.train[i * 10**12]) for i in range(100)}
-    assert len(some) == 100
-    assert some.isdisjoint(question(e) for e in task.heldout)
+    assert len({*texts(some)}) == 100
+    assert {*texts(some)}.isdisjoint(texts(large.heldout))
 
 
 def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(
@@ -97,52 +92,28 @@ class FakeGym:
         return 1.0 if answer == entry["answer"] else 0.01
 
 
-@pytest.fixture
-def gym(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_gym_holds_the_same_problems_out_of_every_seed_and_its_scorer_travels(monkeypatch) -> None:
     gym_problems.cache_clear()
     monkeypatch.setattr(gym_module, "TRAIN_EXAMPLES", 20)
     monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=FakeGym))
 
+    def generated(name: str, heldout: int = 5, seed: int = 0) -> Task:
+        return load(TaskConfig(name=f"reasoning_gym:{name}", heldout=heldout), seed=seed)
 
-@pytest.mark.usefixtures("gym")
-def test_reasoning_gym_holds_the_same_problems_out_of_every_seed_and_of_a_generator_that_repeats_itself() -> None:
-    config = TaskConfig(name="reasoning_gym:sums", heldout=5)
-    first, second = load(config, seed=0), load(config, seed=1)
+    first, second, repeats = generated("sums"), generated("sums", seed=1), generated("small")
     assert first.heldout == second.heldout
-    questions = [{question(e) for e in examples} for examples in (first.heldout, first.train, second.train)]
+    questions = [{*texts(examples)} for examples in (first.heldout, first.train, second.train)]
     assert [len(q) for q in questions] == [5, 20, 20]
     assert len(set.union(*questions)) == 45
-    small = load(TaskConfig(name="reasoning_gym:small", heldout=5), seed=0)
-    assert {*texts(small.train)}.isdisjoint(texts(small.heldout))
-
-
-@pytest.mark.usefixtures("gym")
-def test_on_request_nothing_is_held_out(tmp_path: Path) -> None:
-    file = task(tmp_path, *SUMS, heldout=0)
-    generated = load(TaskConfig(name="reasoning_gym:sums", heldout=0), seed=0)
-    found = [(len(each.train), len(each.heldout)) for each in (arithmetic(heldout=0), file, generated)]
-    assert found == [(100, 0), (len(SUMS), 0), (20, 0)]
-
-
-@pytest.mark.usefixtures("gym")
-def test_reasoning_gyms_scorer_judges_the_tagged_answer_and_travels() -> None:
-    task = load(TaskConfig(name="reasoning_gym:sums", heldout=1), seed=0)
-    scorer, example = pickle.loads(pickle.dumps(task.scorer)), task.train[0]
+    assert {*texts(repeats.train)}.isdisjoint(texts(repeats.heldout))
+    assert [len(part) for part in (generated("sums", 0).train, generated("sums", 0).heldout)] == [20, 0]
+    scorer, example = pickle.loads(pickle.dumps(first.scorer)), first.train[0]
     said = f"It is <answer>{example.answer}</answer>", "nonsense"
     assert [scorer("", completion, example) for completion in said] == [1.0, 0.01]
-
-
-@pytest.mark.usefixtures("gym")
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("broken", r"broken\[0\]: can't be made: ZeroDivisionError: no such sum"),
-        ("missing", "missing: Dataset 'missing'"),
-    ],
-)
-def test_a_generator_that_fails_or_is_unknown_is_one_line(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=f"reasoning_gym:{said}"):
-        load(TaskConfig(name=f"reasoning_gym:{name}", heldout=1), seed=0)
+    with pytest.raises(UserError, match=r"reasoning_gym:broken\[0\]: can't be made: ZeroDivisionError: no such sum"):
+        generated("broken")
+    with pytest.raises(UserError, match="reasoning_gym:missing: Dataset 'missing'"):
+        generated("missing")
 
 
 # Listed problems
@@ -195,37 +166,15 @@ def test_a_column_that_is_named_for_messages_counts_beside_a_prompt(tmp_path: Pa
     assert task(tmp_path, record, heldout=0, columns={"messages": "chat"}).train[0].prompt == [ASKED]
 
 
-ANSWERS = [("It is\n#### 1,004.", "hashes", "1004"), ("-3.5", "hashes", "-3.5"), ("7.0", "whole", "7.0")]
-ANSWERS += [(7.0, "whole", "7"), (7.5, "whole", "7.5"), (1e20, "whole", "1" + "0" * 20), (-0.0, "whole", "0")]
-ANSWERS += [(1e-5, "whole", "0.00001"), ("1,234,567", "hashes", "1234567")]
+HASHES = {"answer_form": "hashes"}
+ANSWERS = [("It is\n#### 1,004.", HASHES, "1004"), ("-3.5", HASHES, "-3.5"), ("7.0", {}, "7.0"), (7.0, {}, "7")]
+ANSWERS += [(7.5, {}, "7.5"), (1e20, {}, "1" + "0" * 20), (-0.0, {}, "0"), (1e-5, {}, "0.00001")]
+ANSWERS += [("1,234,567", HASHES, "1234567")]
 
 
-@pytest.mark.parametrize(("answer", "form", "expected"), ANSWERS)
-def test_an_answer_is_what_completions_state(tmp_path, answer, form, expected):
-    assert first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form).answer == expected
-
-
-@pytest.mark.parametrize(
-    ("answer", "form", "said"),
-    [
-        ("So\n#### 3/4", "hashes", "answer 3/4 is more than the number that #### states"),
-        ("3/4", "hashes", "answer 3/4 is more than the number"),
-        ("#### 18 dollars", "hashes", "answer 18 dollars is more"),
-        ("$5", "hashes", "answer .5 is more"),
-        (r"\boxed{}", "boxed", "answer .* can't be stated as"),
-        (r"\boxed{1} or \boxed{2", "boxed", "answer .* can't be stated as"),
-        ("<answer>5", "tags", "can't be stated as <answer>ANSWER</answer>"),
-        ("5</answer>", "tags", "can't be stated as"),
-        ("+3", "hashes", "answer .3 is more"),
-        ("Paris", "hashes", "answer Paris is more"),
-        ("#### ,", "hashes", "answer , is more"),
-        (float("nan"), "whole", "answer is nan, which is no number"),
-        (float("-inf"), "hashes", "answer is -inf, which is no number"),
-    ],
-)
-def test_what_a_completion_can_not_state_is_a_bad_line(tmp_path, answer, form, said):
-    with pytest.raises(UserError, match=said):
-        first(tmp_path, {"prompt": "q", "answer": answer}, answer_form=form)
+@pytest.mark.parametrize(("answer", "settings", "expected"), ANSWERS)
+def test_an_answer_is_what_completions_state(tmp_path, answer, settings, expected):
+    assert first(tmp_path, {"prompt": "q", "answer": answer}, **settings).answer == expected
 
 
 def test_the_beginning_of_an_expression_is_no_answer():
@@ -267,11 +216,19 @@ def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> Non
     [
         ({"answer": "4"}, {}, "neither prompt nor messages are there"),
         ({"messages": json.dumps([ASKED])}, {}, "messages must be a list of objects with role and content"),
-        ({"messages": [SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": [ASKED, SAID]}, {}, "the last message of a prompt must be the user's"),
         ({"prompt": "a", "answer": ["4"]}, {}, "answer must be a string, got list"),
         ({"answer": "a"}, {"columns": {"prompt": "question"}}, "question is missing, which task.columns.prompt names"),
         ({"messages": [SYSTEM, ASKED]}, {"system_prompt": "Subtract."}, "has a system message, and so has task.system"),
+        ({"prompt": "q", "answer": "So\n#### 3/4"}, HASHES, "answer 3/4 is more than the number that #### states"),
+        ({"prompt": "q", "answer": "$5"}, HASHES, "answer .5 is more"),
+        ({"prompt": "q", "answer": "+3"}, HASHES, "answer .3 is more"),
+        ({"prompt": "q", "answer": "#### ,"}, HASHES, "answer , is more"),
+        ({"prompt": "q", "answer": r"\boxed{}"}, BOXED, "answer .* can't be stated as"),
+        ({"prompt": "q", "answer": r"\boxed{1} or \boxed{2"}, BOXED, "answer .* can't be stated as"),
+        ({"prompt": "q", "answer": "<answer>5"}, {"answer_form": "tags"}, "answer .* can't be stated as <answer>"),
+        ({"prompt": "q", "answer": float("nan")}, {}, "answer is nan, which is no number"),
+        ({"prompt": "q", "answer": float("-inf")}, HASHES, "answer is -inf, which is no number"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, settings: Any, fault: str) -> None:
@@ -313,13 +270,9 @@ def user_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Tas
     return load(TaskConfig(name="our_problems:make", heldout=1), seed=0)
 
 
-MADE = "{'prompt': str(i), 'extra': range(i)} for i in range"
-
-
-@pytest.mark.parametrize(
-    "code", [f"yield from ({MADE}(3))", f"return {{'train': [{MADE}(4)], 'test': [{{'prompt': '3'}}]}}"]
-)
+@pytest.mark.parametrize("code", ["yield from rows[:3]", "return {'train': iter(rows), 'test': [{'prompt': '3'}]}"])
 def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    code = "rows = [{'prompt': str(i), 'extra': range(i)} for i in range(4)]; " + code
     given = user_module(tmp_path, monkeypatch, code)
     assert sorted(texts([*given.train, *given.heldout])) == ["0", "1", "2"]
     assert given.train[0].fields["extra"] == range(int(texts(given.train)[0]))
@@ -331,9 +284,7 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("code", "fault"),
     [
         ("import nothing_like_it", "nothing_like_it.*; modules are looked for beside the configuration, too"),
-        ("raise SystemExit(3)", "can't be used: SystemExit: 3"),
         ("yield {}\n raise ValueError('a\\nb')", "can't be used: ValueError: a$"),
-        ("return 3", "can't be used: TypeError: 'int' object is not iterable"),
         ("return {'dev': []}", "returned 'dev': expected train, and test"),
         ("return 'abc'", r"task.name: expected a mapping, got str \(our_problems:make\[0\], our_"),
         ("return [{'prompt': 'a', 'f': lambda: 0}]", r"the rewards' process: Can't pickle .*make\[0\]"),
