@@ -1,4 +1,4 @@
-"""Every family's decoder against transformers' own, padded and rematerialised; what it rounds, and what decoding holds.
+"""Every family's decoder against transformers' own, and rematerialised; what it rounds, and what decoding holds.
 
 Expected logits: tests/fixtures/README.md; tests/algorithms/test_packed_update.py has packed rows, and
 tests/sampler/test_rollout.py what decode steps compute.
@@ -8,15 +8,15 @@ import dataclasses
 import math
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.tree_util import tree_leaves_with_path
 from tiny import ARCHITECTURE, config, load_weights, logits
-from tiny import config as tiny_config
 
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
@@ -37,20 +37,12 @@ FAMILIES = [*QUICK, pytest.param("qwen3", marks=pytest.mark.slow)]
 FAMILIES += [pytest.param(name, marks=pytest.mark.nightly) for name in NAMES if name not in (*QUICK, "qwen3")]
 
 
-class Fixture(NamedTuple):
-    config: Architecture
-    params: nnx.State
-    tokens: jax.Array
-    positions: jax.Array
-    logits: np.ndarray
-
-
 @cache
-def fixture(name: str) -> Fixture:
-    config = weights.read_config(FIXTURES / name)
+def fixture(name: str) -> tuple[Architecture, nnx.State, jax.Array, jax.Array, np.ndarray]:
+    """Sizes, parameters, tokens, positions, and the logits of transformers."""
     expected = np.load(FIXTURES / name / "expected.npz")
     inputs = (jnp.asarray(expected[key]) for key in ("tokens", "positions"))
-    return Fixture(config, load_weights(FIXTURES / name), *inputs, expected["logits"])
+    return weights.read_config(FIXTURES / name), load_weights(FIXTURES / name), *inputs, expected["logits"]
 
 
 def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
@@ -58,23 +50,17 @@ def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
 
 
 @cache
-def gradients(name: str, *, padded: bool = False, remat: Any = "none", **dtypes: Any) -> nnx.State:
-    """The gradients of a nonlinear function of the logits in every row, padding included."""
+def gradients(name: str, *, remat: Any = "none", **dtypes: Any) -> nnx.State:
+    """The gradients of a nonlinear function of the logits in every row."""
     config, params, tokens, positions, _ = fixture(name)
-    segments = padded_segments(tokens) if padded else jnp.ones_like(tokens)
     graphdef, _ = nnx.split(Decoder.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
 
-    def loss(params: nnx.State, segments: jax.Array) -> jax.Array:
+    def loss(params: nnx.State) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden = model(tokens, positions, segments)
+        hidden = model(tokens, positions, jnp.ones_like(tokens))
         return jnp.mean(jnp.sin(hidden.astype(jnp.float32) @ model.head_weight.T))
 
-    return jax.jit(jax.grad(loss))(params, segments)
-
-
-def padded_segments(tokens: jax.Array) -> jax.Array:
-    """Padding at the left of row 0, and nothing but padding in row 1."""
-    return jnp.ones_like(tokens).at[0, :4].set(0).at[1].set(0)
+    return jax.jit(jax.grad(loss))(params)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -122,17 +108,9 @@ def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum()
 
 
 @pytest.mark.slow
-def test_padding_gives_finite_hidden_states_and_gradients() -> None:
-    config, params, tokens, positions, _ = fixture("grouped_bfloat16")
-    assert np.isfinite(logits_of(config, params, tokens, positions, padded_segments(tokens))).all()
-    found = gradients("grouped_bfloat16", padded=True)
-    assert all(np.isfinite(leaf).all() and leaf.any() for leaf in jax.tree.leaves(found))  # biases, too
-
-
-@pytest.mark.slow
 def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one() -> None:
     plain, again = (gradients("qwen3", remat=kind) for kind in ("none", "full"))
-    for (path, expected), leaf in zip(jax.tree_util.tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
+    for (path, expected), leaf in zip(tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
         assert np.abs(expected).max() > 1e-6, parameter_name(path)
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
 
@@ -158,14 +136,11 @@ def test_a_token_outside_the_vocabulary_gives_nan() -> None:
 
 @pytest.mark.slow
 def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
-    config = dataclasses.replace(fixture("untied_sharded").config, hidden_size=64, initializer_range=0.02)
-    params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    config = dataclasses.replace(fixture("untied_sharded")[0], hidden_size=64, initializer_range=0.02)
+    for path, leaf in tree_leaves_with_path(jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()):
         name = parameter_name(path)
-        if name.endswith("norm"):
-            assert (leaf == 1).all(), name
-        elif name.endswith("bias"):
-            assert (leaf == 0).all(), name
+        if name.endswith(("norm", "bias")):
+            assert (leaf == name.endswith("norm")).all(), name
         else:
             assert 0.019 < leaf.std() < 0.021, name
             firsts = leaf.reshape(len(leaf), -1)[:, 0]
@@ -177,14 +152,11 @@ def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
 
 @pytest.mark.slow
 def test_a_loop_of_decode_steps_does_not_copy_the_cache():
-    config = dataclasses.replace(fixture("grouped_bfloat16").config, num_hidden_layers=8)
+    config = dataclasses.replace(fixture("grouped_bfloat16")[0], num_hidden_layers=8)
     model = Decoder(config, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params = nnx.split(model)
-    cache, tail, weights = (
-        abstract_cache(model, [64], 128),
-        abstract_cache(model, [2], 16),
-        decoding_weights(graphdef, params),
-    )
+    cache, tail = abstract_cache(model, [64], 128), abstract_cache(model, [2], 16)
+    weights = decoding_weights(graphdef, params)
     rows = jnp.zeros(2, jnp.int32)
     pages = (Pages(jnp.arange(64) % 2, jnp.arange(64) // 2 * 128),)
 
@@ -201,7 +173,7 @@ def test_a_loop_of_decode_steps_does_not_copy_the_cache():
 
 @pytest.mark.parametrize(("mesh", "model"), [({"tp": 2}, {}), ({"fsdp": 2}, {"dtype": "bfloat16"})], ids=str)
 def test_embedding_and_norm_are_copied_only_where_decoding_reads_them_in_another_dtype_or_sharding(mesh, model):
-    policy = load_policy(settings := tiny_config(mesh=mesh, model=model), make_mesh(settings.mesh))
+    policy = load_policy(settings := config(mesh=mesh, model=model), make_mesh(settings.mesh))
     params = policy.initial_params()
     outer = decoding_weights(policy.graphdef, params).outer
     _, shared = abstract_decoding_weights(nnx.merge(policy.graphdef, policy.params), policy.params)
@@ -211,22 +183,14 @@ def test_embedding_and_norm_are_copied_only_where_decoding_reads_them_in_another
 
 # The model that a configuration asks for (tests/run/bad_models.py has what a config.json may not say)
 
-SMALL = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
-
 
 def policy_of(settings):
     return load_policy(settings, make_mesh(settings.mesh))
 
 
 def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
-    """tests/tools/test_tools.py loads what a folder holds."""
-    model = ModelConfig(init="random", source=str(FIXTURE), tokenizer="bytes")
-    folder, sizes = find_model(model)
-    assert (folder, sizes.vocab_size) == (FIXTURE, 96)
-
-
-def test_a_random_model_of_an_unknown_name_is_refused():
+    folder, sizes = find_model(ModelConfig(init="random", source=str(FIXTURES / "tied"), tokenizer="bytes"))
+    assert (folder, sizes.vocab_size) == (FIXTURES / "tied", 96)
     with pytest.raises(UserError, match=r"model.source: Qwen/Qwen9 is neither a folder nor one of"):
         find_model(ModelConfig(init="random", source="Qwen/Qwen9"))
 
@@ -246,13 +210,10 @@ def test_rows_longer_than_the_models_positions_are_refused(section):
         policy_of(config("sft", model={"architecture": architecture}, **section))
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [{"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}],
-    ids=["on top, as before transformers 5", "nested, as since"],
-)
-def test_the_rotary_base_is_found_in_both_places(rope: dict) -> None:
-    assert Architecture.from_hf(SMALL | rope, "config.json").rope_theta == 500.0
+def test_the_rotary_base_is_found_on_top_as_before_transformers_5_and_nested_as_since() -> None:
+    sizes = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
+    for rope in ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}):
+        assert Architecture.from_hf(sizes | rope, "config.json").rope_theta == 500.0
 
 
 @pytest.mark.slow

@@ -95,40 +95,26 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("peft_type", "IA3"),
-        ("r", 0),
         ("lora_alpha", None),
-        ("target_modules", "all-linear"),
         ("target_modules", ["q_proj", "embed_tokens"]),
-        ("init_lora_weights", "pissa"),
         ("use_dora", True),
         ("rank_pattern", {"q_proj": 4}),
         ("a_field_of_a_later_peft", 0.5),
     ],
-    ids=str,
 )
 def test_what_is_not_supported_is_refused_by_its_field(field: str, value: Any, tmp_path: Path) -> None:
     settings = json.loads((PEFT / peft.CONFIG).read_text()) | {field: value}
     (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=rf"adapter_config.json: {field} is .*; supported is only ") as error:
+    with pytest.raises(UserError, match=rf"adapter_config.json: {field} is .*; supported is only "):
         peft.read_config(tmp_path)
-    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"rank": 4}, "model.lora.rank: the adapters of .* have 3, not 4: leave it out"),
-        ({"rslora": True}, "model.lora.rslora: the adapters of .* have False, not True: leave it out"),
-        ({"targets": ("q", "v")}, "model.lora.targets: the adapters of .* have q, .*, head, not q, v: leave it out"),
-    ],
-    ids=str,
-)
-def test_a_setting_that_contradicts_the_source_is_refused(setting: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        peft.resolve(LoraConfig(source=str(PEFT), **setting), SIZES)
-    assert (
-        peft.resolve(LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1]), SIZES)[1] == PEFT
-    )
+def test_settings_that_the_source_says_too_must_agree_with_it() -> None:
+    same = LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1])
+    assert peft.resolve(same, SIZES)[1] == PEFT
+    for name, value in {"rank": 4, "rslora": True, "targets": ("q", "v")}.items():
+        with pytest.raises(UserError, match=f"model.lora.{name}: the adapters of .* have .*, not .*: leave it"):
+            peft.resolve(LoraConfig.model_validate({"source": str(PEFT), name: value}), SIZES)
 
 
 def test_a_tensor_that_is_missing_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
