@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
-from tiny import ARCHITECTURE, config, forward_of
+from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from mllm.config.model import MeshConfig
-from mllm.data.batch import Batch
 from mllm.model import attention
 from mllm.model.attention import Attention, choose
 from mllm.model.decoder import masked_attention
@@ -34,16 +33,14 @@ def segments_of(rows, time):
     """Row 0: padding at the left and two documents. The others: three documents and padding at the right."""
     place = np.arange(time)
     first = (place >= 10).astype(np.int32) + (place >= time // 2)
-    others = 1 + (place >= 20).astype(np.int32) + (place >= 70)
-    others[-15:] = 0
+    others = np.where(place < time - 15, 1 + (place >= 20).astype(np.int32) + (place >= 70), 0)
     return jnp.asarray(np.stack([first] + [others] * (rows - 1)))
 
 
 def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
     """Queries, keys, values and the weights of the outputs in the sum that is differentiated."""
-    sizes = (heads, kv_heads, kv_heads, heads)
     keys = jax.random.split(jax.random.key(0), 4)
-    shapes = [(rows, time, size, head_dim) for size in sizes]
+    shapes = [(rows, time, size, head_dim) for size in (heads, kv_heads, kv_heads, heads)]
     return [jax.random.normal(key, shape).astype(dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
@@ -87,7 +84,6 @@ def check_against_masked(attend, sizes, tolerance, window=None):
     segments = (segments_of if attend.packed else one_document_of)(*sizes[:2])
     *inputs, weights = inputs_of(*sizes)
     weights *= (segments != 0)[:, :, None, None]  # the outputs of padding are never used
-
     got = differentiated(lambda *qkv: attend(*qkv, segments, window), *inputs, weights)
     exact = [x.astype(jnp.float32) for x in inputs]
     expected = differentiated(lambda *qkv: masked_attention(*qkv, segments, window), *exact, weights)
@@ -110,15 +106,6 @@ def test_padding_is_finite_and_reaches_no_other_token(kernel, packed):
     np.testing.assert_array_equal(jnp.where(padding, 0, changed), jnp.where(padding, 0, attend(*inputs)))
 
 
-def batch_of(rows, time):
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(1, 260, (2, rows, time), dtype=np.int32)
-    segments = np.asarray(segments_of(rows, time))
-    weights = (segments != 0) / np.float32(rows * time)
-    place = np.broadcast_to(np.arange(time, dtype=np.int32), tokens[0].shape)
-    return Batch(tokens=tokens[0], positions=place, segments=segments, labels=tokens[1], weights=weights)
-
-
 def train_gradient(mesh, data=None, **model):
     """The gradient of a small batch's loss, jitted, and its abstract arguments with their shardings."""
     model = {"architecture": HEADS_OF_64, "dtype": "bfloat16", "remat": "full", **model}
@@ -126,7 +113,8 @@ def train_gradient(mesh, data=None, **model):
     policy = load_policy(settings, mesh)
     forward = forward_of(policy.graphdef, mesh, settings)
     layout = sharding(mesh, ("batch", "time"))
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), batch_of(8, 128))
+    rows = random_batch(8, 128)._replace(inputs=None)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout), rows)
     return jax.jit(jax.grad(lambda params, batch: forward.loss(params, batch)[0])), (policy.params, batch)
 
 
@@ -188,7 +176,6 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
         ("cudnn", {"head_dim": 256}, {}, "it needs heads of size 64 or 128, and the model's have 256"),
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
     ],
-    ids=lambda value: str(value) if isinstance(value, str) else "",
 )
 def test_where_a_kernel_can_not_run_xla_is_chosen_for_that_reason(kernel, change, setting, reason, on):
     on("tpu" if kernel == "splash" else "gpu")

@@ -58,10 +58,8 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
     """Assert what must hold of a chat's tokens and of which of them are learned."""
     tokenizer = renderer.tokenizer
     ids, mask = encode_example(renderer, chat, first)
-    text, owned = (
-        render(renderer, chat),
-        render(renderer, [signed(m, n) | {"role": m["role"]} for n, m in enumerate(chat)]),
-    )
+    text = render(renderer, chat)
+    owned = render(renderer, [signed(m, n) | {"role": m["role"]} for n, m in enumerate(chat)])
     assert (tokenizer.decode(ids), len(owned)) == (text, len(text))
     owners = [(ord(c) - 0xE000) // 256 if c >= "\ue000" else None for c in owned]
     place, runs = 0, []
@@ -142,13 +140,6 @@ def test_a_mark_in_a_macro_that_transformers_counts_wrongly_is_an_error() -> Non
         learned(PUBLIC["qwen3"].tokenizer(template), turns("a", "Yes"))
 
 
-def test_a_template_without_tool_calls_is_an_error_and_one_that_trims_changes_nothing() -> None:
-    chat = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {}}]}]
-    with pytest.raises(UserError, match="leaves out tool calls"):
-        learned(PUBLIC["phi"].tokenizer(), chat)
-    assert learned(PUBLIC["gemma3"].tokenizer(), turns("a", "\nYes ")) == ["Yes<end_of_turn>"]
-
-
 SAID = "{% for m in messages %}<|START|>{{ m.role }}<|SAYS|>{{ m.content }}"
 MARKED = SAID.replace(
     "{{ m.content }}",
@@ -163,86 +154,67 @@ CALLING = [*turns("a"), {"role": "assistant", "content": "", "tool_calls": [{"na
 CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d", "e")[1:]]
 
 
-@pytest.mark.parametrize(
-    ("template", "chat", "expected"),
-    [
-        (
-            SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>" + ASKS,
-            turns(*"abcd"),
-            ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
-        ),
-        (
-            SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}" + ASKS,
-            CALLED,
-            ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
-        ),
-        (SAID + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
-        (
-            SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}" + ASKS,
-            CALLED,
-            ["<call>add: 1</call>", "e<|END|>"],
-        ),
-        (SAID.replace("role", "name or m.role") + CALLS + ASKS, CALLED, ["<call>add: 1</call>", "e"]),
-        (
-            SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}" + ASKS,
-            CALLED,
-            ["<call>add: 1</call>", "e<|END|>"],
-        ),
-        (
-            MARKED.replace("END{", "{{ '<|END|>' if loop.last else '<|SAID|>' }}\n" + "{") + ASKS,
-            turns(*"abcd"),
-            ["b<|SAID|>", "d<|END|>"],
-        ),
-        (
-            MARKED.replace("END{", "<|SAID|>\n" + "{") + ASKS + "{% generation %}<|END|>{% endgeneration %}",
-            turns(*"ab"),
-            ["b<|SAID|>"],
-        ),
-    ],
-    ids=[
-        "Command",
-        "LFM2.5",
-        "GLM",
-        "Gemma 4",
-        "the result has the call's name",
-        "gpt-oss",
-        "gpt-oss marked",
-        "Phi-3 marked",
-    ],
-)
-def test_a_turn_is_learned_with_what_closes_its_call_and_what_ends_it(
-    template: str, chat: Any, expected: list[str]
-) -> None:
-    tokenizer = Public(template, ("<|START|>", "<|SAYS|>", "<|SAID|>", "<|END|>")).tokenizer()
-    assert learned(tokenizer, chat) == expected
+CONTROLS = ("<|START|>", "<|SAYS|>", "<|SAID|>", "<|END|>")
+TURN_ENDS = {
+    "Command": (
+        SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>",
+        turns(*"abcd"),
+        ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
+    ),
+    "LFM2.5": (
+        SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}",
+        CALLED,
+        ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
+    ),
+    "GLM": (SAID + CALLS, CALLED, ["<call>add: 1</call>", "e"]),
+    "Gemma 4": (SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}", CALLED, ["<call>add: 1</call>", "e<|END|>"]),
+    "the result has the call's name": (
+        SAID.replace("role", "name or m.role") + CALLS,
+        CALLED,
+        ["<call>add: 1</call>", "e"],
+    ),
+    "gpt-oss": (
+        SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}",
+        CALLED,
+        ["<call>add: 1</call>", "e<|END|>"],
+    ),
+    "gpt-oss marked": (
+        MARKED.replace("END{", "{{ '<|END|>' if loop.last else '<|SAID|>' }}\n{"),
+        turns(*"abcd"),
+        ["b<|SAID|>", "d<|END|>"],
+    ),
+    "Phi-3 marked": (MARKED.replace("END{", "<|SAID|>\n{"), turns(*"ab"), ["b<|SAID|>"]),
+}
+
+
+@pytest.mark.parametrize("name", TURN_ENDS)
+def test_a_turn_is_learned_with_what_closes_its_call_and_what_ends_it(name: str) -> None:
+    template, chat, expected = TURN_ENDS[name]
+    template += ASKS + "{% generation %}<|END|>{% endgeneration %}" * (name == "Phi-3 marked")
+    assert learned(Public(template, CONTROLS).tokenizer(), chat) == expected
 
 
 def test_what_a_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    chat = [{"role": "system", "content": "s"}, *turns("a", "<think>b</think>c")]
-    spoken = SAID + "<|END|>" + ASKS
-    for template, said in (
-        (spoken.replace("in messages", "in messages if m.role != 'system'"), "what the system says"),
-        (spoken.replace("m.content", "m.content.split('</think>')[-1]"), "thoughts"),
-        (spoken, ""),
+    chat, spoken = [{"role": "system", "content": "s"}, *turns("a", "<think>b</think>c")], SAID + "<|END|>" + ASKS
+    for old, new, said in (
+        ("in messages", "in messages if m.role != 'system'", "what the system says"),
+        ("m.content", "m.content.split('</think>')[-1]", "thoughts"),
+        ("", "", ""),
     ):
         caplog.clear()
         warn_once.cache_clear()
-        tokenizer = Public(template, ("<|START|>", "<|SAYS|>", "<|END|>")).tokenizer()
         for _ in range(2):
-            assert "c<|END|>" in learned(tokenizer, chat)[0]
+            assert "c<|END|>" in learned(Public(spoken.replace(old, new), CONTROLS).tokenizer(), chat)[0]
         assert [said in record.message for record in caplog.records] == [True] * bool(said)
-    bare = Public(
-        spoken.replace("in messages", "in messages if m.role != 'tool'"), ("<|START|>", "<|SAYS|>", "<|END|>")
-    )
-    with pytest.raises(UserError, match="leaves out what the tool says"):
-        learned(bare.tokenizer(), [*turns("a", "b"), {"role": "tool", "content": "c"}])
-    first = Public(
-        SAID + CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]") + "<|END|>" + ASKS,
-        ("<|START|>", "<|SAYS|>", "<|END|>"),
-    )
+    first = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     twice = [*turns("a"), {**CALLING[1], "tool_calls": CALLING[1]["tool_calls"] * 2}]
-    with pytest.raises(UserError, match="leaves out tool calls"):
-        learned(first.tokenizer(), twice)
+    for template, chat, said in (
+        (SAID.replace("in messages", "in messages if m.role != 'tool'") + CALLS + ASKS, CALLED, "what the tool says"),
+        (SAID + first + "<|END|>" + ASKS, twice, "tool calls"),
+        (PUBLIC["phi"].template, CALLING, "tool calls"),
+    ):
+        with pytest.raises(UserError, match=f"leaves out {said}"):
+            learned(Public(template, (*CONTROLS, *PUBLIC["phi"].controls)).tokenizer(), chat)
 
 
 def test_a_template_that_writes_an_answer_twice_is_an_error() -> None:

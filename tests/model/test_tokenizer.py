@@ -42,23 +42,23 @@ def with_template(template: Any) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_the_byte_tokenizer_decodes_what_it_encoded() -> None:
-    codes = [*range(0x3000), *range(0x3000, 0xD800, 1009), *range(0xE000, 0x110000, 1009)]  # none is a surrogate
-    text = "".join(map(chr, codes))
-    ids = BYTES.encode(text, add_special_tokens=False)
-    assert ids == list(text.encode())
-    assert BYTES.decode(ids) == text
-
-
 def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_path: Path) -> None:
-    BYTES.save_pretrained(tmp_path)
+    save_tokenizer(BYTES, tmp_path)
+    by_transformers = AutoTokenizer.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    loaded = load_tokenizer(str(tmp_path))
-    text = "  don't 'S  \r\n\t１２３ Ⅷ e\u0301 😀"
-    assert loaded.encode(text) == list(text.encode())
-    assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.chat_template == BYTES.chat_template
-    assert stop_ids(loaded) == (END,)
+    codes = [*range(0x3000), *range(0x3000, 0xD800, 1009), *range(0xE000, 0x110000, 1009)]  # none is a surrogate
+    plain, controls = "".join(map(chr, codes)), "<|im_start|>hi x != y<|im_end|>"
+    for loaded in (BYTES, by_transformers, load_tokenizer(str(tmp_path))):
+        assert loaded.encode(plain) == list(plain.encode())
+        assert loaded.encode(controls) == BYTES.encode(controls)
+        assert [loaded.decode(loaded.encode(text)) for text in (plain, controls)] == [plain, controls]
+        assert loaded.chat_template == BYTES.chat_template
+        assert loaded.all_special_ids == BYTES.all_special_ids
+        assert stop_ids(loaded) == (END,)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())  # names that transformers 4 knows, too
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
+    assert "extra_special_tokens" not in settings
 
 
 def test_a_prompt_ends_where_the_assistant_begins_and_is_a_prefix_of_the_example() -> None:
@@ -69,18 +69,11 @@ def test_a_prompt_ends_where_the_assistant_begins_and_is_a_prefix_of_the_example
     assert assistant == [False] * len(prompt) + [True, True]
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (5, "chat template refuses them"),
-        ("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}", "leaves out what the assistant"),
-    ],
-)
-def test_a_template_that_fails_is_an_error_in_one_line(template: Any, message: str) -> None:
+def test_a_template_that_leaves_out_an_answer_is_an_error_in_one_line() -> None:
     """tests/run/bad_models.py has more of them."""
-    with pytest.raises(UserError, match=message) as error:
-        encode_example(Renderer(with_template(template)), CHAT)
-    assert "\n" not in str(error.value)
+    base = with_template("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}")
+    with pytest.raises(UserError, match=r"^[^\n]*leaves out what the assistant[^\n]*$"):
+        encode_example(Renderer(base), CHAT)
 
 
 def test_a_variable_of_the_template_reaches_it_in_prompts_and_examples() -> None:
@@ -122,13 +115,10 @@ def test_stop_ids_are_gathered_without_duplicates(tmp_path: Path) -> None:
     assert stop_ids(BYTES, tmp_path / "missing") == (END,)
 
 
-def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn() -> None:
+def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn_and_one_without_any_is_refused() -> None:
     base = with_template(PUBLIC["qwen2.5"].template)
     base.eos_token = "<|endoftext|>"
     assert stop_ids(base) == (ENDOFTEXT, END)
-
-
-def test_a_tokenizer_without_any_stop_is_refused() -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(UserError, match="no end of sequence"):
         stop_ids(bare)
@@ -161,19 +151,6 @@ print(json.dumps([transformers.__version__, *facts, config.bos_token_id, config.
     assert version.startswith("4.")
     tokenizer = bytes_tokenizer()
     assert facts == [tokenizer.encode(text), text, tokenizer.all_special_ids, 3, 4, 10_000.0]
-
-
-def test_a_tokenizer_has_no_name_that_is_version_5_s_alone(tmp_path):
-    save_tokenizer(bytes_tokenizer(), tmp_path)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
-    assert "extra_special_tokens" not in settings
-    text = "<|im_start|>hi x != y<|im_end|>"
-    for loaded in (AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(str(tmp_path))):
-        assert loaded.encode(text) == bytes_tokenizer().encode(text)
-        assert loaded.decode(loaded.encode(text)) == text
-        assert loaded.all_special_ids == bytes_tokenizer().all_special_ids
 
 
 def test_the_ids_that_begin_and_end_a_text_are_those_of_the_tokenizer_and_not_of_the_class(tmp_path):
