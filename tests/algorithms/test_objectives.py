@@ -99,7 +99,6 @@ def reference_loss(loss_type, mode, mask, constant, logprob, entropy, operands):
 
 
 def token_weights(loss_type, mask):
-    """The weights of all tokens."""
     return sequence_weights(make_config(loss_type), mask.sum(-1), LONGEST)[:, None] * mask
 
 
@@ -173,14 +172,12 @@ def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
     config, current = make_config(loss_type), packed(logprob)
     batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
     marked = with_inputs(batch, old_logprobs=jnp.zeros_like(current), is_current=jnp.ones_like(current))
-    found, expected = (
-        (
-            *jax.value_and_grad(our_loss, 2)(config, one, current, packed(entropy)),
-            policy_metrics(config, current, packed(entropy), one),
-        )
-        for one in (marked, batch)
-    )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+
+    def found(batch):
+        loss = jax.value_and_grad(our_loss, 2)(config, batch, current, packed(entropy))
+        return jax.tree.leaves((loss, policy_metrics(config, current, packed(entropy), batch)))
+
+    for one, other in zip(found(marked), found(batch), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
@@ -203,20 +200,16 @@ def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(lo
             assert all(np.isfinite(result).all() for result in jax.tree.leaves(results))
 
 
-@pytest.mark.parametrize(
-    ("settings", "low", "high", "scale"),
-    [
-        ({}, 0.8, 1.2, "group"),
+def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type():
+    for settings, low, high, scale in (
         ({"epsilon": 0.1, "epsilon_high": 0.28, "scale_rewards": "none"}, 0.9, 1.28, "none"),
         ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
         ({"loss_type": "gspo"}, 1 - 3e-4, 1 + 4e-4, "group"),
         ({"loss_type": "cispo"}, 0, 5, "group"),
-    ],
-)
-def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type(settings, low, high, scale):
-    config = GrpoConfig(**settings, **OFF_POLICY)
-    assert config.clip_range == pytest.approx((low, high), abs=1e-9)
-    assert config.reward_scale == scale
+    ):
+        config = GrpoConfig(**settings, **OFF_POLICY)
+        assert config.clip_range == pytest.approx((low, high), abs=1e-9)
+        assert config.reward_scale == scale
 
 
 def test_masked_completions_still_count_in_the_means_and_nothing_that_counts_is_no_division_by_zero():
@@ -326,24 +319,19 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
         },
         rel=1e-5,
     )
+    batch = with_inputs(pack(mask, *operands), old_logprobs=None)  # one update to a rollout: the current policy is it
+    alone = policy_metrics(GrpoConfig(), packed(logprob), packed(entropy), batch)
+    mismatch = np.abs(logprob - sampler)[mask].mean()
+    assert float(alone["sampling/sampling_logp_difference/mean"]) == pytest.approx(mismatch, rel=1e-5)
 
 
 def test_cispo_counts_the_tokens_whose_ratio_is_capped_and_sapo_clips_none():
     mask, logprob, entropy, operands = make_sequences()
-    advantage, old, *_ = operands
-    found = [
+    cispo, sapo = (
         policy_metrics(make_config(loss_type), packed(logprob), packed(entropy), pack(mask, *operands))
         for loss_type in ("cispo", "sapo")
-    ]
-    capped = np.mean(((np.exp(logprob - old) > 1.3) & (advantage > 0))[mask])
+    )
+    capped = np.mean(((np.exp(logprob - operands[1]) > 1.3) & (operands[0] > 0))[mask])
     assert capped > 0
-    assert float(found[0]["cispo_clip_ratio"]) == pytest.approx(capped, rel=1e-5)
-    assert not [name for name in {**found[0], **found[1]} if name.startswith("clip_ratio")]
-
-
-def test_with_one_update_to_a_rollout_the_current_policy_is_compared_with_the_sampler():
-    mask, logprob, entropy, operands = make_sequences()
-    batch = with_inputs(pack(mask, *operands), old_logprobs=None)
-    metrics = policy_metrics(GrpoConfig(), packed(logprob), packed(entropy), batch)
-    expected = np.abs(logprob - operands[2])[mask].mean()
-    assert float(metrics["sampling/sampling_logp_difference/mean"]) == pytest.approx(expected, rel=1e-5)
+    assert float(cispo["cispo_clip_ratio"]) == pytest.approx(capped, rel=1e-5)
+    assert not [name for name in {**cispo, **sapo} if name.startswith("clip_ratio")]

@@ -42,9 +42,3 @@ def test_the_plan_and_the_schema_know_it_and_others_refuse_its_section(added):
     given = config("sft").model_dump(mode="json") | {"reinforce": {}}
     with pytest.raises(UserError, match="reinforce: is not used by algorithm: sft: remove it"):
         configs.validate(given, Path("run.yaml"), ())
-
-
-def test_without_it_its_name_is_an_error_that_lists_the_others():
-    given = config("sft").model_dump(mode="json") | {"algorithm": "reinforce"}
-    with pytest.raises(UserError, match="algorithm: Input should be 'sft', 'grpo', 'dpo' or 'distill'"):
-        configs.validate(given, Path("run.yaml"), ())
