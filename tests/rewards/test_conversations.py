@@ -5,7 +5,6 @@ import re
 from array import array
 from contextlib import contextmanager
 from itertools import chain
-from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +17,9 @@ from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
-from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
 from mllm.run.evaluation import make_evaluation
-from mllm.sampler import conversations
 from mllm.sampler.conversations import Conversations
 from mllm.sampler.sampler import Completion, Sampler
 from mllm.sampler.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
@@ -47,13 +45,13 @@ def task(environment, **settings) -> TaskConfig:
 
 
 @contextmanager
-def opened(environment="Guess", rollout=None, rows=ALL_ROWS, group=1, **settings):
+def opened(environment="Guess", group=1, **settings):
     """Makes the conversations of a rollout, one after the other, with the same processes."""
     with RewardRunner(task(environment, **settings), Task("", [prompt().example], []), 60) as runner:
 
         def talk(step=0, first_sequence=0, fixed=False, **limits):
             where = {"step": step, "first_sequence": first_sequence, "fixed": fixed}
-            return Conversations(runner, RENDERER, rollout or options(**limits), 0, rows, group, **where)
+            return Conversations(runner, RENDERER, options(**limits), 0, ALL_ROWS, group, **where)
 
         yield talk
 
@@ -80,6 +78,10 @@ def play(talk, prompts, says):
             assert [*found] == live
             live, round = [i for i in live if found[i] is not None], round + 1
         return talk.finish()
+
+
+def call(arguments):
+    return f'<tool_call>{{"name": "double", "arguments": {arguments}}}</tool_call>'
 
 
 def rendered(*texts):
@@ -134,13 +136,10 @@ def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monke
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     monkeypatch.setitem(globals(), "RENDERER", Renderer(tokenizer, "always"))
-    call = '<tool_call>{"name": "double", "arguments": {"number": 2}}</tool_call>'
+    two = call('{"number": 2}')
+    says = [two], [f"{two}</think>4"], [f"a</think>{two}", "b</think>4"]
     with opened(None, tools=["own_environments:double"]) as talk:
-        found = play(
-            talk(max_completion_length=120),
-            [prompt()] * 3,
-            [[call], [f"{call}</think>4"], [f"a</think>{call}", "b</think>4"]],
-        )
+        found = play(talk(max_completion_length=120), [prompt()] * 3, says)
     assert [len(each.assistant) for each in found] == [1, 1, 2]
     assert [message["content"] for message in found[2].messages if message["role"] == "tool"] == ["4"]
 
@@ -148,23 +147,20 @@ def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monke
 def test_a_prompt_that_grows_too_long_fails_alone(guess):
     prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
     found = play(guess(), prompts, ["0", "0"])
-    assert found[0].failure is None
-    assert found[1].failure == ("raised", "rollout.max_prompt_length: the prompt has 43 tokens")
+    said = "raised", "rollout.max_prompt_length: the prompt has 43 tokens"
+    assert [one.failure for one in found] == [None, said]
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
 
 
 @pytest.mark.slow
 def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
-    class Stop(Exception):
-        pass
-
-    def poll():
-        raise Stop
+    def interrupt():
+        raise KeyboardInterrupt
 
     with opened("Hostile") as made:
         talk = made()
-        talk.runner.poll = poll
-        with pytest.raises(Stop):
+        talk.runner.poll = interrupt
+        with pytest.raises(KeyboardInterrupt):
             play(talk, [prompt()], [["time.sleep(600)"]])
         talk.runner.poll = lambda: None
         assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
@@ -174,37 +170,6 @@ def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_be
 def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts():
     with pytest.raises(UserError, match=r"^task.environment: own_environments:Nothing can't"), opened("Nothing"):
         pass
-
-
-@pytest.mark.nightly
-def test_two_processes_hold_their_shares_and_know_all_with_one_exchange_a_call(monkeypatch):
-    barrier, slots, exchanges, results = Barrier(2, timeout=60), {}, [], {}
-
-    def gather(value):
-        slots[value[0]] = json.loads(json.dumps(value))
-        exchanges.append(value)
-        barrier.wait()
-        found = [slots[0], slots[1]]
-        barrier.wait()
-        return found
-
-    prompts, says = [prompt("Guess.")] * 6, [[str(i), "0"] for i in range(6)]
-    with opened(group=2) as made:
-        alone = play(made(), prompts, says)
-    monkeypatch.setattr(conversations, "gather_objects", gather)
-
-    def process(index):
-        with opened(rows=RowShare(index, 2), group=2) as made:
-            results[index] = play(made(), prompts, says)
-
-    threads = [Thread(target=process, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results[0] == results[1] == alone
-    assert len(exchanges) == 2 * (1 + 3)  # to start, and to receive each turn
-    assert {number for _, found in exchanges[:2] for number, _ in json.loads(found)} == {*range(6)}
 
 
 def speaker(*says, **limits):
@@ -270,8 +235,7 @@ def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others
 
 @pytest.mark.slow
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
-    call = '<tool_call>{"name": "double", "arguments": %s}</tool_call>'
-    sampler = speaker(["pass"], ["raise ValueError"], [call % '{"number": 1}'], [call % "{}"])
+    sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
     config = task("Hostile", tools=["own_environments:double"], rewards=[{"name": "own_environments:by_environment"}])
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
@@ -285,10 +249,6 @@ def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counte
 # Whatever a model or an environment does costs its own conversation, and at worst those of its process
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
-
-
-# What an environment does
-
 LASTING = {
     "if os.fork() == 0: raise ValueError": None,
     "result = 'on', 'jax' not in sys.modules, False": None,
@@ -310,7 +270,6 @@ DEADLY = {
     "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.5 s",
 }
 """What ends the process, and the other environments in it."""
-GOOD = ["pass"]
 
 
 def counted(found):
@@ -321,7 +280,7 @@ def counted(found):
 def test_a_hostile_environment_is_counted():
     with opened("Hostile", reward_timeout=60) as made:
         prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
-        found = play(made(), prompts, [GOOD, *([does, *GOOD] for does in LASTING)])
+        found = play(made(), prompts, [["pass"], *([does, "pass"] for does in LASTING)])
     expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
     for said, pattern in zip(counted(found), expected, strict=True):
         assert said is pattern is None or re.fullmatch(pattern, said)
@@ -331,23 +290,19 @@ def test_a_hostile_environment_is_counted():
 @pytest.mark.slow
 def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
     """Even conversations are in one process, odd ones in another."""
+    late, lost = "timed_out took longer than 0.5 s", "raised LookupError: its environment was lost with its process"
     with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:
-        late = "timed_out took longer than 0.5 s"
-        assert (
-            counted(play(made(), [prompt()] * 4, [*([does] for does in HANGING), GOOD, GOOD]))
-            == [late] * 2 + [None] * 2
-        )
+
+        def played(*says):
+            return counted(play(made(), [prompt()] * 4, [[does] for does in says]))
+
+        assert played(*HANGING, "pass", "pass") == [late] * 2 + [None] * 2
         for does, said in DEADLY.items():
-            lost = "raised LookupError: its environment was lost with its process"
-            assert counted(play(made(), [prompt()] * 4, [[does], GOOD, GOOD, GOOD])) == [said, None, lost, None]
-        assert counted(play(made(), [prompt()] * 4, [GOOD] * 4)) == [None] * 4
+            assert played(does, "pass", "pass", "pass") == [said, None, lost, None]
+        assert played(*["pass"] * 4) == [None] * 4
 
 
 # Tool calls
-
-
-def call(arguments):
-    return f'<tool_call>{{"name": "double", "arguments": {arguments}}}</tool_call>'
 
 
 def tagged(value):
@@ -356,30 +311,27 @@ def tagged(value):
 
 NO_JSON = "Error: ValueError: a tool call is not JSON: "
 CALLS = {
-    "1e999": (call('{"number": [-1e999]}'), NO_JSON + "-inf"),
-    "half a character": (call(r'{"number": "\ud800"}'), NO_JSON + ".*surrogates"),
-    "lists": (call(f'{{"number": {10**4 * "[" + 10**4 * "]"}}}'), NO_JSON),
-    "tagged 1e999": (tagged("1e999"), "1e9991e999"),
-    "tagged lists": (tagged(978 * "[" + 978 * "]"), r"\[\["),
-    "two megabytes": (call(f'{{"number": "{2**20 * "x"}"}}'), None),
+    call('{"number": [-1e999]}'): NO_JSON + "-inf",
+    call(r'{"number": "\ud800"}'): NO_JSON + ".*surrogates",
+    call(f'{{"number": {10**4 * "[" + 10**4 * "]"}}}'): NO_JSON,
+    tagged("1e999"): "1e9991e999",
+    tagged(978 * "[" + 978 * "]"): r"\[\[",
+    call(f'{{"number": "{2**20 * "x"}"}}'): None,
 }
-"""What a model writes, and what it is answered; None: the conversation fails, since that is too much.
-
-tests/data/test_turns.py has more of what can't be read.
-"""
+"""What a model writes, and what it is answered; None: the conversation fails, since that is too much."""
 
 
 @pytest.mark.slow
 def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_process_lasts():
     good = call('{"number": 4}')
-    says = [says for text, _ in CALLS.values() for says in ([text, "pass"], [good, "pass"])]
+    says = [says for text in CALLS for says in ([text, "pass"], [good, "pass"])]
     with opened("Hostile", tools=["own_environments:double"], reward_timeout=60) as made:
         talk = made(max_turns=2, max_total_length=10**7)
         (process,) = [worker.process.pid for worker in talk.runner.environments]
         found = play(talk, [prompt()] * len(says), says)
         assert [worker.process.pid for worker in talk.runner.environments] == [process]
     hostile, others = found[::2], found[1::2]
-    for (_, pattern), one in zip(CALLS.values(), hostile, strict=True):
+    for pattern, one in zip(CALLS.values(), hostile, strict=True):
         if pattern is None:
             assert re.fullmatch(TOO_MUCH, counted([one])[0])
         else:

@@ -105,11 +105,8 @@ def test_several_processes_give_what_one_gives():
         alone = score(one, *mixed)
     with opened("late", "batch", "exact_match", seconds=0.7, workers=3) as three:
         assert score(three, *mixed) == alone
-    assert [late for late, *_ in alone if late[0] != "value"] == [
-        ("raised", "ValueError: no (own_rewards.py:6)"),
-        ("timed_out", "took longer than 0.7 s"),
-        ("raised", "ValueError: no (own_rewards.py:6)"),
-    ]
+    failed = [late for late, *_ in alone if late[0] != "value"]
+    assert failed[:2] == [("raised", "ValueError: no (own_rewards.py:6)"), ("timed_out", "took longer than 0.7 s")]
 
 
 @pytest.mark.slow
@@ -117,23 +114,19 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     with opened("no_list", "half_hanging_batch", "batch", "late", seconds=0.5) as runner:
         scores = score(runner, "four", "", "raise")
         score(runner, "raise")
+        score(runner, "", "")
     no_list, half, batch, late = zip(*scores, strict=True)
     assert no_list == (("not_a_number", "returned no list of numbers: TypeError: 'float' object is not iterable"),) * 3
     assert half == (("value", 1.0), *[("timed_out", "took longer than 1.5 s")] * 2)
-    assert batch == (("value", 4.0), ("not_applicable", ""), ("value", 5.0))
+    assert batch == (("value", 4.0), NOTHING, ("value", 5.0))
     assert late == (("value", 4.0), ("value", 0.0), ("raised", "ValueError: no (own_rewards.py:6)"))
-    (failed,) = [record.getMessage() for record in caplog.records if "reward late" in record.getMessage()]
-    assert failed == "reward late raised: ValueError: no (own_rewards.py:6) (further ones are only counted)"
-    with opened("batch") as runner:
-        score(runner, "", "")
+    assert caplog.text.count("reward late raised: ValueError: no (own_rewards.py:6)") == 1
     assert "reward batch returned None: for all of 2 completions; is a return missing?" in caplog.text
-    # A batched function's None is neither a failure nor part of the mean.
-    last = [row[-2:] for row in scores]
+    last = [row[-2:] for row in scores]  # a batched function's None is neither a failure nor part of the mean
     np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
-    found = {
-        name.removeprefix("rewards/"): value for name, value in reward_metrics(["batch", "late"], last).items() if value
-    }
-    assert found == {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
+    metrics = {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value}
+    found = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
+    assert metrics == {f"rewards/{name}": value for name, value in found.items()}
 
 
 def test_more_processes_than_calls_are_refused():
@@ -308,23 +301,14 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
 
 # What comes back
 
-METRIC, TURN = ["metric", "a", 0.5], ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]
 
-
-@pytest.mark.parametrize(
-    ("line", "answer"),
-    [
-        ('[0, "value", 0.5]', ("value", 0.5)),
-        ('[0, "raised", "no"]', ("raised", "no")),
-        ('[0, "not_applicable", ""]', ("not_applicable", "")),
-        (f'[0, "value", 0.5, {json.dumps(METRIC)}]', ("value", 0.5, METRIC)),
-        (f'[0, "value", 0.5, {json.dumps(TURN)}]', ("value", 0.5, TURN)),
-        *((line, None) for line in ("", "[", "5", "[]", "[" * 5000, "\ud800", '[1, "value", 0.5]')),
-        *((f'[0, "value", {value}]', None) for value in ("true", "1", "NaN", "-Infinity")),
-    ],
-)
-def test_an_answer_has_its_number_and_is_strict_json(line, answer):
-    assert decode(line.encode(errors="surrogatepass"), 0) == answer
+def test_an_answer_has_its_number_and_is_strict_json():
+    metric, turn = ["metric", "a", 0.5], ["turn", [{"role": "a", "content": "b"}], True, [], 0, {}]
+    for answer in (("value", 0.5), ("raised", "no"), NOTHING, ("value", 0.5, metric), ("value", 0.5, turn)):
+        assert decode(json.dumps([0, *answer]).encode(), 0) == answer
+    numbers = [f'[0, "value", {value}]' for value in ("true", "1", "NaN", "-Infinity")]
+    for line in ("", "[", "5", "[]", "[" * 5000, "\ud800", '[1, "value", 0.5]', *numbers):
+        assert decode(line.encode(errors="surrogatepass"), 0) is None
 
 
 @given(st.floats(-LARGEST, LARGEST))
