@@ -35,9 +35,7 @@ class Answers:
     ("sizes", "room"),
     [
         pytest.param(ARCHITECTURE, Room(5, 4 * 32), id="few pages"),  # the longest conversation has 4
-        pytest.param(ARCHITECTURE, Room(1, 5 * 32), id="one slot", marks=pytest.mark.nightly),
         pytest.param(WINDOWS, Room(5), id="windows", marks=pytest.mark.nightly),
-        pytest.param(QWEN35, Room(5, 5 * 32), id="states", marks=pytest.mark.nightly),
         pytest.param(QWEN35, Room(1, 5 * 32), id="states, one slot", marks=pytest.mark.nightly),
     ],
 )

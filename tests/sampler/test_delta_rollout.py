@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from test_answered_turns import Answers
-from test_rollout import VOCABULARY, check, complete, made, random_model, random_prompts
+from test_rollout import VOCABULARY, check, complete, random_model, random_prompts
 from tiny import QWEN35, config
 
 from mllm.config.rollout import RolloutConfig
@@ -14,22 +14,8 @@ from mllm.model.tokenizer import bytes_tokenizer
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan.programs import Programs
 from mllm.sampler import engine
-from mllm.sampler.completion import RolloutWork
 from mllm.sampler.schedule import Room
 from mllm.sampler.slots import CHUNK
-
-LONGEST = 130
-LENGTHS = (3, 8, 1, 63, 5, 64, 2, 65, 130)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return made(QWEN35)
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    return random_prompts(LENGTHS)
 
 
 @pytest.fixture
@@ -43,19 +29,6 @@ def prefilled(monkeypatch):
 
     monkeypatch.setattr(engine, "prefill", counting)
     return found
-
-
-@pytest.mark.nightly  # FAST has turns of the same model
-def test_prompts_of_all_lengths_are_completed_as_by_the_whole_model(model, prompts, prefilled):
-    """14 pages of 32 tokens are too few: a sequence loses its pages and is prefilled once more.
-
-    States move where slots become fewer.
-    """
-    options, work = RolloutConfig(max_prompt_length=LONGEST, max_completion_length=60), RolloutWork()
-    found = complete(model, prompts, options, room=Room(9, 14 * 32), stops=(-1,), work=work)
-    check(model, prompts, found, length=192)
-    assert len(prefilled) > len(prompts) - 1  # of a prompt of one token nothing is prefilled
-    assert len({slots for slots, _ in work.programs}) > 1
 
 
 def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_within_a_chunk(prefilled):

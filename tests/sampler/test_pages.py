@@ -103,24 +103,21 @@ class CountedCache(PagedCache):
 @pytest.mark.slow
 def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values():
     """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average."""
-    rows = 320
-    model, limit, token, nbytes = Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), 16384, 36864, 2 * 3_085_938_688
+    rows, limit, token, nbytes = 320, 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
-    one = nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)})
-    cache = CountedCache(model, options, DecodingWeights(one, {}), rows, None)
-    rng = np.random.default_rng(0)
+    held = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)}), {})
+    cache = CountedCache(Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), options, held, rows, None)
+    rng, work, largest, most = np.random.default_rng(0), RolloutWork(), 0, 0
     lengths, prompts = np.minimum(rng.geometric(4 / limit, rows), limit), rng.integers(256, 512, rows)
-    work, largest, most = RolloutWork(), 0, 0
-    for made in range(0, limit, CHUNK):
+    for made in range(0, lengths.max(), CHUNK):
         live = np.flatnonzero(lengths > made).tolist()
         for one in np.flatnonzero((lengths <= made) & (lengths > made - CHUNK)).tolist():
             cache.release(0, one)
-        if live:
-            cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
-            now = int(prompts[live].sum()) + made * len(live)
-            work.steps, work.read, work.held = work.steps + 1, work.read + cache.places, work.held + now
-            largest, most = max(largest, cache.places), max(most, now)
-            work.programs.add((rows, *cache.pages))
+        cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
+        now = int(prompts[live].sum()) + made * len(live)
+        work.steps, work.read, work.held = work.steps + 1, work.read + cache.places, work.held + now
+        largest, most = max(largest, cache.places), max(most, now)
+        work.programs.add((rows, *cache.pages))
     assert work.bytes_over_least(nbytes, token) < 1.2
     assert largest < 1.2 * most
     assert len(work.programs) <= 6

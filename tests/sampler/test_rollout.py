@@ -26,9 +26,6 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.sampler import engine, sampling, schedule
 from mllm.sampler.completion import Completion, RolloutWork
-from mllm.sampler.decoding import DecodingWeights
-from mllm.sampler.paged_cache import PagedCache
-from mllm.sampler.pages import page_size
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Room, Usual
 from mllm.sampler.slots import CHUNK
@@ -37,7 +34,6 @@ VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
 LIMIT = 6
 OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9)
-
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 WINDOWS = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
@@ -69,27 +65,12 @@ def prompts():
     return random_prompts()
 
 
-def complete(
-    model,
-    prompts,
-    options=OPTIONS,
-    *,
-    seed=0,
-    step=0,
-    first_sequence=0,
-    slots=5,
-    room=None,
-    stops=STOPS,
-    ended=len,
-    conversations=None,
-    **given,
-):
-    """The completions of a sampler with this file's stop tokens."""
+def complete(model, prompts, options=OPTIONS, *, seed=0, room=Room(5), stops=STOPS, **given):  # noqa: B008
+    """The completions of a sampler with this file's stop tokens; `given`: its other fields, and how it is called."""
     graphdef, params = nnx.split(model)
-    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, lambda: room or Room(slots), **given)
-    return sampler.complete(
-        params, prompts, step=step, first_sequence=first_sequence, ended=ended, conversations=conversations
-    )
+    fields = {name: given.pop(name) for name in ("poll", "work", "stop_texts") if name in given}
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), stops, options, seed, lambda: room, **fields)
+    return sampler.complete(params, prompts, **{"step": 0, **given})
 
 
 @pytest.fixture(scope="module")
@@ -133,17 +114,12 @@ def gumbel_noise(keys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, pytest.param({"min_p": 0.1}, marks=pytest.mark.nightly)])
-def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts, options):
-    chosen = OPTIONS.model_copy(update=options)
-    completions = complete(model, prompts, chosen, seed=4, step=9, first_sequence=100)
-    min_p = options.get("min_p", 0.0)
+def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
+    completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
     for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
-        expected = [
-            sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p, min_p)
-            for z in completion_logits(model, prompt, found.tokens, OPTIONS.max_prompt_length + LIMIT)
-        ]
+        logits = completion_logits(model, prompt, found.tokens, OPTIONS.max_prompt_length + LIMIT)
+        expected = [sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p) for z in logits]
         assert found.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
         logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
         np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
@@ -176,8 +152,7 @@ def test_each_completion_is_told_of_once_when_it_has_ended_while_others_are_deco
     told = []
     assert complete(model, prompts, ended=told.append) == completions
     assert len(told) > 2
-    assert {number: one for found in told for number, one in found.items()} == dict(enumerate(completions))
-    assert sum(map(len, told)) == len(completions)
+    assert sorted(pair for found in told for pair in found.items()) == [*enumerate(completions)]
 
 
 def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
@@ -245,15 +220,15 @@ def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before
     model, prompts, monkeypatch
 ):
     """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
-    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=160), (3,)
+    options, given = RolloutConfig(max_prompt_length=12, max_completion_length=160), {"stops": (3,), "room": Room(16)}
     decode = bytes_tokenizer().decode
-    whole = complete(model, prompts[:8] * 8, options, stops=stops, slots=16)
+    whole = complete(model, prompts[:8] * 8, options, **given)
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
     work, found = RolloutWork(), []
     for seconds in (engine.CALL_SECONDS, 0.0):  # 0: a step in each call
         monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
-        found.append(complete(model, prompts[:8] * 8, options, stops=stops, slots=16, stop_texts=texts, work=work))
+        found.append(complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given))
     assert found[0] == found[1]
     ends = []
     for one, full in zip(found[0], whole, strict=True):
@@ -280,25 +255,15 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
     """Lengths are about geometric, with a mean of a quarter of the limit."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
-    complete(model, prompts[:8] * 8, options, stops=(3,), slots=16, work=work)
+    complete(model, prompts[:8] * 8, options, stops=(3,), room=Room(16), work=work)
     assert work.prefilled == 8 * 12
     assert 20 < work.tokens / 64 < 60
     assert work.tokens / work.slot_steps >= 0.85
 
 
 @pytest.mark.slow
-def test_sequences_enter_together_where_all_fit_and_have_no_pages_beyond_their_limit(model, prompts):
-    work, limits = RolloutWork(), {"max_prompt_length": 12, "max_completion_length": 20}  # a page has 32 tokens
-    complete(model, prompts, OPTIONS.model_copy(update=limits), slots=12, stops=NO_STOPS, work=work)
-    assert (work.programs, work.steps) == ({(12, 12)}, 20)
-
-
-@pytest.mark.slow
 def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
-    """On one device, too, a tail that is new has the sharding of one that the program returned.
-
-    So does evaluation, which has other numbers of prompts and sequences than training, one prompt a sequence.
-    """
+    """Evaluation has other numbers of prompts and sequences than training, one prompt a sequence."""
     settings = config()
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=4)
@@ -332,16 +297,12 @@ def test_greedy_completions_are_those_of_transformers(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(ARCHITECTURE, marks=pytest.mark.nightly), WINDOWS], ids=["full", "windows"]
-)
-def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(prompts, sizes):
+def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(prompts):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
-    chosen, work = made(sizes), [RolloutWork(), RolloutWork()]
-    options, stops = RolloutConfig(max_prompt_length=12, max_completion_length=100), (-1,)
-    rooms = [Room(12), Room(12, 10 * 32)]
+    chosen, work = made(WINDOWS), [RolloutWork(), RolloutWork()]
+    options, rooms = RolloutConfig(max_prompt_length=12, max_completion_length=100), [Room(12), Room(12, 10 * 32)]
     many, few = (
-        complete(chosen, prompts, options, stops=stops, room=r, work=w) for r, w in zip(rooms, work, strict=True)
+        complete(chosen, prompts, options, stops=(-1,), room=r, work=w) for r, w in zip(rooms, work, strict=True)
     )
     for one, other in zip(few, many, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
@@ -351,18 +312,7 @@ def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(prompts,
     check(chosen, prompts[:4], few[:4])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
-def test_a_model_of_two_kinds_of_layers_may_have_layers_of_one_alone(prompts, kind):
-    chosen = made({**WINDOWS, "num_hidden_layers": 2, "layer_types": [kind] * 2})
-    options = RolloutConfig(max_prompt_length=12, max_completion_length=8)
-    check(chosen, prompts[:2], complete(chosen, prompts[:2], options, stops=(-1,), room=Room(2)))
-    gigabyte = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((2**30,), jnp.int8)}), {})
-    longer = RolloutConfig(max_prompt_length=1000, max_completion_length=3000)
-    assert max(PagedCache(chosen, longer, gigabyte, 2, None).pages_for([1, 1], 2)) <= 2 * 4000 / page_size(4000) + 1
-
-
-@pytest.mark.parametrize("lengths", [[], [1, 0], [13, 1]])
-def test_prompts_that_are_missing_empty_or_too_long_are_refused(model, lengths):
-    with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
-        complete(model, [[1] * length for length in lengths])
+def test_prompts_that_are_missing_empty_or_too_long_are_refused(model):
+    for prompts in ([], [[1], []], [[1] * 13, [1]]):
+        with pytest.raises(ValueError, match="prompts: expected 1 to 12 tokens each"):
+            complete(model, prompts)

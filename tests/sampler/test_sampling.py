@@ -88,11 +88,10 @@ def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (5, 0.9)])
-def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain(top_k, top_p):
+def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain():
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
-    options = RolloutConfig(**LIMITS, temperature=0.5, top_k=top_k, top_p=top_p)
+    options = RolloutConfig(**LIMITS, temperature=0.5, top_k=5, top_p=0.9)
     tokens, logprobs, _, norms = sample(logits, keys, first, options)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal((logprobs, norms), 0)
