@@ -18,20 +18,7 @@ from mllm.sampler.schedule import Room
 from mllm.sampler.slots import CHUNK
 
 
-@pytest.fixture
-def prefilled(monkeypatch):
-    """The lengths of the sequences that are prefilled."""
-    found, own = [], engine.prefill
-
-    def counting(graphdef, params, tokens, lengths):
-        found.extend(length for length in np.asarray(lengths).tolist() if length)
-        return own(graphdef, params, tokens, lengths)
-
-    monkeypatch.setattr(engine, "prefill", counting)
-    return found
-
-
-def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_within_a_chunk(prefilled):
+def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_in_a_chunk(monkeypatch):
     """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
     Answers of different lengths are prefilled together, and conversations outgrow the page of their first turn.
@@ -41,6 +28,13 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
     mixed = random_model(replace(sizes, **kinds, sliding_window=5))
     options = RolloutConfig(max_prompt_length=12, max_completion_length=CHUNK, max_turns=2, max_total_length=120)
     prompts, answers = random_prompts((3, 8, 12)), [[[1]], [[2] * 9], [[*range(18)]]]
+    prefilled, prefill = [], engine.prefill
+
+    def counting(graphdef, params, tokens, lengths):
+        prefilled.extend(length for length in np.asarray(lengths).tolist() if length)
+        return prefill(graphdef, params, tokens, lengths)
+
+    monkeypatch.setattr(engine, "prefill", counting)
 
     def talk(*stop_texts):
         prefilled.clear()
