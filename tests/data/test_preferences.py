@@ -52,24 +52,16 @@ def documents_of(folder, records, form, renderer=RENDERER, **settings):
     return config, load_documents(config, renderer, None, form)
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"prompt": ASKED, "chosen": said("c"), "rejected": said("de")},
-        {"chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
-        {"prompt": "ab", "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
-        {"prompt": ASKED, "chosen": ASKED + said("c"), "rejected": ASKED + said("de")},
-        {"prompt": "ab", "chosen": said("c"), "rejected": said("de")},
-        {"question": "ab", "chosen": "c", "rejected": "de"},
-    ],
-    ids=["lists", "implicit prompt", "and a text of it", "and a list of it", "a text before lists", "question"],
-)
-def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences(record):
-    (chosen, rejected, label), complete, is_text = pair(record)
-    assert (label, complete, is_text) == (None, True, False)
-    for found, answer in ((chosen, b"c"), (rejected, b"de")):
-        assert found.tokens.tolist() == [START, *b"ab", END, START, *answer, END]
-        assert found.learned.tolist() == [False] * 5 + [True] * (len(answer) + 1)
+def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences():
+    answers = {"chosen": said("c"), "rejected": said("de")}
+    whole = {name: ASKED + answer for name, answer in answers.items()}
+    chats = {"prompt": ASKED, **answers}, {"prompt": "ab", **answers}, whole, {"prompt": "ab", **whole}
+    for record in (*chats, {"prompt": ASKED, **whole}, {"question": "ab", "chosen": "c", "rejected": "de"}):
+        (chosen, rejected, label), complete, is_text = pair(record)
+        assert (label, complete, is_text) == (None, True, False)
+        for found, answer in ((chosen, b"c"), (rejected, b"de")):
+            assert found.tokens.tolist() == [START, *b"ab", END, START, *answer, END], record
+            assert found.learned.tolist() == [False] * 5 + [True] * (len(answer) + 1)
 
 
 def test_a_text_prompt_is_not_asked_twice_where_chats_differ_from_their_first_message():
@@ -93,10 +85,8 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
     ("form", "record", "message"),
     [
         ("pairs", {"prompt": "a", "chosen": "b"}, "rejected is missing"),
-        ("pairs", {"chosen": "ab", "rejected": "ac"}, "prompt is missing"),
         ("pairs", {"chosen": ASKED, "rejected": ASKED + said("a")}, "one of chosen and rejected is the beginning"),
         ("pairs", {"chosen": said("a"), "rejected": said("b")}, "prompt is missing"),
-        ("labelled", {"prompt": "a", "completion": "b"}, "label is missing"),
         ("labelled", {"prompt": "a", "completion": "b", "label": "good"}, "label must be true or false, got good"),
     ],
 )
@@ -161,8 +151,7 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
         seen += len(plan)
         np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / len(plan))
         for row in range(4):
-            own = [index for index, at in plan if at == row]
-            for number, index in enumerate(own):
+            for number, index in enumerate(index for index, at in plan if at == row):
                 laid = [(batch, 2 * number + 1, 0), (batch, 2 * number + 2, 1)]
                 if form == "labelled":
                     laid = [(batch, number + 1, 0), (second, number + 1, 1)]
@@ -172,8 +161,8 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
                     (at,) = np.flatnonzero(into.inputs.reference_logprobs[row] * inside)
                     assert into.inputs.reference_logprobs[row, at] == reference[index, part]
                     assert at == np.flatnonzero(into.weights[row] * inside)[0]
-                    if form == "labelled":
-                        assert into.inputs.labels[row, at] == (1 if examples[index].desirable else -1)
+                    wanted = {True: 1, False: -1, None: 0}[examples[index].desirable]
+                    assert form == "pairs" or into.inputs.labels[row, at] == wanted
     assert seen > 15
     parts = zip(*(batches(share=RowShare(index, 2)).train() for index in range(2)), strict=True)
     for expected, shares in zip(whole.train(), parts, strict=True):
@@ -184,31 +173,27 @@ def test_rows_hold_whole_examples_with_their_reference_and_processes_make_their_
 
 def test_what_is_drawn_from_each_source_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(source, "logprobs_of", lambda forward: None)  # pairs alone need no pass of the model
-    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
-    for path in paths:
-        path.write_text("".join(json.dumps(record) + "\n" for record in some(9)))
-    settings = config(
-        "dpo", dpo={}, data={"source": [*map(str, paths)], "packing": False}, task=None, rollout=None, eval=None
-    )
+    for name in ("a.jsonl", "b.jsonl"):
+        documents_of(tmp_path, some(9), "pairs")
+        (tmp_path / "data.jsonl").rename(tmp_path / name)
+    data = {"source": [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")], "packing": False}
+    settings = config("dpo", dpo={}, data=data, task=None, rollout=None, eval=None)
     parts = Parts(settings, make_mesh(settings.mesh), None, RENDERER, None)
     step = PreferenceSource(settings.section(DpoConfig), parts).next(None, 0, Stopwatch(), Fixed())
-    assert [step.metrics[f"data/{path.name}"] for path in paths] == [settings.batch_size // 2] * 2
+    assert [step.metrics[f"data/{name}.jsonl"] for name in "ab"] == [settings.batch_size // 2] * 2
 
 
 def test_a_task_gives_right_and_wrong_completions():
     arithmetic = TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(operators="+-"), heldout=50)
-    task = load_task(arithmetic, 0)
+    task, config = load_task(arithmetic, 0), DataConfig(source="task", max_length=32)
     for example in [*task.train, *task.heldout]:
         assert 1 <= abs(int(example.rejected) - int(example.answer)) <= 9
         assert int(example.rejected) >= min(0, int(example.answer) - 9)
-    config = DataConfig(source="task", max_length=32)
     documents, _ = load_documents(config, RENDERER, task, "pairs")
     assert len(documents) == len(task.train)
-    assert documents.content
     (chosen, rejected, _), example = documents.read([3])[0], task.train[3]
-    prompt = [START, *example.question.encode(), END, START]
-    assert chosen.tokens.tolist() == [*prompt, *example.answer.encode(), END]
-    assert rejected.tokens.tolist() == [*prompt, *example.rejected.encode(), END]
+    for found, answer in ((chosen, example.answer), (rejected, example.rejected)):
+        assert found.tokens.tolist() == [START, *example.question.encode(), END, START, *answer.encode(), END]
     endless = load_task(TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(digits=6)), 0)
     with pytest.raises(UserError, match=r"task .* problems, and at most"):
         load_documents(config, RENDERER, endless, "pairs")
