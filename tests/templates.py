@@ -1,4 +1,4 @@
-"""Eleven public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
+"""Ten public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
 
 from typing import NamedTuple
 
@@ -115,12 +115,6 @@ PHI = (
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{{ '' }}{% endif %}"
 )
-LLAMA2 = (
-    "{% set first = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' if messages[0].role == 'system' else '' %}"
-    "{% for m in (messages[1:] if first else messages) %}" + ALTERNATE + "{% if m.role == 'user' %}"
-    "{{ bos_token + '[INST] ' + (first if loop.first else '') + m.content | trim + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
-)
 # A prompt opens the thought, which no earlier turn keeps.
 DEEPSEEK = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}"
@@ -152,7 +146,6 @@ PUBLIC = {
         calls=True,
     ),
     "phi": Public(PHI, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
-    "llama2": Public(LLAMA2, ("<s>", "</s>")),
     "deepseek": Public(DEEPSEEK, ("<|begin|>", "<|User|>", "<|Assistant|>", "<|eos|>")),
     "vicuna": Public(VICUNA, ("</s>",)),
 }

@@ -295,7 +295,7 @@ def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         user_module(tmp_path, monkeypatch, code)
 
 
-def test_the_number_game_is_won_by_the_middle_of_what_is_left_and_seldom_by_chance() -> None:
+def test_the_number_game_says_higher_or_lower_until_it_is_right_or_its_turns_end() -> None:
     assert len(load(TaskConfig(name="mllm.data.tasks.guess:problems", heldout=250), seed=0).train) == guess.GAMES - 250
     game = guess.Guess()
     game.reset(seed=7, prompt="game 7")
@@ -303,9 +303,6 @@ def test_the_number_game_is_won_by_the_middle_of_what_is_left_and_seldom_by_chan
     assert said == [("higher", 0, False), ("lower", 0, False), ("a number", 0, False), ("right", 1, True)]
     game.reset(seed=7)
     assert [game.step("0")[1:] for _ in range(guess.TURNS)] == [(0, False)] * (guess.TURNS - 1) + [(0, True)]
-    won = {skill: sum(guess.played(seed, skill)[1] for seed in range(1000)) / 1000 for skill in (0.0, guess.SKILL, 1.0)}
-    assert won[1] == 1
-    assert 0.12 < won[0] < 0.18 < 0.53 < won[guess.SKILL] < 0.62
 
 
 @pytest.mark.slow

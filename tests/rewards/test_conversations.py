@@ -15,7 +15,6 @@ from mllm.config.rollout import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
-from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
@@ -164,12 +163,6 @@ def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_be
             play(talk, [prompt()], [["time.sleep(600)"]])
         talk.runner.poll = lambda: None
         assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
-
-
-@pytest.mark.slow
-def test_an_environment_that_can_not_be_had_is_one_line_before_anything_starts():
-    with pytest.raises(UserError, match=r"^task.environment: own_environments:Nothing can't"), opened("Nothing"):
-        pass
 
 
 def speaker(*says, **limits):
