@@ -7,7 +7,6 @@ import random
 import re
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -111,15 +110,6 @@ class Deck:
         return sys.exit("unsorted") if numbers == [] else str(numbers)
 
 
-def any_number(*numbers: int) -> int:
-    """Add numbers.
-
-    Args:
-        numbers: The numbers.
-    """
-    return sum(numbers)
-
-
 def double(number: int) -> int:
     """Double a number.
 
@@ -131,12 +121,6 @@ def double(number: int) -> int:
 
 def by_environment(environments, **kwargs):
     return [environment.reward for environment in environments]
-
-
-def marks(environment):
-    """Leaves a file that says that it was called; what it reads is known at an environment's end alone."""
-    Path("scored").touch()
-    return environment.reward
 
 
 def errors(tool_errors, messages, length):

@@ -233,9 +233,6 @@ def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_ow
     assert parts[0].metrics["num_tokens"] == parts[0].tokens + parts[1].tokens
 
 
-# Dynamic sampling: which groups stay, which prompts are drawn when, and that a resumed run draws the same
-
-
 class SomeRewards(SquareRewards):
     """The n-th group that is drawn has unequal rewards if n is in `unequal`."""
 
@@ -264,9 +261,7 @@ def make_source(unequal, **settings):
         (2, [], 2, 8, []),
     ],
 )
-def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full_or_a_limit(
-    limit, unequal, rounds, drawn, learned
-):
+def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, unequal, rounds, drawn, learned):
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
     found, draw = [], source.draw
     source.draw = lambda *given: found.append(draw(*given)) or found[-1]

@@ -188,9 +188,6 @@ def test_a_certain_completion_has_a_finite_gradient_equal_ones_are_won_by_neithe
     assert [np.isnan(found[f"rewards/{name}"]) for name in ("rejected", "chosen")] == [True, False]
 
 
-# TRL
-
-
 @cache
 def measured_by_trl():
     return json.loads((FIXTURES / "preferences.json").read_text())

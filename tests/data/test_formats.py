@@ -86,9 +86,7 @@ def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: st
         marked(record, ENDLESS if "no end" in said else BYTES, rule)
 
 
-def test_every_line_and_row_is_read_once_in_order_with_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_line_and_row_is_read_once_in_order_with_its_number(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(records, "PARQUET_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
@@ -221,8 +219,6 @@ def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silenc
         with pytest.raises(UserError, match=f"tools: {said}"):
             encode_record(Renderer(tokenizer(tools=template)), other)
 
-
-# Examples whose fields have other names
 
 ALPACA = {"question": "instruction", "input": "input", "answer": "output"}
 

@@ -85,9 +85,7 @@ TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
         ("never", "chats", [TEXT], {}, "texts"),
     ],
 )
-def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_of_them_are(
-    rule: Any, learned: Any, problems: list[Example], settings: dict[str, Any], form: str
-) -> None:
+def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_are(rule, learned, problems, settings, form):
     config = TaskConfig(name="arithmetic", **settings)
     renderer = task_renderer(config, Task("listed", problems, []), Renderer(BYTES.tokenizer, rule), learned)
     assert renderer.form == form

@@ -54,9 +54,7 @@ def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_lis
     assert {*texts(some)}.isdisjoint(texts(large.heldout))
 
 
-def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(tmp_path: Path, caplog: Any) -> None:
     for name, numbers in (("train", (1234, 3, 2)), ("test", (3, 4))):
         rows = [{"question": f"How much is {n}?", "answer": f"It is <<{n}={n}>>.\n#### {n:,}"} for n in numbers]
         write(tmp_path, rows, f"{name}.jsonl")
@@ -114,9 +112,6 @@ def test_reasoning_gym_holds_the_same_problems_out_of_every_seed_and_its_scorer_
         generated("broken")
     with pytest.raises(UserError, match="reasoning_gym:missing: Dataset 'missing'"):
         generated("missing")
-
-
-# Listed problems
 
 
 def task(folder: Path, *records: Any, **settings: Any) -> Task:

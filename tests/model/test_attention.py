@@ -70,7 +70,7 @@ def one_document_of(rows, time):
     ],
 )
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.nightly), 20])
-def test_a_kernel_s_conventions_give_the_outputs_and_gradients_of_masked_attention(
+def test_a_kernel_gives_outputs_and_gradients_of_masked_attention(
     kernel, mesh, packed, sizes, tolerance, window, monkeypatch
 ):
     monkeypatch.setattr(attention, "BLOCKS", (128,))

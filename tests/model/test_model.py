@@ -136,9 +136,6 @@ def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
             assert len(np.unique(firsts)) == len(leaf), f"{name}: layers or rows repeat"
 
 
-# The model that a configuration asks for (tests/run/bad_models.py has what a config.json may not say)
-
-
 def policy_of(settings):
     return load_policy(settings, make_mesh(settings.mesh))
 

@@ -45,9 +45,7 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     ("name", "model", "targets"),
     [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1]), ("peft_qwen3_5", "qwen3_5", DELTA)],
 )
-def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(
-    name: str, model: str, targets: tuple[LoraTarget, ...]
-) -> None:
+def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(name, model, targets):
     lora, folder = peft.resolve(LoraConfig(source=str(FIXTURES / name)), sizes := weights.read_config(FIXTURES / model))
     assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=targets), FIXTURES / name)
     graphdef, adapters, frozen = abstract_model(model, lora, fsdp=2, tp=2)
@@ -86,9 +84,6 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
         settings = {"source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes", "lora": {"source": str(source)}}
         model = ModelConfig.model_validate(settings)
         assert load_model(model, make_mesh(MeshConfig()), packed=False).learned == learned
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(

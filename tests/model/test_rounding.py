@@ -218,8 +218,6 @@ def test_a_tied_head_is_rounded_as_the_embedding_is_and_one_of_its_own_by_its_ow
     assert_same_bits(np.asarray(found), copied(values, name))
 
 
-# Matrices in int8: how they are rounded, and that decode steps compute with what they stand for
-
 ON_TWO = {"rank": 4, "alpha": 8.0, "targets": ("q", "down")}
 
 

@@ -124,8 +124,6 @@ def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn_and
         stop_ids(bare)
 
 
-# What transformers 4 and 5 read of an export
-
 LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 260}
 LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 VERSION_4 = Path(".venv/transformers-4")

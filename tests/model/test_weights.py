@@ -85,7 +85,6 @@ def test_the_text_part_of_a_gemma_3_of_texts_and_images_is_read_alone(tmp_path: 
     assert_same_bits(load_weights(tmp_path), load_weights(FIXTURES / "gemma3"))
 
 
-# What the hub's config.json says that is not one of transformers' defaults.
 PUBLISHED = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
 PUBLISHED |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 
@@ -137,9 +136,7 @@ def test_saving_over_an_export_replaces_it_with_nothing_left_behind_and_refuses_
 
 
 @pytest.mark.parametrize("stage", ["files", "files, after a kill", "last rename"])
-def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(
-    stage: str, sharded: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(stage, sharded, monkeypatch):
     rename = Path.rename
 
     def first_rename_only(path: Path, target: Path) -> Path:
@@ -199,9 +196,7 @@ def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: 
 
 
 @pytest.mark.parametrize("limit", [20_000, pytest.param(10**9, marks=pytest.mark.slow)])
-def test_an_export_is_the_folder_that_was_read_with_other_parameters(
-    whole: Path, tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_the_folder_that_was_read_with_other_parameters(whole, tmp_path, limit, monkeypatch):
     monkeypatch.setattr(weights, "SHARD_BYTES", limit)
     params, out = jax.tree.map(lambda x: 2 * x, load_weights(whole)), tmp_path / "out"
     sizes, original = weights.read_config(whole), Original.open(whole)
@@ -223,9 +218,7 @@ def test_an_export_is_the_folder_that_was_read_with_other_parameters(
 
 
 @pytest.mark.slow
-def test_adapters_of_all_products_are_written_under_the_names_that_were_read_and_read_under_both(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_adapters_of_all_products_are_written_under_the_names_that_were_read(whole: Path, tmp_path: Path) -> None:
     sizes = weights.read_config(whole)
     lora, _ = peft.resolve(LoraConfig(rank=2, alpha=4.0), sizes)
     assert lora.targets == ("q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out")

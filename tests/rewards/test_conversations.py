@@ -12,13 +12,12 @@ import pytest
 from rollouts import BYTES
 
 from mllm.config.rollout import RolloutConfig
-from mllm.config.task import EvalConfig, TaskConfig
+from mllm.config.task import TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
-from mllm.run.evaluation import make_evaluation
 from mllm.sampler.conversations import Conversations
 from mllm.sampler.sampler import Completion, Sampler
 from mllm.sampler.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
@@ -207,26 +206,6 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
 
 
 @pytest.mark.slow
-def test_a_conversation_is_scored_when_its_environment_has_said_all_while_others_go_on(tmp_path, monkeypatch):
-    """The first is over, the second waits for its score, the third has to take leave for want of room, one fails."""
-    monkeypatch.chdir(tmp_path)
-    over = "result = None, 1.0, True"
-    until_scored = "while not os.path.exists('scored'): time.sleep(0.01)"
-    says = [over], ["pass", f"{until_scored}\n{over}"], ["pass" + 40 * " "], ["raise ValueError"]
-    sampler = speaker(*says, max_total_length=100)
-    config = task("Hostile", rewards=[{"name": "own_environments:marks"}], reward_timeout=60)
-    with RewardRunner(config, Task("", [], []), 60) as runner:
-        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
-        evaluate = make_evaluation(EvalConfig(samples=1), config, [prompt().example] * 4, sampler, runner, ALL_ROWS)
-        evaluated = evaluate(None, 0)
-    assert [kind for one in found for kind, *_ in one.rewards] == ["value"] * 6 + ["not_applicable", "raised"]
-    assert [one.rewards[1][1] for one in found[:3]] == [1, 2, 1]
-    metrics = completion_metrics(found, runner.names)
-    for start in ("", "eval/", "eval/sampled_"):
-        assert (metrics | evaluated)[f"{start}environment/mean_turns"] == 5 / 4
-
-
-@pytest.mark.slow
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
     config = task("Hostile", tools=["own_environments:double"], rewards=[{"name": "own_environments:by_environment"}])
@@ -293,9 +272,6 @@ def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses
         for does, said in DEADLY.items():
             assert played(does, "pass", "pass", "pass") == [said, None, lost, None]
         assert played(*["pass"] * 4) == [None] * 4
-
-
-# Tool calls
 
 
 def tagged(value):

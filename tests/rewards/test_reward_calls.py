@@ -268,9 +268,6 @@ def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none()
     assert values("format", given) == [0]
 
 
-# What each built-in function gives
-
-
 def example(answer, form="whole"):
     return Example([{"role": "user", "content": "?"}], answer, answer_form=form)
 

@@ -134,9 +134,6 @@ def test_more_processes_than_calls_are_refused():
         opened("batch", workers=2)
 
 
-# One hostile function
-
-
 def assert_answered(expected, answers, place):
     for (does, pattern), (kind, result) in zip(expected.items(), answers, strict=True):
         assert re.fullmatch(pattern, kind if kind == "value" else f"{kind} {result}"), does
@@ -205,9 +202,6 @@ def test_what_a_function_prints_never_reaches_the_stdout_of_the_trainer_whose_ma
         assert errors.count(letter) >= 200 * 10_000
 
 
-# Processes that it starts
-
-
 @pytest.fixture
 def noted(place):
     """Reads the process ids that functions have noted."""
@@ -271,9 +265,6 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
         assert score(both, ALARM, poll=poll) == [[("value", 1), ("value", 1)]]
 
 
-# The trainer waits
-
-
 @pytest.mark.slow
 def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_and_the_next_step_is_scored(noted):
     def poll():
@@ -297,9 +288,6 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
                 time.sleep(0.01)
             assert scoring.found == [[NOTHING] * 2, [expected[1][0], NOTHING], [NOTHING] * 2]
             assert scoring.finish(samples) == expected
-
-
-# What comes back
 
 
 def test_an_answer_has_its_number_and_is_strict_json():

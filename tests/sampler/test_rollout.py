@@ -216,9 +216,7 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stop_text_of_several_tokens_cuts_tokens_behind_it_and_the_text_before_it_and_the_clock_changes_no_bit(
-    model, prompts, monkeypatch
-):
+def test_a_stop_text_cuts_tokens_behind_it_and_the_text_before_it_whatever_the_clock(model, prompts, monkeypatch):
     """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
     options, given = RolloutConfig(max_prompt_length=12, max_completion_length=160), {"stops": (3,), "room": Room(16)}
     decode = bytes_tokenizer().decode
