@@ -34,31 +34,23 @@ def roll_out(bad=(), weight=1.0, **options):
     return step, prompts, source.sampler.complete(None, prompts, step=0)
 
 
-def test_each_completion_has_its_weight_advantage_and_log_probabilities():
-    step, prompts, completions = roll_out()
-    batch, found = step.batch, sequences(step.batch)
-    advantages = advantages_of(np.arange(8.0).reshape(2, GROUP) ** 2, "group").astype(np.float32).reshape(-1)
+@pytest.mark.parametrize("baseline", ["group", "token"])
+def test_each_completion_has_its_weight_advantages_and_log_probabilities(baseline):
+    step, prompts, completions = roll_out(baseline=baseline, scale_rewards="mean")
+    found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
+    advantages = advantages_of(rewards, "mean").reshape(-1)
+    if baseline == "token":
+        advantages = token_advantages(rewards, "mean", [np.float32(made.norms) for made in completions])
+        assert any(len({*part}) > 1 for part in advantages)
     assert len(found) == 2 * GROUP
-    for number, (prompt, made) in enumerate(zip(prompts, completions, strict=True)):
+    for prompt, made, advantage in zip(prompts, completions, advantages, strict=True):
         fields, learned = found[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
         assert fields[3, learned].tolist() == made.tokens
         np.testing.assert_array_equal(fields[4, learned], np.float32(1 / (8 * len(made.tokens))))
-        np.testing.assert_array_equal(fields[5, learned], advantages[number])
+        np.testing.assert_array_equal(fields[5, learned], np.float32(advantage))
         np.testing.assert_array_equal(fields[6, learned], made.logprobs)
         assert not fields[3:5, : len(prompt) - 1].any()
-    assert batch.inputs[2:] == (None,) * 4
-    fields = (*batch[:5], *batch.inputs[:2])
-    assert [field.dtype for field in fields] == [np.int32] * 4 + [np.float32] * 3
-
-
-def test_with_the_baseline_of_tokens_each_token_has_an_advantage_of_its_own():
-    step, prompts, completions = roll_out(baseline="token", scale_rewards="mean")
-    found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
-    advantages = token_advantages(rewards, "mean", [np.float32(made.norms) for made in completions])
-    assert len(found) == 2 * GROUP
-    for prompt, made, advantage in zip(prompts, completions, advantages, strict=True):
-        np.testing.assert_array_equal(found[*prompt, *made.tokens][5, len(prompt) - 1 :], np.float32(advantage))
-    assert any(len({*part}) > 1 for part in advantages)
+    assert step.batch.inputs[2:] == (None,) * 4
 
 
 def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():
@@ -88,10 +80,8 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
 @pytest.mark.parametrize("turns", [1, 4])
 def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
     source = grpo_source(loss_type="dr_grpo")
-    options = source.sampler.options.model_copy(update={"max_turns": turns})
-    source.sampler = replace(source.sampler, options=options)
-    step = next_of(source)
-    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
+    source.sampler = replace(source.sampler, options=source.sampler.options.model_copy(update={"max_turns": turns}))
+    weights = {fields[4, -1] for fields in sequences(next_of(source).batch).values()}
     assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
 
 
@@ -108,10 +98,6 @@ def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_
     assert not step.batch.inputs.advantages.any()
     assert step.batch.inputs.old_logprobs is None
     assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
-
-
-def test_a_run_that_goes_on_in_the_middle_of_a_rollout_samples_anew():
-    assert len(next_of(grpo_source(updates_per_generation=2), step=3).samples) == 4 * GROUP
 
 
 def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
@@ -144,8 +130,7 @@ def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_ou
     assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
     cut_off = np.mean([not one.finished for one in completions])
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
-    assert step.metrics["num_tokens"] == step.tokens
-    assert [sample["completion"] for sample in step.samples] == ["0", "1", "2", "3", "4", "5", "6", "7"]
+    assert [sample["completion"] for sample in step.samples] == [*"01234567"]
     assert [sample["rewards"]["exact_match"] for sample in step.samples[:5]] == [0, 1, None, 9, 16]
     assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
     assert step.samples[GROUP]["advantage"] < 0
@@ -207,6 +192,7 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
     assert (steps[4].batch.inputs.old_logprobs[:, 0] == -4).all()
     assert [len(step.samples) for step in steps] == [16, 0, 0, 0, 16]
     assert [source.resumable(step) for step in range(5)] == [True, False, False, False, True]
+    assert len(next_of(grpo_source(updates_per_generation=2), step=3).samples) == 16  # in the middle of a rollout
     learned = [tuple(fields[3, fields[4] > 0]) for fields in sequences(steps[4].batch).values()]
     completions = source.sampler.complete(None, [None] * 16, step=4)  # other ones than in step 0
     assert sorted(learned) == sorted(tuple(one.tokens) for one in completions[:8])

@@ -50,11 +50,6 @@ def test_long_prompts_are_left_out_of_epochs_and_evaluation_and_counted(caplog: 
         assert f"2 of 4 {name} are longer than rollout.max_prompt_length and are left out" in caplog.text
 
 
-def test_what_is_no_chat_anywhere_in_a_list_is_an_error_at_once() -> None:
-    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, data:3\)$"):
-        prompts_of(listed("a", BAD, "b", BAD))
-
-
 def test_problems_made_on_demand_are_left_out_and_counted_and_resume_too(caplog: pytest.LogCaptureFixture) -> None:
     bad = set(range(100, 190, 3))
     prompts, resumed = (prompts_of(on_demand(190, bad)) for _ in range(2))
@@ -77,7 +72,6 @@ TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
     [
         ("auto", "texts", [TEXT], {}, "texts"),
         ("auto", "chats", [TEXT], {}, "chats"),
-        ("auto", None, [TEXT], {}, "chats"),
         ("auto", "texts", [TEXT, MESSAGES], {}, "chats"),
         ("auto", "texts", [TEXT], {"system_prompt": "Add."}, "chats"),
         ("auto", "texts", [TEXT], {"template_args": {"messages": []}}, "chats"),
@@ -100,7 +94,9 @@ def test_an_argument_of_the_template_that_would_have_no_effect_is_refused(rule: 
         task_renderer(config, Task("listed", [TEXT], []), Renderer(BYTES.tokenizer, rule), "chats")
 
 
-def test_a_prompt_without_tokens_is_refused() -> None:
+def test_what_is_no_chat_anywhere_in_a_list_or_has_no_tokens_is_an_error_at_once() -> None:
+    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, data:3\)$"):
+        prompts_of(listed("a", BAD, "b", BAD))
     with pytest.raises(UserError, match="makes nothing of them"):
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")
 
