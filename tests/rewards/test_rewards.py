@@ -55,10 +55,6 @@ HOSTILE, BUSY = "hostile_rewards:hostile", "hostile_rewards:busy"
 SEVEN = Example([{"role": "user", "content": "p"}], "7")
 
 
-class Stop(Exception):
-    """The trainer is asked to stop."""
-
-
 @pytest.fixture(scope="module", autouse=True)
 def place(tmp_path_factory):
     """The working directory, where the functions above are found as a user's, and others leave files."""
@@ -106,6 +102,8 @@ def test_several_processes_give_what_one_gives():
     with opened("late", "batch", "exact_match", seconds=0.7, workers=3) as three:
         assert score(three, *mixed) == alone
     failed = [late for late, *_ in alone if late[0] != "value"]
+    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 calls with all .* than can work"):
+        opened("batch", workers=2)
     assert failed[:2] == [("raised", "ValueError: no (own_rewards.py:6)"), ("timed_out", "took longer than 0.7 s")]
 
 
@@ -127,11 +125,6 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     metrics = {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value}
     found = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
     assert metrics == {f"rewards/{name}": value for name, value in found.items()}
-
-
-def test_more_processes_than_calls_are_refused():
-    with pytest.raises(UserError, match=r"task.reward_workers: 2 processes for 1 calls with all .* than can work"):
-        opened("batch", workers=2)
 
 
 def assert_answered(expected, answers, place):
@@ -213,9 +206,9 @@ def noted(place):
 def test_what_a_function_started_ends_with_a_worker_that_is_killed_and_one_that_it_ended(hostile, noted):
     def poll():
         if len(noted()) == 2:
-            raise Stop
+            raise KeyboardInterrupt
 
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         score(hostile, f"{STARTS}\nsleep()", poll=poll)
     wait_until_gone(*noted())
     four_are_noted = "while LEFT.read_text().count('\\n') < 4: time.sleep(0.01)"
@@ -269,10 +262,10 @@ def test_neither_signals_to_the_job_nor_an_alarm_left_by_another_disturb_a_funct
 def test_the_trainer_polls_while_it_waits_and_when_it_stops_all_functions_end_and_the_next_step_is_scored(noted):
     def poll():
         if len(noted()) == 2:
-            raise Stop
+            raise KeyboardInterrupt
 
     with opened(HOSTILE, workers=2, seconds=3600) as two:
-        with pytest.raises(Stop):
+        with pytest.raises(KeyboardInterrupt):
             score(two, f"note(os.getpid())\n{CATCHES}", f"note(os.getpid())\n{FOREVER}", poll=poll)
         assert all(map(is_gone, noted()))
         assert score(two, "7", "7") == [[("value", 1)]] * 2
