@@ -109,7 +109,6 @@ def packed(array):
 
 
 def pack(weights, advantage, old, sampler, reference):
-    """The batch of the sequences, as far as objectives look at it."""
     segments = packed(np.tile(np.repeat(np.arange(IN_ROW) + 1, LENGTH), ROWS // IN_ROW))
     weights, advantage, sampler, old, reference = map(packed, (weights, advantage, sampler, old, reference))
     inputs = PolicyInputs(advantage, sampler, old, reference_logprobs=reference)

@@ -160,7 +160,6 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
 
 @pytest.mark.parametrize("ratio", [0.25, -0.25])
 def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_of_all_processes_and_at_least_0(ratio):
-    """Another process has as many sequences, which differ by 1 each."""
     batch, *_, sequences = make_rows(config_of("kto"))
     shifted = batch.inputs.reference_logprobs + np.float32(ratio) * (batch.inputs.reference_logprobs != 0)
     other = float(len(sequences)), len(sequences)

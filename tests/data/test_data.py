@@ -46,7 +46,6 @@ def qa(question, answer):
 
 
 def some(count):
-    """Examples of many lengths, each with its own question."""
     return [qa(f"q{i}", "a" * (1 + i * 7 % 11)) for i in range(count)]
 
 
@@ -57,7 +56,6 @@ def batches_of(source, *, batch_size=4, seed=0, **settings):
 
 
 def documents(batch):
-    """The tokens of every segment, row by row."""
     return [
         tokens[segments == segment].tolist()
         for tokens, segments in zip(batch.tokens, batch.segments, strict=True)

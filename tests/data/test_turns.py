@@ -146,7 +146,6 @@ def function(**values: str) -> str:
 
 
 def read(text: str) -> list[Any]:
-    """The arguments of each call, or that it can't be read."""
     return ["error" if isinstance(call, ValueError) else call[1] for call in tool_calls(text, TOOLS)]
 
 

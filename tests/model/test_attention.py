@@ -132,7 +132,6 @@ def test_lowered_for_tpus_the_update_calls_splash_attention(monkeypatch):
     ("dtype", "configured"), [("bfloat16", "highest"), pytest.param("float32", None, marks=pytest.mark.nightly)]
 )
 def test_the_update_compiles_for_tpus_in_any_dtype_and_at_any_default_matmul_precision(dtype, configured):
-    """tests/train/test_aot_train_step.py compiles it for all families, on a mesh."""
     mesh = targets.mesh("v5e:2x4", (1, 1, 1), ("dp", "fsdp", "tp"))
     with jax.default_matmul_precision(configured):
         program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)

@@ -26,7 +26,6 @@ EPSILON = float(np.finfo(np.float32).eps)
 
 
 def segments_of(*lengths: int, padding: int = 0) -> jax.Array:
-    """A row of documents of these lengths."""
     return jnp.asarray(np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, padding]))[None]
 
 
@@ -116,7 +115,6 @@ def test_a_convolution_begins_anew_in_each_document_and_goes_on_from_its_last_in
 
 @cache
 def made(*kinds: str) -> tuple[Architecture, nnx.State]:
-    """A model with random parameters and these layers."""
     sizes = replace(weights.read_config(FOLDER), layer_types=kinds, num_hidden_layers=len(kinds), initializer_range=0.1)
     return sizes, nnx.state(Decoder(sizes, rngs=nnx.Rngs(0)))
 

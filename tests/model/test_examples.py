@@ -111,7 +111,6 @@ def test_the_assistant_s_turns_of_random_chats_and_nothing_else_are_learned(name
 
 
 def learned(tokenizer: Any, chat: list[dict[str, Any]], first: int = 0) -> list[str]:
-    """The learned pieces of a chat."""
     ids, mask = encode_example(Renderer(tokenizer), chat, first)
     groups = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
     return [tokenizer.decode([token for token, _ in group]) for is_learned, group in groups if is_learned]

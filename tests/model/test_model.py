@@ -50,7 +50,6 @@ def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
 
 @cache
 def gradients(name: str, *, remat: Any = "none", **dtypes: Any) -> nnx.State:
-    """The gradients of a nonlinear function of the logits in every row."""
     config, params, tokens, positions, _ = fixture(name)
     graphdef, _ = nnx.split(Decoder.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
 

@@ -113,7 +113,6 @@ def test_settings_that_the_source_says_too_must_agree_with_it() -> None:
 
 
 def test_a_tensor_that_is_missing_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
-    """Adapters are checked as other tensors are: tests/run/bad_models.py."""
     folder = Path(shutil.copytree(PEFT, tmp_path / "adapter"))
     abstract = abstract_model(BASE, peft.read_config(PEFT))[1]
     tensors, name = load_file(PEFT / peft.FILE), "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"

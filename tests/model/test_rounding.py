@@ -44,7 +44,6 @@ class Model:
         self.validate = make_validation(forward, lambda: [ROWS], lambda: None)
 
     def trained(self, params):
-        """The trainer's log-probabilities of the tokens that count."""
         return np.asarray(self.logprobs(params)[:, PROMPT - 1 : -1])[COUNTED]
 
     def validated(self, params):
@@ -75,7 +74,6 @@ def is_matrix(name):
 
 @cache
 def base():
-    """Parameters on bfloat16's grid, with outliers in some columns."""
     rng = np.random.default_rng(1)
 
     def on_grid(values, name):
@@ -143,7 +141,6 @@ RNG = np.random.default_rng(0)
 
 
 def copied(values, name="embed", **options):
-    """The compute copy in bfloat16, as float32."""
     found = compute_copy(jnp.asarray(values, jnp.float32), DITHERED, name, **options)
     assert found.dtype == jnp.bfloat16
     return np.asarray(found).astype(np.float32)

@@ -70,7 +70,6 @@ def test_a_prompt_ends_where_the_assistant_begins_and_is_a_prefix_of_the_example
 
 
 def test_a_template_that_leaves_out_an_answer_is_an_error_in_one_line() -> None:
-    """tests/run/bad_models.py has more of them."""
     base = with_template("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}")
     with pytest.raises(UserError, match=r"^[^\n]*leaves out what the assistant[^\n]*$"):
         encode_example(Renderer(base), CHAT)

@@ -39,7 +39,6 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bits of every tensor in the folder's files."""
     found = [one for path in folder.glob("*.safetensors") for one in load_file(path).items()]
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in found}
 

@@ -56,7 +56,6 @@ def opened(environment="Guess", group=1, **settings):
 
 @pytest.fixture(scope="module")
 def guess():
-    """Makes conversations with the environment Guess, in one process."""
     with opened(group=4) as made:
         yield made
 

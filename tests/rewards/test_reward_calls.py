@@ -173,7 +173,6 @@ def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none()
 
 
 def test_functions_for_trl_work_as_they_are():
-    """Conversational data give messages and standard data texts; None says that a function does not apply."""
     chat = sample("a", conversational=True)
     assert bound("mine:batch_of_everything", chat)([chat])[0]["prompts"] == [chat.example.prompt]
     thought = "<think>3 and 4</think><answer>7</answer>"
@@ -183,7 +182,6 @@ def test_functions_for_trl_work_as_they_are():
 
 
 def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
-    """A library's own line would not help."""
     divided, parsed = values("mine:divides", sample("a"), sample("long"))
     assert divided == f"ZeroDivisionError: division by zero ({place_of('1 / count')})"
     assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)

@@ -197,7 +197,6 @@ def test_what_a_function_prints_never_reaches_the_stdout_of_the_trainer_whose_ma
 
 @pytest.fixture
 def noted(place):
-    """Reads the process ids that functions have noted."""
     path = place / "left"
     path.unlink(missing_ok=True)
     return lambda: [int(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -41,7 +41,6 @@ WINDOWS = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
 
 
 def made(sizes):
-    """A model with random parameters, far from uniform."""
     return random_model(Architecture.from_hf({**sizes, "vocab_size": VOCABULARY, "initializer_range": 0.3}, "test"))
 
 
@@ -143,7 +142,6 @@ def test_a_completion_whose_stop_token_is_the_last_that_it_may_have_has_ended_it
 
 
 def test_a_completion_s_text_has_no_control_tokens():
-    """Rewards are given it, as TRL gives it to its functions."""
     ended = Completion(array("i", [*b"<7", 257, *b">", 258]), finished=True)
     assert Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0).text_of(ended) == "<7>"
 
@@ -251,7 +249,6 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
 
 @pytest.mark.slow
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
-    """Lengths are about geometric, with a mean of a quarter of the limit."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
     complete(model, prompts[:8] * 8, options, stops=(3,), room=Room(16), work=work)
     assert work.prefilled == 8 * 12
