@@ -1,6 +1,5 @@
 """A source is tokenized once, by whichever process comes first; a stale, damaged or unfinished cache is not used."""
 
-import resource
 import threading
 from pathlib import Path
 
@@ -56,21 +55,14 @@ def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_pa
     assert changed.content != first.content
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        (cache.RECORDS, lambda content: content[:-1]),
-        (cache.RECORDS, lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:]),
-        (cache.SIZES, lambda content: content[:-1]),
-        (cache.SUMMARY, lambda content: content[:40] + bytes([content[40] ^ 1]) + content[41:]),
-    ],
-)
-def test_a_damaged_cache_is_made_again_and_later_damage_says_what_to_delete(tmp_path, opened, caplog, name, damage):
+@pytest.mark.parametrize("name", [cache.RECORDS, cache.SIZES, cache.SUMMARY])
+def test_a_damaged_cache_is_made_again_and_later_damage_says_what_to_delete(tmp_path, opened, caplog, name):
     open_cache, made = opened
     source = write(tmp_path, some(20))
     expected = contents(open_cache(source))
-    path = made[0] / name
-    path.write_bytes(damage(path.read_bytes()))
+    content = bytearray((made[0] / name).read_bytes())
+    content[40] ^= 1
+    (made[0] / name).write_bytes(content)
     documents = open_cache(source)
     assert contents(documents) == expected
     assert f"data.cache: {made[0]} is damaged, and made again" in caplog.text
@@ -126,10 +118,3 @@ def test_a_cache_that_can_not_be_written_is_refused(tmp_path, opened):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"data.cache: .*/file/x can't be written \(Not a directory\): make"):
         opened[0](write(tmp_path, some(2)), cache=f"{tmp_path}/file/x")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(UserError, match=r"TMPDIR: .*can't be written there \(File too large"):
-            opened[0](f"{tmp_path}/data.jsonl")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
