@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from templates import PUBLIC
@@ -29,17 +28,9 @@ from mllm.model.weights import write_settings
 BYTES = bytes_tokenizer()
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
 CHAT = [
-    {"role": "user", "content": "3+4="},
-    {"role": "assistant", "content": "7"},
-    {"role": "user", "content": "Sure?\n"},
-    {"role": "assistant", "content": "\nYes,\n I am."},
+    {"role": role, "content": text}
+    for role, text in zip(["user", "assistant"] * 2, ["3+4=", "7", "a", "b"], strict=True)
 ]
-
-
-def with_template(template: Any) -> PreTrainedTokenizerFast:
-    tokenizer = bytes_tokenizer()
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_path: Path) -> None:
@@ -59,20 +50,6 @@ def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_pa
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
     assert "extra_special_tokens" not in settings
-
-
-def test_a_prompt_ends_where_the_assistant_begins_and_is_a_prefix_of_the_example() -> None:
-    prompt = encode_prompt(Renderer(BYTES), CHAT[:1])
-    assert prompt == [START, *b"3+4=", END, START]
-    ids, assistant = encode_example(Renderer(BYTES), CHAT[:2])
-    assert ids == [*prompt, *b"7", END]
-    assert assistant == [False] * len(prompt) + [True, True]
-
-
-def test_a_template_that_leaves_out_an_answer_is_an_error_in_one_line() -> None:
-    base = with_template("{% for m in messages %}{{ loop.last and m.content or 'gone' }}{% endfor %}")
-    with pytest.raises(UserError, match=r"^[^\n]*leaves out what the assistant[^\n]*$"):
-        encode_example(Renderer(base), CHAT)
 
 
 def test_a_variable_of_the_template_reaches_it_in_prompts_and_examples() -> None:
@@ -115,8 +92,8 @@ def test_stop_ids_are_gathered_without_duplicates(tmp_path: Path) -> None:
 
 
 def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn_and_one_without_any_is_refused() -> None:
-    base = with_template(PUBLIC["qwen2.5"].template)
-    base.eos_token = "<|endoftext|>"
+    base = bytes_tokenizer()
+    base.chat_template, base.eos_token = PUBLIC["qwen2.5"].template, "<|endoftext|>"
     assert stop_ids(base) == (ENDOFTEXT, END)
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
     with pytest.raises(UserError, match="no end of sequence"):
