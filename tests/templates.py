@@ -94,8 +94,7 @@ SMOLLM3 = (
     "{% for m in messages if m.role != 'system' %}{% if m.role == 'assistant' %}{% generation %}"
     "<|im_start|>assistant\n{{ '<think>\n\n</think>\n' if loop.last else '' }}{{ m.content.lstrip('\n') }}"
     + HERMES
-    + ""
-    "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
+    + "<|im_end|>\n{% endgeneration %}{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' }}{% endif %}"
 )
@@ -128,6 +127,7 @@ VICUNA = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
 )
 IM = ("<|im_start|>", "<|im_end|>")
+MISTRAL_CONTROLS = ("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
 PUBLIC = {
     "qwen2.5": Public(QWEN25, IM, calls=True),
     "qwen3": Public(QWEN3, IM, calls=True),
@@ -137,14 +137,7 @@ PUBLIC = {
     ),
     "gemma3": Public(GEMMA3, ("<bos>", "<start_of_turn>", "<end_of_turn>")),
     "smollm3": Public(SMOLLM3, IM, calls=True),
-    "mistral": Public(
-        MISTRAL,
-        (
-            *("<s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
-            *("[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "</s>"),
-        ),
-        calls=True,
-    ),
+    "mistral": Public(MISTRAL, (*MISTRAL_CONTROLS, "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "</s>"), calls=True),
     "phi": Public(PHI, ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")),
     "deepseek": Public(DEEPSEEK, ("<|begin|>", "<|User|>", "<|Assistant|>", "<|eos|>")),
     "vicuna": Public(VICUNA, ("</s>",)),

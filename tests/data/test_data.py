@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import grain
@@ -15,7 +14,7 @@ from tiny import config
 from mllm.algorithms.sft.source import SftBatches, SftSource, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
-from mllm.data import dataset, records
+from mllm.data import dataset
 from mllm.data.batch import Batch
 from mllm.data.dataset import mixed_order, training_order
 from mllm.data.source import Fixed
@@ -152,14 +151,6 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
     state = {**read.get_state(), "grain": {"next_index": 9}}
     with pytest.raises(UserError, match=r"data.epochs: 1: the run has gone through more of its data: raise it"):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
-
-
-def test_no_more_of_a_long_line_is_held_than_shows_that_it_is_bad(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "LONGEST_LINE", 100)
-    source = write(tmp_path, [qa("c" * 1000, "d"), qa("good", "b")])
-    assert [len(line) for line in records.read_lines(Path(source), "data.source")] == [101, 36]
-    with pytest.raises(UserError, match=r"data.source: .*data.jsonl:1\)"):
-        batches_of(source)
 
 
 def test_a_long_example_is_cut_and_one_without_anything_to_learn_is_left_out_and_both_are_counted(tmp_path, caplog):

@@ -2,14 +2,13 @@
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import sequences
 
 from mllm.algorithms.grpo.batch import pack
 from mllm.config.schema import Rows
-from mllm.data.batch import Trajectory, bucket
+from mllm.data.batch import Trajectory
 from mllm.data.packing import first_fit_decreasing, spread_rows
 
 
@@ -78,11 +77,3 @@ def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards)
     shares = shares[:used]
     assert np.ptp(np.count_nonzero(shares, axis=-1)) <= 1
     assert np.ptp(shares.sum(axis=-1)) <= max(work)
-
-
-@pytest.mark.parametrize(
-    ("length", "longest", "padded"),
-    [*((n, 2048, m) for n, m in ((1, 16), (16, 16), (17, 24), (25, 32), (33, 48), (1025, 1536))), (1100, 1200, 1200)],
-)
-def test_rows_are_padded_to_a_power_of_two_or_half_as_much_again_but_not_beyond_the_longest(length, longest, padded):
-    assert min(bucket(length), longest) == padded
