@@ -72,22 +72,11 @@ def is_matrix(name):
     return name in ("embed", "head") or name.endswith("_weight")
 
 
-@cache
-def base():
-    rng = np.random.default_rng(1)
-
-    def on_grid(values, name):
-        scale = np.where(rng.random(values.shape[-1]) < 0.02, 4, 1) if is_matrix(name) else 1
-        return (values * scale).astype(jnp.bfloat16).astype(jnp.float32)
-
-    return map_parameters(on_grid, model().policy.initial_params())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["layers.q_bias", "norm"])
 def test_norms_and_biases_are_not_rounded(kind):
     """From 1 the next number in bfloat16 is 1 + 2^-7."""
-    ones = map_parameters(lambda x, name: x if is_matrix(name) else jnp.ones_like(x), base())
+    ones = map_parameters(lambda x, name: x if is_matrix(name) else jnp.ones_like(x), model().policy.initial_params())
     above = map_parameters(lambda x, name: x + 2**-10 if name == kind else x, ones)
     for of in (model().trained, model().sampled):
         assert (of(above) != of(ones)).mean() > 0.9
@@ -123,8 +112,7 @@ def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_
 @pytest.mark.slow
 def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
     """Trainer, sampler and validation read nothing else of the matrices."""
-    rng = np.random.default_rng(2)
-    params = jax.tree.map(lambda x: x * (1 + 2**-8 * rng.uniform(-1, 1, x.shape).astype(np.float32)), base())
+    params = model().policy.initial_params()
     copies = map_parameters(
         lambda x, name: compute_copy(x, DITHERED, name).astype(jnp.float32) if is_matrix(name) else x, params
     )
