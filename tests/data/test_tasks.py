@@ -31,13 +31,13 @@ def arithmetic(heldout: int = 32, **shape: Any) -> Task:
     return load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)), seed=0)
 
 
-def question(example: Example) -> str:
-    return example.prompt[-1]["content"]
+def texts(examples: Any) -> list[str]:
+    return [example.prompt[-1]["content"] for example in examples]
 
 
 def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_seed() -> None:
     task = arithmetic(heldout=32)
-    train, heldout = {question(e) for e in task.train}, {question(e) for e in task.heldout}
+    train, heldout = {*texts(task.train)}, {*texts(task.heldout)}
     assert (len(task.train), len(task.heldout)) == (68, 32)
     assert train.isdisjoint(heldout)
     assert train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
@@ -49,7 +49,7 @@ def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_lis
     assert len(large.train) > 2**60
     some = [large.train[i * 10**12] for i in range(100)]
     for example in [*some, *large.heldout, *small.train[:300], *small.heldout]:
-        assert example.answer == example.solution == str(eval(question(example).removesuffix("=")))
+        assert example.answer == example.solution == str(eval(example.question.removesuffix("=")))
     assert len({*texts(some)}) == 100
     assert {*texts(some)}.isdisjoint(texts(large.heldout))
 
@@ -65,7 +65,7 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert task.test is not None
     assert [(e.answer, e.answer_form) for e in task.test] == [("3", "hashes"), ("4", "hashes")]
     assert task.test[0].solution == "It is <<3=3>>.\n#### 3"
-    assert question(task.test[0]) == f"How much is 3? {GSM8K_INSTRUCTION}"
+    assert task.test[0].question == f"How much is 3? {GSM8K_INSTRUCTION}"
     write(tmp_path, [{"question": "How much is 5?", "answer": "5"}], "test.jsonl")
     with pytest.raises(UserError, match=r"answer has no line '#### N' with the result \(.*test.jsonl:1\)"):
         load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
@@ -122,10 +122,6 @@ def first(folder: Path, record: Any, **settings: Any) -> Example:
     """The example of a record that is listed beside another one."""
     both = task(folder, record, {"prompt": "other", "answer": "1"}, heldout=1, **settings)
     return next(e for e in [*both.train, *both.heldout] if e.place.endswith(":1"))
-
-
-def texts(examples: Any) -> list[str]:
-    return [example.prompt[-1]["content"] for example in examples]
 
 
 BOXED = {"answer_form": "boxed"}
