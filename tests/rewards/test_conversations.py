@@ -194,8 +194,7 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     one, rewards, line = found[2], group_rewards(found, runner, 2), sample_line(found[2], runner, 0.5)
     assert one.tokens[one.sampled].tolist() == [*b"0", END, *b"x" * 10, END]
     assert one.logprobs.tolist() == [-2] * 2 + [-3] * 11
-    assert one.prompt == "Guess. Up to 9."
-    assert one.text == line["completion"] == "x" * 10
+    assert (one.prompt, one.text, line["completion"]) == ("Guess. Up to 9.", "x" * 10, "x" * 10)
     assert [message.get("reward") for message in line["turns"]] == [0, None, -0.5, None]
     assert line["rewards"] == {"errors": pytest.approx(0.4 + 13 / 1000), "environment": -0.5}
     assert rewards[1, 0] == line["reward"] == pytest.approx(2 * (0.4 + 0.013) - 0.5)

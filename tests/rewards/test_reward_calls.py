@@ -16,8 +16,6 @@ from mllm.errors import UserError
 from mllm.rewards.calls import LOGS, Reward, Sample, answers, bind, fields_of
 from mllm.rewards.functions import exact_match, flexible_match, last_number, math, overlong, think_answer_format
 
-# As a user writes them
-
 OWN_REWARDS = """
 import asyncio, json, re
 
@@ -48,8 +46,6 @@ def helper(count):
 
 number = 1
 
-# In the shape of TRL's documentation: conversational format, a column of the data, one task among several
-
 def format_reward(completions, **kwargs):
     pattern = r"^<think>.*?</think><answer>.*?</answer>$"
     contents = [completion[0]["content"] for completion in completions]
@@ -79,8 +75,6 @@ def takes_all(completions, words, **kwargs):
 
 def numbered(completions):
     return dict.fromkeys(range(len(completions)), 0.5)
-
-# Each of them waits for the others, so one after the other they wait for ever
 
 def meet(completion, there=[]):
     there.append(completion)
