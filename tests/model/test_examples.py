@@ -211,6 +211,11 @@ def test_what_a_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) ->
         (SAID.replace("in messages", "in messages if m.role != 'tool'") + CALLS + ASKS, CALLED, "what the tool says"),
         (SAID + first + "<|END|>" + ASKS, twice, "tool calls"),
         (PUBLIC["phi"].template, CALLING, "tool calls"),
+        (
+            spoken.replace("{{ m.content }}", "{{ loop.last and m.content or 'gone' }}"),
+            turns(*"abcd"),
+            "what the assistant",
+        ),
     ):
         with pytest.raises(UserError, match=f"leaves out {said}"):
             learned(Public(template, (*CONTROLS, *PUBLIC["phi"].controls)).tokenizer(), chat)
