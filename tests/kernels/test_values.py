@@ -12,29 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import OBJECTIVES, SCALES, Problem, assert_near, check, random_cotangents, values_and_gradients
-from engines import (
-    BF16,
-    CHUNKED,
-    CHUNKED_BF16,
-    EVERY,
-    F32,
-    FULL,
-    FULL_BF16,
-    GPU,
-    TPU,
-    TPU_F32,
-    XLA,
-    XLA_BF16,
-    Engine,
-    every,
-    parameter,
-)
+from engines import BF16, EVERY, F32, GPU, NARROW, PLAIN, TPU, TPU_F32, XLA, XLA_BF16, Engine, every, parameter
 from oracle import EPS, SLACK, Slopes, exact
 
 from lm_head import token_logprobs, token_loss
-
-PLAIN = (XLA, FULL, CHUNKED)
-
 
 # --- sizes, softmaxes, rows that don't count ---
 
@@ -205,35 +186,25 @@ def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", every((*PLAIN, TPU), kernels="nightly"))
-def test_labels_of_every_integer_dtype_are_the_same_labels(engine: Engine) -> None:
+def test_labels_of_every_integer_dtype_are_the_same_labels_and_none_is_taken_for_another() -> None:
     """The vocabulary is larger than some of the dtypes reach; 64 bits are NumPy's own."""
-    hidden, weight, labels = engine.problem()
+    hidden, weight, labels = XLA.problem()
 
     @jax.jit
     def run(given: Any) -> Any:
-        return [token_logprobs(hidden, weight, x, impl=engine.impl).logprob for pair in given for x in pair]
+        return [token_logprobs(hidden, weight, x).logprob for pair in given for x in pair]
 
     dtypes = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
-    fitting = [np.minimum(labels, min(engine.shape[1] - 1, np.iinfo(dtype).max)) for dtype in dtypes]
-    with engine.strictly():
-        found = run([(x, x.astype(dtype)) for x, dtype in zip(fitting, dtypes, strict=True)])
+    fitting = [np.minimum(labels, min(XLA.shape[1] - 1, np.iinfo(dtype).max)) for dtype in dtypes]
+    found = run([(x, x.astype(dtype)) for x, dtype in zip(fitting, dtypes, strict=True)])
     np.testing.assert_array_equal(found[::2], found[1::2])
-
-
-@pytest.mark.slow
-def test_labels_beyond_32_bits_are_out_of_range_and_what_a_dtype_can_not_hold_is_ignored_nowhere() -> None:
-    hidden, weight, labels = Engine("xla", F32, (8, 300, 4)).problem()
     for bad in (np.int64(2**32 + 5), np.int64(-(2**40))):
         with pytest.raises(ValueError, match=f"one is {bad}"):
-            token_logprobs(hidden, weight, np.full(8, bad))
-    narrow = np.resize([156, 3, 7], 8).astype(np.uint8)  # 156 is -100 in eight bits
-    ignored = {x: token_logprobs(hidden, weight, narrow, ignore_index=x).lse == 0 for x in (None, -100, 156)}
-    assert not ignored[None].any()
+            token_logprobs(hidden, weight, np.full(90, bad))
+    narrow = np.resize([156, 3, 7], 90).astype(np.uint8)  # 156 is -100 in eight bits
+    ignored = {x: token_logprobs(hidden, weight, narrow, ignore_index=x).lse == 0 for x in (-100, 156)}
     assert not ignored[-100].any()
     np.testing.assert_array_equal(ignored[156], narrow == 156)
-    signed = np.where(labels % 2, labels, -100).astype(np.int16)
-    np.testing.assert_array_equal(token_logprobs(hidden, weight, signed, ignore_index=-100).lse != 0, labels % 2 == 1)
 
 
 def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions() -> None:
@@ -255,7 +226,7 @@ def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions()
     assert_near(losses[3][0], -jnp.sum(jnp.where(all_three, jnp.arange(90) % 4 * got[0].logprob, 0)))
 
 
-@pytest.mark.parametrize("engine", every((XLA, FULL, CHUNKED, TPU, GPU), kernels="nightly"))
+@pytest.mark.parametrize("engine", every((*PLAIN, TPU, GPU), kernels="nightly"))
 def test_traced_labels_out_of_range_give_nan_and_change_no_other_row(engine: Engine) -> None:
     """A ValueError says so where labels are known."""
     problem, ones = engine.problem(), jnp.ones(engine.shape[0])
@@ -291,7 +262,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
     assert [(x.shape, x.dtype) for x in found] == [*want, *want, ((), F32)]
 
 
-@pytest.mark.parametrize("engine", every((FULL_BF16, CHUNKED_BF16, XLA_BF16, GPU), kernels="nightly"))
+@pytest.mark.parametrize("engine", every((*NARROW, GPU), kernels="nightly"))
 def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
     """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
     narrow, live = engine.problem(), engine.live("most")
