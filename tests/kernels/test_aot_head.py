@@ -75,9 +75,7 @@ def compiled(mesh: Mesh, program: str, vocabulary: int, features: int, **options
 
 
 @pytest.mark.parametrize(("program", "options", "names", "vocabulary", "features", "chip"), CASES)
-def test_a_program_compiles_to_its_kernels_within_its_memory(
-    program: str, options: dict[str, Any], names: set[str], vocabulary: int, features: int, chip: str
-) -> None:
+def test_a_program_compiles_to_its_kernels_within_its_memory(program, options, names, vocabulary, features, chip):
     found = compiled(targets.mesh(chip), program, vocabulary, features, **options)
     assert kernels(found) == names
     two_of_hidden_s_shape = 2 * 8192 * features * (4 if "hidden" in options else 2)

@@ -109,9 +109,7 @@ ON_A_MESH = HeadSharding(MESH, tokens=("dp",))
         ("mosaic_tpu", r"MiB of VMEM, \d+ of them for its \w+", 256, 1 << 22, ("float32", "float32"), {}),
     ],
 )
-def test_an_engine_that_is_named_and_can_not_run_says_why_in_one_line(
-    impl: Any, reason: str, words: int, features: int, dtypes: tuple[str, str], options: dict[str, Any]
-) -> None:
+def test_an_engine_that_is_named_and_can_not_run_says_why_in_one_line(impl, reason, words, features, dtypes, options):
     arrays = [jax.ShapeDtypeStruct((n, features), dtype) for n, dtype in zip((8, words), dtypes, strict=True)]
     device: Any = jax.sharding.use_abstract_mesh(V6E) if "VMEM" in reason else contextlib.nullcontext()
     sizes: Any = gpu_tiles.override(GPU_SIZES) if "Hopper" not in reason else contextlib.nullcontext()

@@ -50,9 +50,7 @@ LOSSES = [
     ("engine", "workspace", "objective", "scale", "rows", "options"),
     [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES, kernels="quick"), *every(OTHER_DTYPES, LOSSES[4], kernels="nightly")],
 )
-def test_any_loss_with_any_workspace_is_float64_s(
-    engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
-) -> None:
+def test_any_loss_with_any_workspace_is_float64_s(engine, workspace, objective, scale, rows, options):
     """The last 90 rows of the weight are no tokens, and would be the likeliest."""
     problem, common = engine.problem(scale), engine.shape[1] - 90
     weight, live = problem.weight.at[common:].multiply(30), engine.live(rows)
@@ -121,9 +119,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
         *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, 0))),
     ],
 )
-def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(
-    engine: Engine, workspace: int
-) -> None:
+def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(engine, workspace):
     """A float32 dW is its own sum over waves, and not rounded to bfloat16.
 
     Blocks of rows are what the trainer gives a GPU: float32 masters, and more than 8192 tokens.
@@ -265,9 +261,7 @@ BLOCKS_OF_ROWS = dataclasses.replace(engines.GPU_SIZES, most_rows=128)
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, ALL, id="all kept"),
     ],
 )
-def test_waves_blocks_and_clusters_are_float64_s(
-    sizes: Sizes, shape: tuple[int, int, int], objective: Objective, workspace: int
-) -> None:
+def test_waves_blocks_and_clusters_are_float64_s(sizes, shape, objective, workspace):
     from strict_gpu import strict_interpreter
 
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])

@@ -60,9 +60,7 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
     ],
     ids=str,
 )
-def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(
-    program: str, options: dict[str, Any]
-) -> None:
+def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(program, options):
     hidden, numbers = 2 * N * options.get("features", D), 128 * N  # bytes
     allowed = options.get("workspace", 0) + 64 * MIB + hidden + numbers
     assert targets.memory(compiled(program, **options))["temp"] <= allowed

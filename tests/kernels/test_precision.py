@@ -47,9 +47,7 @@ OTHER = "tensorfloat32"
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("xla", "float32"), ("splash", "float32"))),
     ],
 )
-def test_sampler_and_trainer_multiply_at_the_same_precision(
-    kernel: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monkeypatch):
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -36,9 +36,7 @@ def run(engine: Engine, way: str, problem: Problem, rows: str, *, teacher: Any, 
 @pytest.mark.parametrize(
     ("engine", "way", "kind", "softmax", "rows", "options"), every([*WAYS, (TPU, "none")], *TEACHERS)
 )
-def test_any_two_softmaxes_of_any_rows_are_float64_s(
-    engine: Engine, way: str, kind: str, softmax: str, rows: str, options: dict[str, Any]
-) -> None:
+def test_any_two_softmaxes_of_any_rows_are_float64_s(engine, way, kind, softmax, rows, options):
     problem = engine.problem(SCALES[softmax])
     teacher = teacher_of(problem, SCALES[softmax], kind=kind)
     run(engine, way, problem, rows, teacher=teacher, objective="teacher alone", **options)

@@ -127,9 +127,7 @@ HEATS = [(1e-6, None), (0.7, 20.0), (2.5, None), (1e-9, None), (1e-9, 20.0), (1e
         parameter(XLA, *HEATS[0], False, slow=True),
     ],
 )
-def test_logits_of_any_size_lose_nothing_to_the_temperature(
-    engine: Engine, temperature: float, softcap: float | None, jitted: bool
-) -> None:
+def test_logits_of_any_size_lose_nothing_to_the_temperature(engine, temperature, softcap, jitted):
     """Products to 10,000 and a little. A statistic is off by roundings of its own, and under a softcap by tanh's.
 
     Whether the label is the likeliest, ties included, is exact. Where one token has all of the probability, the label's

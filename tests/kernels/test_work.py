@@ -108,9 +108,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("mosaic_tpu", divergence_of("jsd", NO_WORKSPACE), 4, 8, 7, 7),
     ],
 )
-def test_a_function_and_its_gradients_take_so_many_products(
-    engine: str, function: Callable[..., Any], value: int, both: int, hidden_alone: int, weight_alone: int
-) -> None:
+def test_a_function_and_its_gradients_take_so_many_products(engine, function, value, both, hidden_alone, weight_alone):
     """On a TPU dh's expectation of W comes with the values, for one more. A teacher of the student's size has r = 1.
 
     Several waves add up a narrow weight's gradient in float32, an array that the workspace must have room for.
@@ -123,9 +121,7 @@ def test_a_function_and_its_gradients_take_so_many_products(
     ("rows", "weight", "workspace", "products", "waves"),
     [(8192, jnp.bfloat16, 640, 3.77, 1), (32768, jnp.bfloat16, 2560, 3, 8), (32768, jnp.float32, 640, 3.94, 1)],
 )
-def test_a_loss_on_hopper_takes_as_few_products_as_documented(
-    rows: int, weight: Any, workspace: int, products: float, waves: int
-) -> None:
+def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, workspace, products, waves):
     """4, less the share of columns whose logits a workspace of so many MiB keeps; and no more than it can hold.
 
     Waves, of all logits of some rows, are taken where they save more than reading and writing dW's sum costs.
@@ -297,9 +293,7 @@ UNFIT = "mosaic_gpu can't run: weight is 1020 x 256, and the kernels need multip
         ("an older gpu", (1024, 256), ("bfloat16", None), "xla", "mosaic_gpu can't run: it needs a Hopper GPU, "),
     ],
 )
-def test_the_choice_of_an_engine_comes_with_its_reason(
-    platform: str, weight: tuple[int, int], dtypes: Any, impl: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_of_an_engine_comes_with_its_reason(platform, weight, dtypes, impl, reason, monkeypatch):
     monkeypatch.setattr(target, "platform", lambda mesh=None: platform.split()[-1])
     if platform == "gpu":
         monkeypatch.setattr(target, "why_not_hopper", lambda: None)
