@@ -41,34 +41,24 @@ OTHER = "tensorfloat32"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "dtype"),
-    [
-        ("splash", "bfloat16"),
-        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("xla", "float32"), ("splash", "float32"))),
-    ],
+    ("kernel", "dtype"), [("splash", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.nightly)]
 )
 def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monkeypatch):
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = {"architecture": architecture, "dtype": dtype}
-    programs = Programs(config(model=model), make_mesh(MeshConfig()))
+    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig()))
     with jax.default_matmul_precision(OTHER):
         for name in ("update", "logprob", "prefill", "decode"):
             merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
             assert precisions(getattr(programs, name)()) <= allowed(dtype) | merged, name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("impl", "dtype"),
-    [
-        ("xla", "float32"),
-        ("mosaic_tpu", "bfloat16"),
-        *(pytest.param(impl, "float32", marks=pytest.mark.slow) for impl in ("full_logits", "chunked_logits")),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("xla", "bfloat16"), ("mosaic_tpu", "float32"))),
-    ],
+    "impl", ["xla", "mosaic_tpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full_logits", "chunked_logits"))]
 )
-def test_the_head_multiplies_at_the_precision_of_its_operands(impl: str, dtype: str) -> None:
+def test_the_head_multiplies_at_the_precision_of_its_operands(impl, dtype):
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
     mesh = make_mesh(MeshConfig())
     for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):

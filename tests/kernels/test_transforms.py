@@ -22,7 +22,7 @@ from lm_head.tpu import tiles as tpu_tiles
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 TPU = TPU_F32._replace(shape=(200, 300, 64))
 Scalar = Callable[..., Any]
-"""A loss takes hidden states, weight, labels, two operands and weights, and may return the tokens' statistics, too."""
+"""From hidden states, weight, labels, two operands and weights to a number, and the tokens' statistics."""
 
 
 def arguments_of(engine: Engine) -> tuple[jax.Array, ...]:
@@ -39,7 +39,8 @@ def of_statistics(engine: Engine) -> Scalar:
 
 
 def of_loss(engine: Engine, **copy: Any) -> Scalar:
-    def scalar(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
+    def scalar(*arguments: Any) -> Any:
+        hidden, weight, labels, old, advantage, weights = arguments
         options: dict[str, Any] = {"weights": weights, "impl": engine.impl, **copy}
         return token_loss(hidden, weight, labels, OBJECTIVE, old, advantage, **options)
 
@@ -75,12 +76,11 @@ def test_in_a_checkpoint_and_exported_results_are_the_same(of: Any) -> None:
     assert_near(found, jax.tree.leaves(plainly(XLA, of)))
 
 
-BOTH = [(XLA, of_statistics), (XLA, of_loss)]
-nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
+WAYS = [(XLA, of_statistics), (XLA, of_loss), pytest.param(TPU, of_loss, marks=pytest.mark.nightly)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "of"), [*BOTH, nightly(TPU, of_loss)])
+@pytest.mark.parametrize(("engine", "of"), WAYS)
 def test_vmap_is_a_python_loop(engine: Engine, of: Any) -> None:
     """The second of the two has few rows that count."""
     *others, weights = (x[::-1] for x in arguments_of(engine))
@@ -98,7 +98,7 @@ def test_vmap_is_a_python_loop(engine: Engine, of: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "of"), [*BOTH, nightly(TPU, of_statistics)])
+@pytest.mark.parametrize(("engine", "of"), WAYS)
 def test_shard_map_over_tokens_gives_the_same(engine: Engine, of: Any) -> None:
     """The scalars of two shards are summed; W and its gradient are replicated; varying axes are checked."""
     mesh, specs = Mesh(np.array(jax.devices()[:2]), ("dp",)), (P("dp"), P(), *[P("dp")] * 4)
