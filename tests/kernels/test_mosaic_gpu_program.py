@@ -1,7 +1,6 @@
 """Programs with the Hopper kernels, as XLA compiles them for an H100.
 
-Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_head_values.py and
-test_head_losses.py, and test_on_device.py runs the kernels on a GPU.
+Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). test_on_device.py runs the kernels on a GPU.
 """
 
 import importlib.util
@@ -21,8 +20,6 @@ from lm_head.gpu import tiles as gpu_tiles
 from mllm.plan import targets
 
 MIB = 2**20
-
-
 pytestmark = [
     pytest.mark.aot_gpu,
     pytest.mark.skipif(
@@ -30,7 +27,6 @@ pytestmark = [
         reason="needs XLA's plugin for CUDA, which make aot-gpu installs",
     ),
 ]
-needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
 N, V, D = 8192, 151936, 2048
 
 
@@ -54,7 +50,6 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
         ("value", {}),
         ("general", {"entropy": True}),
         ("loss", {"workspace": 0}),
-        ("loss", {"workspace": 640 * MIB}),
         ("loss", {"workspace": 2560 * MIB}),
         ("loss", {"workspace": 640 * MIB, "vocabulary": 262144, "features": 640}),  # Gemma 3 270M
     ],
@@ -85,23 +80,23 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     assert max(math.prod(x.shape) for x in arrays(text)) == V * D
     assert not any(N in x.shape and V in x.shape for x in arrays(text))
     copied = [line for line in text.splitlines() if " copy(" in line or " copy-start(" in line]
-    assert copied
     assert not any(math.prod(x.shape) >= V * D for line in copied for x in arrays(line))
     written = [line for line in text.splitlines() if f"bf16[{V},{D}]" in line.partition("=")[2][:40]]
     assert sum("custom-call" in line for line in written) == 1, "one kernel writes dW"
 
 
-@needs_ptxas
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"features": 896, "entropy": True}, id="entropy"),
-        pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
-        pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
-        pytest.param({"hidden": "float32", "weight": "float32", "dtype": "bfloat16"}, id="float32 masters"),
-        pytest.param({"cluster": 1}, id="blocks without a cluster"),
+        {},
+        {"features": 896, "entropy": True},
+        {"features": 3584, "softcap": 30.0, "entropy": True},
+        {"workspace": 640 * MIB, "softcap": 30.0},
+        {"hidden": "float32", "weight": "float32", "dtype": "bfloat16"},
+        {"cluster": 1},
     ],
+    ids=str,
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     """By the reports of ptxas, the PTX, and the log of Mosaic's passes."""
@@ -114,8 +109,7 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str
     for path in kernels:
         report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
-        waits = re.findall("serialized|warpgroup.wait is injected", report)
-        assert not waits, "no product waits for the one before, other than where the kernel says so"
+        assert not re.findall("serialized|warpgroup.wait is injected", report), "a product waits for the one before"
         static = re.search(r", (\d+) bytes smem", report)
         dynamic = max(map(int, re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)))
         assert dynamic + (int(static[1]) if static else 0) <= gpu_tiles.SHARED_MEMORY
