@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -30,30 +31,30 @@ from mllm.training.step import make_logprob_pass
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
 
-def test_a_mesh_of_too_many_devices_is_an_error_that_counts_them():
-    with pytest.raises(UserError, match=r"tp = 16, but there are 8 devices: lower one of them"):
-        make_mesh(MeshConfig(dp=4, tp=4))
+@pytest.mark.parametrize(
+    ("axes", "processes", "message"),
+    [
+        ({"dp": 4, "tp": 4}, 1, r"tp = 16, but there are 8 devices: lower one of them"),
+        ({"dp": 2, "tp": 2}, 2, r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"),
+    ],
+)
+def test_a_mesh_of_other_devices_than_there_are_is_refused(axes, processes, message, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(UserError, match=message):
+        make_mesh(MeshConfig(**axes))
 
 
 @pytest.mark.parametrize(
     ("axes", "change", "message"),
     [
-        ({"tp": 4}, {"num_attention_heads": 14}, "mesh.tp: 4 does not divide the model's num_attention_heads of 14"),
         ({"tp": 8}, {"vocab_size": 260}, "mesh.tp: 8 does not divide the model's vocab_size of 260; .* works is 4"),
         ({"tp": 3}, {"intermediate_size": 36}, "mesh.tp: 3 does not .* num_attention_heads of 16; .* works is 2"),
         ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
     ],
 )
 def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
-    mesh = make_mesh(MeshConfig(**axes))
     with pytest.raises(UserError, match=message):
-        Layout.of(mesh, replace(SIZES, **change))
-
-
-def test_several_processes_must_use_all_of_their_devices(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
-        make_mesh(MeshConfig(dp=2, tp=2))
+        Layout.of(make_mesh(MeshConfig(**axes)), replace(SIZES, **change))
 
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
@@ -126,13 +127,10 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def fitting_room(policy, memory=None):
-    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
-
-
-def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
+def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    least, most = (fitting_room(policy, memory) for memory in (2**20, 2**30))
+    fitting_room = partial(room_that_fits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
+    least, most = (fitting_room(memory) for memory in (2**20, 2**30))
     assert least.slots == 4  # one for each device that has rows of its own, with its tokens
     assert least.tokens >= 4 * MOST
     evaluated = changed(SETTINGS, rollout={"max_slots": most.slots}, eval={}, task={"heldout": 16})
@@ -141,11 +139,8 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
     assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30
     assert most.tokens / most.slots == pytest.approx(MEAN_LENGTH * MOST, rel=0.01)
-
-
-def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
-    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])
-    assert fitting_room(policy) == fitting_room(policy, 2**28)
+    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])  # of three processes
+    assert fitting_room(None) == fitting_room(2**28)
 
 
 @pytest.mark.slow
