@@ -141,9 +141,7 @@ def test_without_tokens_every_function_gives_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("devices", "dtype", "vocabulary"),
-    [(None, BF16, 140), ((1, 1, 3), F32, None), ((2, 2, 2), F32, 100)],
-    ids=str,
+    ("devices", "dtype", "vocabulary"), [(None, BF16, 140), ((1, 1, 3), F32, None), ((2, 2, 2), F32, 100)], ids=str
 )
 def test_they_are_those_of_full_logits_ties_by_the_lower_id(devices, dtype, vocabulary):
     """Whole numbers tie often. 301 columns divide evenly over no mesh."""
