@@ -7,21 +7,16 @@ compiles shows that its tiles fit the chip. Temporaries are by the compiler's ac
 Left out: results, which strict interpreters check on CPUs; matrix products, which test_work.py counts; and times.
 """
 
-import importlib.util
 from typing import Any
 
 import head_programs as head
 import jax
 import pytest
-from compiled_program import kernels
+from compiled_program import FOR_TPUS, kernels
 
 from mllm.plan import targets
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"),
-]
-
+pytestmark = FOR_TPUS
 MIB = 2**20
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 FEATURES = (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OBJECTIVES, assert_near, check_loss, loss_and_gradients, sparse_weights, teacher_of
+from cases import OBJECTIVES, Problem, assert_near, check_loss, loss_and_gradients, sparse_weights, teacher_of
 from engines import BF16, F32, GPU, NARROW, PLAIN, TPU, TPU_F32, XLA, XLA_BF16, Engine, every, parameter
-from oracle import Objective, exact_loss
+from oracle import Objective, Slopes, exact, exact_loss
 
 from lm_head import token_loss
 from lm_head.gpu import tiles as gpu_tiles
@@ -71,23 +71,28 @@ def test_a_sum_over_many_waves_does_not_wear_down_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], kernels="nightly"))
-def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
-    """In the student's row or in the teacher's."""
-    problem, row = engine.problem(), np.arange(engine.shape[0])
+def test_a_nan_or_a_label_out_of_range_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine, workspace):
+    """NaN in the student's row or in the teacher's. Where labels are known, a ValueError says so."""
+    problem, row, ones = engine.problem(), np.arange(engine.shape[0]), jnp.ones(engine.shape[0])
     options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
-    sick, objective, bad = problem._replace(hidden=problem.hidden.at[5].set(jnp.nan)), CROSS_ENTROPY, row == 5
+    labels = problem.labels.at[6].set(-100).at[7].set(10**6)
+    sick, objective, bad = Problem(problem.hidden.at[5].set(jnp.nan), problem.weight, labels), CROSS_ENTROPY, (5, 6, 7)
     if engine is not GPU:
-        teacher, objective, bad = teacher_of(problem), OBJECTIVES["label and teacher"], np.isin(row, (5, 9))
+        teacher, objective, bad = teacher_of(problem), OBJECTIVES["label and teacher"], (5, 6, 7, 9)
         options |= {"teacher_hidden": teacher.hidden.at[9].set(jnp.nan), "teacher_weight": teacher.weight}
     with engine.strictly():
-        got = loss_and_gradients(sick, objective, (), jnp.ones(len(bad)), **options)
-    assert np.isnan(got.loss)
-    assert np.isnan(got.rows.weight.astype(F32)).any()
-    np.testing.assert_array_equal(np.isnan(got.rows.hidden.astype(F32).sum(axis=1)), bad)
-    for x in got.rows[:3]:
-        np.testing.assert_array_equal(np.isnan(x), row == 5)
+        loss, of_loss = loss_and_gradients(sick, objective, (), ones, **options)
+        values = cases.values_and_gradients(sick, Slopes(ones), impl=engine.impl)
+    right = exact(*problem).answer
+    assert np.isnan(loss)
+    for found, unsound in ((of_loss, bad), (values, (5, 6, 7))):
+        assert np.isnan(found.weight.astype(F32)).any()
+        np.testing.assert_array_equal(np.isnan(found.hidden.astype(F32).sum(axis=1)), np.isin(row, unsound))
+        np.testing.assert_array_equal(np.isnan(found.logprob), np.isin(row, (5, 6, 7)))
+        np.testing.assert_array_equal(np.isnan(found.lse), row == 5)
+        assert_near(found.logprob[10:], right.logprob[10:])
     if engine is not GPU:
-        np.testing.assert_array_equal(np.isnan(got.rows.divergence), bad)
+        np.testing.assert_array_equal(np.isnan(of_loss.divergence), np.isin(row, (5, 9)))
 
 
 FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
@@ -154,20 +159,19 @@ def test_whether_a_label_is_the_likeliest_is_said_beside_a_loss(engine: Engine, 
 
 
 def test_the_outputs_beside_the_loss_and_the_teacher_have_no_gradient() -> None:
-    problem = XLA.problem()
-    teacher = teacher_of(problem)
+    problem, objective = XLA.problem(), OBJECTIVES["label and teacher"]
 
-    def of_outputs(*sides: jax.Array) -> jax.Array:
-        theirs = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight}
-        tokens = token_loss(*sides, problem.labels, OBJECTIVES["label and teacher"], **theirs)[1]
+    def loss(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> Any:
+        teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+        return token_loss(hidden, weight, problem.labels, objective, **teacher)
+
+    def of_outputs(*sides: Any) -> jax.Array:
+        tokens = loss(*sides)[1]
         return sum(jnp.sum(x) for x in (*tokens[:3], tokens.divergence))
 
-    def of_teacher(*sides: jax.Array) -> jax.Array:
-        theirs = dict(zip(("teacher_hidden", "teacher_weight"), sides, strict=True))
-        return token_loss(*problem, OBJECTIVES["label and teacher"], **theirs)[0]
-
-    for total, sides in ((of_outputs, problem[:2]), (of_teacher, teacher[:2])):
-        assert not any(np.any(x) for x in jax.jit(jax.grad(total, (0, 1)))(*sides))
+    for total, argnums in ((of_outputs, (0, 1)), (lambda *sides: loss(*sides)[0], (2, 3))):
+        found = jax.jit(jax.grad(total, argnums))(*problem[:2], *teacher_of(problem)[:2])
+        assert not any(np.any(x) for x in found)
 
 
 def test_all_that_a_loss_depends_on_has_its_gradient_times_the_loss_s_own_cotangent() -> None:

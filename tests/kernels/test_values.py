@@ -224,28 +224,6 @@ def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions()
     assert_near(losses[3][0], -jnp.sum(jnp.where(all_three, jnp.arange(90) % 4 * got[0].logprob, 0)))
 
 
-@pytest.mark.parametrize("engine", every((*PLAIN, TPU, GPU), kernels="nightly"))
-def test_traced_labels_out_of_range_give_nan_and_change_no_other_row(engine: Engine) -> None:
-    """A ValueError says so where labels are known."""
-    problem, ones = engine.problem(), jnp.ones(engine.shape[0])
-    labels = problem.labels.at[5].set(-100).at[9].set(10**6)
-    bad = np.isin(np.arange(len(ones)), [5, 9])
-    with engine.strictly():
-        options: dict[str, Any] = {"impl": engine.impl}
-        loss, of_loss = cases.loss_and_gradients(
-            problem._replace(labels=labels), OBJECTIVES["cross-entropy"], (), ones, **options
-        )
-        got = values_and_gradients(problem._replace(labels=labels), Slopes(ones), **options)
-    right = exact(*problem).answer.logprob
-    assert np.isnan(loss)
-    for rows in (got, of_loss):
-        np.testing.assert_array_equal(np.isnan(rows.logprob), bad)
-        assert np.isfinite(rows.lse).all()
-        assert_near(rows.logprob[~bad], right[~bad])
-        assert np.isnan(rows.weight.astype(F32).sum())
-        np.testing.assert_array_equal(np.isnan(rows.hidden.astype(F32).sum(1)), bad)
-
-
 # --- shapes and dtypes, a copy of the weight ---
 
 

@@ -1,6 +1,5 @@
 """Devices that aren't there: their names, the compilers' account of memory, and their decode steps for v6e and H100."""
 
-import importlib.util
 import math
 import os
 import re
@@ -10,6 +9,7 @@ import head_programs as head
 import jax
 import numpy as np
 import pytest
+from compiled_program import FOR_GPUS, FOR_TPUS
 
 from mllm.config import load as configs
 from mllm.model.presets import PRESETS
@@ -31,11 +31,6 @@ allocation 2: size 600, preallocated-temp:
  value: <5 y @0> (size=600,offset=0): f32[150]{0}
 allocation 3: size 7, color 1, preallocated-temp:
 """
-needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make aot")
-needs_plugin = pytest.mark.skipif(
-    not targets.GPU_PLUGIN.is_dir() and importlib.util.find_spec("jax_plugins") is None,
-    reason="needs XLA's plugin for CUDA: make aot-gpu",
-)
 
 
 def test_the_account_has_the_temporaries_and_the_peak_in_the_device_s_memory():
@@ -62,60 +57,6 @@ def test_without_the_plugin_the_error_says_how_to_install_it(monkeypatch, tmp_pa
     monkeypatch.setattr(targets, "GPU_PLUGIN", tmp_path / "none")
     with pytest.raises(ModuleNotFoundError, match=r"isn't installed: make \.venv/aot-gpu"):
         targets.register_gpu_plugin()
-
-
-@pytest.mark.aot
-@needs_libtpu
-class TestByTheTpuCompiler:
-    def test_the_account_is_what_the_compiled_program_says(self):
-        sizes = {"tokens": 1024, "features": 256, "vocabulary": 4096}
-        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
-        mesh = targets.mesh("v6e")
-        whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
-        assert found.peak == pytest.approx(whole["peak"], abs=2**19)
-
-    @pytest.mark.slow
-    def test_a_program_that_is_too_large_has_an_account_too(self):
-        sizes = {"tokens": 2**16, "features": 512, "vocabulary": 151936, "impl": "full_logits"}
-        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
-        assert found.temporaries > 4 * 2**16 * 151936 > targets.TPUS["v6e"].memory
-
-    @pytest.mark.parametrize("chip", targets.TPUS)
-    def test_devices_have_the_name_and_the_memory_that_the_compiler_grants(self, chip):
-        mesh = targets.mesh(chip)
-        assert mesh.devices.flat[0].device_kind == targets.TPUS[chip].kind
-        shape = jax.ShapeDtypeStruct((2**20, 2**17), np.float32)
-        limit = rf"exceeds available HBM \({targets.TPUS[chip].memory / 2**30:.2f}G\)"
-        with pytest.raises(jax.errors.JaxRuntimeError, match=limit):
-            targets.compiled(lambda x: jax.lax.sort(2 * x, dimension=0), (shape,), mesh)
-
-    def test_a_slice_that_does_not_exist_or_is_too_small_is_refused(self):
-        with pytest.raises(ValueError, match="'v6e:3x5': v6e has no such slice"):
-            targets.mesh("v6e:3x5")
-        with pytest.raises(ValueError, match=r"has 4 devices, a mesh of \(1, 8, 1\) needs 8"):
-            targets.mesh("v6e:2x2", (1, 8, 1), AXES)
-
-    @pytest.mark.slow
-    def test_a_run_is_planned_for_a_slice_that_is_not_there(self):
-        told = []
-        memory.plan(configs.load("qwen25_0p5b_grpo.yaml", ["mesh.fsdp=8"]), "v6e:2x4", told.append)
-        assert told[0].startswith("v6e:2x4: mesh dp 1, fsdp 8, tp 1, 8 of 8 devices, 31.25 GiB each")
-        assert any(line.startswith("fits: ") for line in told)
-
-
-@pytest.mark.aot_gpu
-@needs_plugin
-def test_full_logits_and_their_gradient_are_in_the_account_of_a_gpu_but_neither_with_the_fused_head():
-    sizes = {"tokens": 4096, "features": 256, "vocabulary": 32768}
-    mesh, logits = targets.mesh("h100"), 4 * sizes["tokens"] * sizes["vocabulary"]
-    whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
-    fused, full = (
-        targets.account("h100", f"{head.__file__}:loss", ONE, impl=x, **sizes) for x in (None, "full_logits")
-    )
-    # With the fused head Triton's products, as the whole program has them, hold the same, but for a workspace.
-    assert fused.peak == pytest.approx(whole["peak"], abs=2**23)
-    assert fused.temporaries < logits / 4
-    assert 1.5 * logits < full.temporaries < 2 * logits  # the gradient is bfloat16
 
 
 QWEN2, QWEN3, LLAMA = "Qwen/Qwen2.5-3B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B"  # Llama's heads have 64
@@ -155,38 +96,86 @@ def decode_program(target, source, slots, shape, *settings):
     return program, copied(program, {size for size in sizes if size >= 2**20})
 
 
-@pytest.mark.aot
-@needs_libtpu
-@pytest.mark.parametrize(
-    ("source", "settings", "layers"),
-    [
-        (GEMMA, [], 6),
-        *(pytest.param(x, [], None, marks=pytest.mark.nightly) for x in (GEMMA, QWEN2, QWEN3, QWEN35, LLAMA)),
-        pytest.param(QWEN2, ["rollout.weights=int8"], None, marks=pytest.mark.nightly),
-    ],
-)
-def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache_nor_states(source, settings, layers, monkeypatch):
-    """Six layers of Gemma are of both kinds."""
-    if layers:
-        short = replace(PRESETS[source], num_hidden_layers=layers, layer_types=PRESETS[source].layer_types[:layers])
-        monkeypatch.setitem(PRESETS, source, short)
-    program, copies = decode_program("v6e:2x4", source, 320, (1, 8, 1), *settings)
-    assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= (132 if source == QWEN35 else 72) * 2**20
+class TestByTheTpuCompiler:
+    pytestmark = FOR_TPUS
+
+    def test_the_account_is_what_the_compiled_program_says(self):
+        sizes = {"tokens": 1024, "features": 256, "vocabulary": 4096}
+        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
+        mesh = targets.mesh("v6e")
+        whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
+        assert found.peak == pytest.approx(whole["peak"], abs=2**19)
+
+    @pytest.mark.slow
+    def test_a_program_that_is_too_large_has_an_account_too(self):
+        sizes = {"tokens": 2**16, "features": 512, "vocabulary": 151936, "impl": "full_logits"}
+        found = targets.account("v6e", f"{head.__file__}:loss", ONE, **sizes)
+        assert found.temporaries > 4 * 2**16 * 151936 > targets.TPUS["v6e"].memory
+
+    @pytest.mark.parametrize("chip", targets.TPUS)
+    def test_devices_have_the_name_and_the_memory_that_the_compiler_grants(self, chip):
+        mesh = targets.mesh(chip)
+        assert mesh.devices.flat[0].device_kind == targets.TPUS[chip].kind
+        shape = jax.ShapeDtypeStruct((2**20, 2**17), np.float32)
+        limit = rf"exceeds available HBM \({targets.TPUS[chip].memory / 2**30:.2f}G\)"
+        with pytest.raises(jax.errors.JaxRuntimeError, match=limit):
+            targets.compiled(lambda x: jax.lax.sort(2 * x, dimension=0), (shape,), mesh)
+
+    def test_a_slice_that_does_not_exist_or_is_too_small_is_refused(self):
+        with pytest.raises(ValueError, match="'v6e:3x5': v6e has no such slice"):
+            targets.mesh("v6e:3x5")
+        with pytest.raises(ValueError, match=r"has 4 devices, a mesh of \(1, 8, 1\) needs 8"):
+            targets.mesh("v6e:2x2", (1, 8, 1), AXES)
+
+    @pytest.mark.slow
+    def test_a_run_is_planned_for_a_slice_that_is_not_there(self):
+        told = []
+        memory.plan(configs.load("qwen25_0p5b_grpo.yaml", ["mesh.fsdp=8"]), "v6e:2x4", told.append)
+        assert told[0].startswith("v6e:2x4: mesh dp 1, fsdp 8, tp 1, 8 of 8 devices, 31.25 GiB each")
+        assert any(line.startswith("fits: ") for line in told)
+
+    @pytest.mark.parametrize(
+        ("source", "settings", "layers"),
+        [
+            (GEMMA, [], 6),
+            *(pytest.param(x, [], None, marks=pytest.mark.nightly) for x in (GEMMA, QWEN2, QWEN3, QWEN35, LLAMA)),
+            pytest.param(QWEN2, ["rollout.weights=int8"], None, marks=pytest.mark.nightly),
+        ],
+    )
+    def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache_nor_states(
+        self, source, settings, layers, monkeypatch
+    ):
+        """Six layers of Gemma are of both kinds."""
+        if layers:
+            short = replace(PRESETS[source], num_hidden_layers=layers, layer_types=PRESETS[source].layer_types[:layers])
+            monkeypatch.setitem(PRESETS, source, short)
+        program, copies = decode_program("v6e:2x4", source, 320, (1, 8, 1), *settings)
+        assert copies == []
+        assert program.memory_analysis().temp_size_in_bytes <= (132 if source == QWEN35 else 72) * 2**20
 
 
-@pytest.mark.aot_gpu
-@needs_plugin
-@pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
-def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(source, slots):
-    program, copies = decode_program("h100", source, slots, (1, 1, 1))
-    assert copies == []
-    assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits
+class TestByTheGpuCompiler:
+    pytestmark = FOR_GPUS
 
+    def test_full_logits_and_their_gradient_are_in_the_account_of_a_gpu_but_neither_with_the_fused_head(self):
+        sizes = {"tokens": 4096, "features": 256, "vocabulary": 32768}
+        mesh, logits = targets.mesh("h100"), 4 * sizes["tokens"] * sizes["vocabulary"]
+        whole = targets.memory(targets.compiled(*head.loss(mesh, **sizes), mesh))
+        fused, full = (
+            targets.account("h100", f"{head.__file__}:loss", ONE, impl=x, **sizes) for x in (None, "full_logits")
+        )
+        # With the fused head Triton's products, as the whole program has them, hold the same, but for a workspace.
+        assert fused.peak == pytest.approx(whole["peak"], abs=2**23)
+        assert fused.temporaries < logits / 4
+        assert 1.5 * logits < full.temporaries < 2 * logits  # the gradient is bfloat16
 
-@pytest.mark.aot_gpu
-@needs_plugin
-def test_a_decode_step_on_an_h100_keeps_no_second_array_of_a_delta_net_s_states():
-    """Left to itself XLA turns all states before a chunk of decode steps and after it."""
-    program, _ = decode_program("h100", QWEN35, 80, (1, 1, 1))
-    assert program.memory_analysis().temp_size_in_bytes <= 96 * 2**20  # of 1440 MiB of states
+    @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
+    def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(self, source, slots):
+        program, copies = decode_program("h100", source, slots, (1, 1, 1))
+        assert copies == []
+        assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits
+
+    def test_a_decode_step_on_an_h100_keeps_no_second_array_of_a_delta_net_s_states(self):
+        """Left to itself XLA turns all states before a chunk of decode steps and after it."""
+        program, _ = decode_program("h100", QWEN35, 80, (1, 1, 1))
+        assert program.memory_analysis().temp_size_in_bytes <= 96 * 2**20  # of 1440 MiB of states

@@ -5,14 +5,13 @@ and optimizer are those of train.py, with the configuration's own settings excep
 only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
 """
 
-import importlib.util
 import math
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_program import arrays, exchanged, kernels, text
+from compiled_program import FOR_TPUS, arrays, exchanged, kernels, text
 from tiny import make_trainer
 
 from mllm.config import load as configs
@@ -23,12 +22,7 @@ from mllm.plan import targets
 from mllm.plan.programs import Programs
 from mllm.training.step import abstract_state
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"),
-]
-
+pytestmark = [*FOR_TPUS, pytest.mark.slow]
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
 HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
