@@ -14,26 +14,19 @@ import pytest
 from lm_head import libtpu
 
 ROOT = Path(__file__).parents[2]
-OWN = dict.fromkeys(("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES"), "own")
 JAX = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 
 
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, {}),
-        ({"TPU_SKIP_MDS_QUERY": "1"}, {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}),
-        ({"TPU_SKIP_MDS_QUERY": "1", **OWN}, OWN),
-    ],
-    ids=["JAX has seen a TPU", "JAX has seen no TPU", "the user's own settings"],
-)
-def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none(environment, found, monkeypatch):
-    for name in ("TPU_SKIP_MDS_QUERY", *OWN):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    importlib.reload(libtpu)
-    assert {name: os.environ[name] for name in OWN if name in os.environ} == found
+def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none(monkeypatch):
+    made = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    own, no_tpu = dict.fromkeys(made, "own"), {"TPU_SKIP_MDS_QUERY": "1"}
+    for environment, found in (({}, {}), (no_tpu, made), (no_tpu | own, own)):
+        for name in (*no_tpu, *made):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        importlib.reload(libtpu)
+        assert {name: os.environ[name] for name in made if name in os.environ} == found
 
 
 def test_its_files_import_jax_numpy_and_python_alone() -> None:

@@ -67,6 +67,7 @@ OTHERS = [
     (CUBE, {}, "clipped ratio", None, SCALED | RECOMPUTED),
     (CUBE, {}, "label and teacher", 13, WAVES),
     (CUBE, {"vocabulary": None}, "label and teacher", 13, WAVES),
+    *((CUBE, {}, "label and teacher", 13, {"impl": impl}) for impl in ("full_logits", "chunked_logits")),
 ]
 
 
@@ -184,12 +185,6 @@ def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_
     assert sorted(found) == sorted([*expected, whole])
 
 
-def test_a_mesh_of_one_device_needs_no_map_over_devices() -> None:
-    text = str(jax.make_jaxpr(functools.partial(of_all, sharding=over((1, 1, 1))))(*ARGUMENTS))
-    assert "while" in text
-    assert "shard_map" not in text
-
-
 # --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
 
 EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
@@ -197,18 +192,18 @@ IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.label
 
 
 def laid_out(mesh: Mesh, tokens: P, weight: P) -> Any:
-    return [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS, (tokens, weight, tokens), strict=True)
-    ]
+    specs = (NamedSharding(mesh, spec) for spec in (tokens, weight, tokens))
+    return [jax.device_put(x, spec) for x, spec in zip(IN_ROWS, specs, strict=True)]
 
 
-@jax.jit
-def differentiated(hidden: Any, weight: Any, labels: Any) -> Any:
+@functools.partial(jax.jit, static_argnames="sharding")
+def differentiated(hidden: Any, weight: Any, labels: Any, sharding: HeadSharding | None = None) -> Any:
     """A loss in one pass, and beside it any cotangents; value, tokens and gradients of the sum."""
 
     def total(hidden: Any, weight: Any) -> Any:
-        loss, _ = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"], weight_copy=weight / 2)
-        tokens = token_logprobs(hidden, weight, labels)
+        options = {"weight_copy": weight / 2, "sharding": sharding}
+        loss, _ = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"], **options)
+        tokens = token_logprobs(hidden, weight, labels, sharding=sharding)
         return loss + jnp.sum(jnp.sin(tokens.logprob) * tokens.entropy), tokens
 
     return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
@@ -235,22 +230,9 @@ def test_results_are_those_of_one_device_laid_out_like_the_arguments(sizes: Any,
 
 
 def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes() -> None:
-    sharding = HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model")
     with jax.set_mesh(EXPLICIT):
-        named = jax.jit(functools.partial(token_logprobs, sharding=sharding))(*IN_ROWS)
-        by_types = jax.jit(token_logprobs)(*laid_out(EXPLICIT, P("data"), P("model")))
-    for found in (named, by_types):
-        assert_near(found, jax.jit(token_logprobs)(*IN_ROWS))
-
-
-@pytest.mark.parametrize(("impl", "rows"), [("full_logits", 40), ("chunked_logits", 24)])
-def test_with_full_logits_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight(impl, rows) -> None:
-    function = jax.jit(functools.partial(token_logprobs, impl=impl))
-    arguments = laid_out(EXPLICIT, P("data"), P("model"))
-    assert_near(function(*arguments), function(*IN_ROWS))
-    text = function.lower(*arguments).as_text()
-    assert f"tensor<{rows}x64xf32>" in text
-    assert "tensor<80x128xf32>" not in text
+        named = differentiated(*IN_ROWS, sharding=HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model"))
+    assert_near(named, differentiated(*IN_ROWS))
 
 
 # --- what is refused ---

@@ -65,11 +65,10 @@ def test_any_mixture_of_student_and_teacher_is_float64_s(beta: float) -> None:
 
 
 @pytest.mark.parametrize(("engine", "kind"), every((XLA, TPU), *((kind,) for kind in KINDS), kernels="nightly"))
-def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(engine: Engine, kind: Any) -> None:
+def test_equal_models_differ_by_exactly_nothing(engine: Engine, kind: Any) -> None:
     """In softmaxes of all scales."""
     hidden, weight, _ = engine.problem(1.0)
     hidden *= jnp.resize(jnp.asarray(list(SCALES.values()), engine.dtype), len(hidden))[:, None]
-    noise = np.resize([1e-6, 1e-4, 1e-2], len(hidden))[:, None] * np.random.default_rng(2).normal(size=hidden.shape)
 
     @jax.jit
     def of_teacher(hidden: jax.Array, teacher: jax.Array) -> Any:
@@ -77,9 +76,7 @@ def test_equal_models_differ_by_exactly_nothing_and_near_ones_never_by_less(engi
         return jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight)
 
     with engine.strictly():
-        equal, near = (of_teacher(hidden, x) for x in (hidden, (hidden * (1 + noise)).astype(hidden.dtype)))
-    assert not any(np.any(x.astype(F32)) for x in jax.tree.leaves(equal))
-    assert np.min(near[0][1]) >= -1e-6
+        assert not any(np.any(x.astype(F32)) for x in jax.tree.leaves(of_teacher(hidden, hidden)))
 
 
 def test_values_alone_have_no_gradient_and_say_so() -> None:
@@ -122,15 +119,15 @@ def test_options_of_secondary_functions_are_those_of_the_first() -> None:
 
 
 def test_without_tokens_every_function_gives_nothing() -> None:
-    hidden, weight = jnp.zeros((0, 4)), jnp.ones((9, 4))
-    labels, teacher = np.zeros(0, np.int32), (jnp.zeros((0, 6)), jnp.ones((11, 6)))
+    hidden, weight, teacher = jnp.zeros((0, 4)), jnp.ones((9, 4)), (jnp.zeros((0, 6)), jnp.ones((11, 6)))
+    given = hidden, weight, np.zeros(0, np.int32)
 
     @jax.jit
     def run(weight: jax.Array) -> Any:
         zeros = jax.value_and_grad(lambda w: divergence_loss(hidden, w, *teacher, kind="jsd")[0])(weight)
-        loss, tokens = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"])
-        empty = token_divergence(hidden, weight, *teacher), token_logprobs(hidden, weight, labels), tokens
-        return (*zeros, loss), (*empty, likeliest_tokens(hidden, weight))
+        loss, tokens = token_loss(*given, OBJECTIVES["cross-entropy"])
+        empty = token_divergence(hidden, weight, *teacher), token_logprobs(*given), likeliest_tokens(hidden, weight)
+        return (*zeros, loss), (*empty, tokens)
 
     zeros, empty = run(weight)
     assert not any(np.any(x) for x in zeros)
