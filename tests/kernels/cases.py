@@ -61,7 +61,7 @@ OBJECTIVES: dict[str, Objective] = {
     "entropy alone": lambda logprob, entropy: entropy,
     "clipped ratio": clipped_ratio,
     "nonlinear in both": lambda logprob, entropy, a: jnp.sin(a * logprob) * entropy**2 + jnp.exp(logprob - entropy),
-    "smoothed label": lambda logprob, entropy, *, mean_logit, lse: -0.5 * logprob - 4 * (mean_logit - lse),
+    "smoothed label": lambda logprob, entropy, *, mean_logit, lse=0.0: -0.5 * logprob - 4 * (mean_logit - lse),
     "smoothed label, entropy": lambda logprob, entropy, *, mean_logit: 0.5 * entropy - logprob - mean_logit,
     "teacher alone": lambda logprob, entropy, *, divergence: divergence,
     "label and teacher": lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence,

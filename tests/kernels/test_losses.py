@@ -196,18 +196,6 @@ def test_all_that_a_loss_depends_on_has_its_gradient_times_the_loss_s_own_cotang
         assert_near(gradients(factor), jax.tree.map(lambda x: (factor + 2 * right.loss) * x, want))  # noqa: B023
 
 
-def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
-    def required(logprob: Any, entropy: Any, *, lse: Any) -> Any:
-        return -logprob + 0.01 * lse**2
-
-    def optional(logprob: Any, entropy: Any, *, lse: Any = 0.0) -> Any:
-        return required(logprob, entropy, lse=lse)
-
-    run = jax.jit(lambda: [token_loss(*XLA.problem(), x)[0] for x in (optional, required, CROSS_ENTROPY)])
-    found, want, without = run()
-    assert found == want > without
-
-
 SETTINGS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),

@@ -1,5 +1,7 @@
 """What the head costs: matrix products, sizes of values, blocks visited, of every engine; and which one is chosen.
 
+The precision of products is that of a model's dtype, in a whole run, whatever JAX's configuration says.
+
 What compilers for TPUs and GPUs make of the programs: test_aot_head.py and test_mosaic_gpu_program.py.
 """
 
@@ -10,18 +12,25 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import OBJECTIVES, equations
 from engines import TPU_F32, TPU_TILES, V6E, XLA
+from jax import lax
 from jax.sharding import AbstractDevice
+from tiny import ARCHITECTURE, config
 
 from lm_head import choose_impl, divergence_loss, likeliest_tokens, target, token_logprobs, token_loss
 from lm_head.contract import Inputs, Options
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.live_rows import LiveRows
+from mllm.config.model import MeshConfig
+from mllm.model import attention
+from mllm.parallel.mesh import make_mesh
+from mllm.plan.programs import Programs
 
 N, V, D = XLA.shape
 MIB = 2**20
@@ -249,3 +258,52 @@ def test_the_choice_of_an_engine_comes_with_its_reason(platform, weight, dtypes,
     assert choice.impl == impl
     assert choice.reason.startswith(reason)
     assert "\n" not in choice.reason
+
+
+# --- precisions ---
+
+
+def precisions(function: Callable[..., Any], arguments: Any) -> set[Any]:
+    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    products = {equation.params["precision"] for equation in found if equation.primitive.name == "dot_general"}
+    assert products
+    return products
+
+
+def allowed(dtype: str) -> set[Any]:
+    if dtype == "float32":
+        return {(lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    # The last is JAX's own attention's.
+    return {(lax.Precision.DEFAULT, lax.Precision.DEFAULT), lax.DotAlgorithmPreset.BF16_BF16_F32}
+
+
+OTHER = "tensorfloat32"
+"""A setting that names none of the allowed precisions."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("splash", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.nightly)]
+)
+def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monkeypatch):
+    """float32 is the highest: on a TPU both would otherwise round their operands. bfloat16 is one pass."""
+    if kernel == "splash":
+        monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
+    architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig()))
+    with jax.default_matmul_precision(OTHER):
+        for name in ("update", "logprob", "prefill", "decode"):
+            merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
+            assert precisions(*getattr(programs, name)()) <= allowed(dtype) | merged, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "impl", ["xla", "mosaic_tpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full_logits", "chunked_logits"))]
+)
+def test_the_head_multiplies_at_the_precision_of_its_operands(impl, dtype):
+    sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
+    mesh = make_mesh(MeshConfig())
+    for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):
+        with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(V6E):
+            assert precisions(*program) <= allowed(dtype)
