@@ -37,14 +37,12 @@ FAULTS = [
     (token_logprobs, "pass weight.T", {"weight": jnp.zeros((3, 5))}),
     # p times a weight of 2^-16 is 0 in float16 where the word is rare: dW was off by two thirds of its largest.
     (token_logprobs, "hidden must be one of bfloat16, float32,", {"hidden": jnp.zeros((4, 3), jnp.float16)}),
-    (token_logprobs, "weight must be one of bfloat16, float32,", {"weight": jnp.zeros((5, 3), jnp.float16)}),
     (token_logprobs, "dtype must be None or one of bfloat16, float32,", {"dtype": jnp.float16}),
     (token_logprobs, "temperature", {"temperature": math.nan}),
     (token_logprobs, "temperature must be a scalar", {"temperature": jnp.ones(4)}),
     (token_logprobs, "softcap", {"softcap": 0.0}),
     (token_logprobs, "vocabulary", {"vocabulary": 0}),
     (token_logprobs, "weight_copy must have .* not", {"weight_copy": jnp.zeros((5, 4))}),
-    (token_logprobs, "where must have", {"where": jnp.ones(3, bool)}),
     (token_logprobs, "full_logits, chunked_logits, xla, mosaic_tpu, mosaic_gpu", {"impl": "warp"}),
     (call_token_loss, "where must be boolean", {"where": jnp.ones(4)}),
     (call_token_loss, "operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
@@ -57,7 +55,6 @@ FAULTS = [
     (call_divergence_loss, "teacher_hidden", {"teacher_hidden": jnp.zeros((3, 2))}),
     (call_divergence_loss, "teacher_weight", {"teacher_weight": jnp.zeros((6, 3))}),
     (call_divergence_loss, "vocabulary", {"vocabulary": 6}),
-    (call_divergence_loss, "teacher_temperature", {"teacher_temperature": 0.0}),
     (call_divergence_loss, "impl: mosaic_gpu can't run", {"impl": "mosaic_gpu"}),
 ]
 

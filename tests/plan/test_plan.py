@@ -160,16 +160,12 @@ def test_a_plan_says_its_devices_its_programs_and_what_fits(monkeypatch):
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
     told = []
     memory.plan(tiny.config(mesh={"fsdp": 2}), "h100:2", told.append)
+    assert told[0].startswith("h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, 59.33 GiB each")
+    assert "never held against one" in told[1]
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
-    starts = [
-        "h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, 59.33 GiB each",
-        "h100:2: by XLA's compiler without a GPU, ",
-    ]
-    starts += ["grpo of a new model, ", "batch_size 8, ", "checkpoint: "]
-    starts += ["prefill: ", "decode: ", "update: ", "update, head: ", "MiB a device"]
-    starts += ["fits: the peak at full lengths is ", "rollout: 8 slots", "micro_batch_size: up to about 8 would fit"]
-    for line, start in zip(told, starts, strict=True):
-        assert line.startswith(start)
+    assert [line.partition(":")[0] for line in told[5:9]] == ["prefill", "decode", "update", "update, head"]
+    fits = ["fits: the peak at full lengths is ", "rollout: 8 slots", "micro_batch_size: up to about 8 would fit"]
+    assert all(line.startswith(start) for line, start in zip(told[-3:], fits, strict=True))
 
 
 # What is known without a compiler

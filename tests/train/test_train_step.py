@@ -171,19 +171,15 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
     assert shard == {(130, 16)}
 
 
-def test_the_head_is_told_its_workspace_in_bytes(monkeypatch):
+def test_the_head_is_told_its_workspace_in_bytes_and_is_refused_on_other_devices(monkeypatch):
     settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
     monkeypatch.setattr(head.lm_head, "token_loss", called := Mock(side_effect=InterruptedError))
     weight, forward = jnp.zeros((260, 32)), forward_of(None, make_mesh(settings.mesh), settings)
     with pytest.raises(InterruptedError):
         forward.head_loss(States(jnp.zeros((ROWS, LENGTH, 32)), weight, weight), BATCH)
     assert called.call_args.kwargs["workspace"] == 3 * 2**20
-
-
-def test_a_head_for_tpus_is_refused_on_other_devices():
-    settings = changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"})
     with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
-        make_trainer(settings)
+        make_trainer(changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"}))
 
 
 # Validation measures every learned token once, as full logits in float64 would
