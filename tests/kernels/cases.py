@@ -100,7 +100,7 @@ def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -
 
 
 def answer_of(tokens: TokenLogprobs, gradients: Sequence[jax.Array]) -> Answer:
-    return Answer(*tokens[:3], *gradients, tokens.divergence, tokens.mean_logit, tokens.collision)
+    return Answer(*tokens[:3], *gradients, tokens.divergence, tokens.mean_logit, tokens.collision, tokens.likeliest)
 
 
 class Loss(NamedTuple):
@@ -136,7 +136,7 @@ def check(
     got = values_and_gradients(poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
     asked = options.pop("collision", False)
     right = exact(*problem, lambda _: cotangents, where=live, **of_oracle(problem, options))
-    assert [x is not None for x in got[5:]] == [False, False, asked]
+    assert [x is not None for x in got[5:]] == [False, False, asked, True]
     assert_as_accurate_as_rounding(got, right, largest)
     assert_nothing_at(got, ~live)
     return got
@@ -165,7 +165,7 @@ def check_loss(
     right = exact_loss(*problem, objective, *operands, weights=weights, teacher=teacher, **known)
     assert abs(float(got.loss) - right.loss) <= right.resolution
     named = "mean_logit" in inspect.signature(objective).parameters
-    assert [x is not None for x in got.rows[5:]] == [teacher is not None, named, False]
+    assert [x is not None for x in got.rows[5:]] == [teacher is not None, named, False, True]
     assert_as_accurate_as_rounding(got.rows, right.rows, largest)
     assert_nothing_at(got.rows, ~live)
     return got

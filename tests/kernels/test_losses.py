@@ -144,15 +144,11 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
 def test_whether_a_label_is_the_likeliest_is_said_beside_a_loss(engine: Engine, workspace: str) -> None:
     (hidden, weight, labels), live = engine.problem(30.0), engine.live("most")
     likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
-    labels = jnp.where(jnp.arange(len(labels)) % 2, likeliest, labels)
-    options: dict[str, Any] = {"where": live, "workspace": engine.bytes_of(workspace), "impl": engine.impl}
-
-    def loss(hidden: jax.Array) -> Any:
-        return token_loss(hidden, weight, labels, CROSS_ENTROPY, **options)
-
+    problem = Problem(hidden, weight, jnp.where(jnp.arange(len(labels)) % 2, likeliest, labels))
+    options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
     with engine.strictly():
-        _, tokens = jax.jit(jax.grad(loss, has_aux=True))(hidden)
-    np.testing.assert_array_equal(tokens.likeliest, live & (labels == likeliest))
+        _, found = loss_and_gradients(problem, CROSS_ENTROPY, (), jnp.float32(live), **options)
+    np.testing.assert_array_equal(found.likeliest, live & (problem.labels == likeliest))
 
 
 # --- the rule of differentiation, which every engine shares ---

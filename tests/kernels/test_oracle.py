@@ -35,10 +35,10 @@ def test_it_knows_a_coin() -> None:
     coins = {kind: exact(one, odds, [0], teacher=Teacher(one, fair, kind)).answer for kind in kinds}
     forward, reverse = 0.5 * np.log(2 / 3) + 0.5 * np.log(2), 0.75 * np.log(1.5) + 0.25 * np.log(0.5)
     np.testing.assert_allclose([x.divergence for x in coins.values()], [[forward], [reverse]])
-    logprob, lse, entropy, *_, mean_logit, collision = coins["forward_kl"]
-    np.testing.assert_allclose([logprob, lse], [[np.log(3 / 4)], [np.log(4)]])
-    np.testing.assert_allclose([entropy, mean_logit], [[np.log(4) - 3 / 4 * np.log(3)], [np.log(3) / 2]])
-    np.testing.assert_allclose(collision, [10 / 16])
+    coin = coins["forward_kl"]
+    np.testing.assert_allclose([coin.logprob, coin.lse], [[np.log(3 / 4)], [np.log(4)]])
+    np.testing.assert_allclose([coin.entropy, coin.mean_logit], [[np.log(4) - 3 / 4 * np.log(3)], [np.log(3) / 2]])
+    np.testing.assert_allclose(coin.collision, [10 / 16])
 
 
 def test_an_answer_with_a_nan_an_error_or_another_shape_is_refused() -> None:
