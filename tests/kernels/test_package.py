@@ -29,13 +29,6 @@ def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none
         assert {name: os.environ[name] for name in made if name in os.environ} == found
 
 
-def test_its_files_import_jax_numpy_and_python_alone() -> None:
-    """In words, daily; at night the package runs where nothing else is."""
-    files = (ROOT / "kernels/lm_head").rglob("*.py")
-    imported = {name for x in files for name in re.findall(r"^(?:import|from) (\w+)", x.read_text(), re.MULTILINE)}
-    assert {"jax", "numpy"} == imported - sys.stdlib_module_names
-
-
 @pytest.mark.nightly
 def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is_named_kernels(tmp_path):
     """In an interpreter that has JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
