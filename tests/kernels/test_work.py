@@ -20,7 +20,6 @@ import pytest
 from cases import OBJECTIVES, equations
 from engines import TPU_F32, TPU_TILES, V6E, XLA
 from jax import lax
-from jax.sharding import AbstractDevice
 from tiny import ARCHITECTURE, config
 
 from lm_head import choose_impl, divergence_loss, likeliest_tokens, target, token_logprobs, token_loss
@@ -219,16 +218,6 @@ def test_a_program_for_tpus_can_be_exported_without_one_and_has_no_logits(functi
     assert "dot_general" not in text
     sizes = [math.prod(map(int, shape.split("x"))) for shape in re.findall(r"tensor<(\d+(?:x\d+)*)x", text)]
     assert rows * features <= max(sizes) < rows * vocabulary / 4
-
-
-def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call() -> None:
-    """The first dim of a grid is the one that cores share: blocks of rows, or for dW tiles of the weight."""
-    v5p = V6E.update(abstract_device=AbstractDevice("TPU v5", num_cores=2, platform="tpu"))
-    gradients = jax.value_and_grad(functools.partial(likelihood_and_entropy, impl="mosaic_tpu"), (0, 1))
-    with jax.sharding.use_abstract_mesh(v5p):
-        jaxpr = jax.make_jaxpr(gradients)(*shapes_of(300, 32000, 3584, jnp.bfloat16)).jaxpr
-    grids = [e.params["grid_mapping"].grid for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
-    assert min(grid[0] for grid in grids) >= 2
 
 
 # --- the choice ---
