@@ -66,25 +66,25 @@ def update(batch):
 
 
 def gradient_of(settings, padding=0):
-    """Metrics and gradients of one step, before the optimizer hides their scale, as a function of the parameters."""
+    """Metrics and gradients of one step, before the optimizer hides their scale."""
     mesh = make_mesh(settings.mesh)
     forward = forward_of(load_policy(settings, mesh).graphdef, mesh, settings)
     batch = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, padding)]), BATCH)
 
     @jax.jit
     def compute(params, batch):
-        loss, outputs, gradients = accumulate(forward.loss, params, batch, settings.micro_batch_size or ROWS)
+        loss, outputs, gradients = accumulate(forward.loss, params, batch, ROWS)
         return {"loss": loss, **forward.algorithm.metrics(batch, outputs)}, gradients
 
-    return lambda params: compute(params, shard_batch(mesh, batch))
+    return compute(initial_params(), shard_batch(mesh, batch))
 
 
 @pytest.mark.slow
 def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding_and_an_update_reports_its_norm():
     """tests/algorithms/test_packed_update.py has gspo."""
     full_logits = changed(SETTINGS["grpo"], head={"impl": "full_logits"})
-    expected_metrics, expected = gradient_of(full_logits, padding=LENGTH // 2)(initial_params())
-    metrics, gradients = gradient_of(SETTINGS["grpo"])(initial_params())
+    expected_metrics, expected = gradient_of(full_logits, padding=LENGTH // 2)
+    metrics, gradients = gradient_of(SETTINGS["grpo"])
     for name in metrics:
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-4, atol=1e-5, err_msg=name)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
