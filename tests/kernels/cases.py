@@ -112,13 +112,7 @@ STATIC = ("objective", "impl", "workspace", "softcap", "vocabulary", "kind", "be
 
 
 @functools.partial(jax.jit, static_argnames=(*STATIC, "teacher_softcap"))
-def loss_and_gradients(
-    problem: Problem,
-    objective: Objective,
-    operands: Sequence[jax.Array] = (),
-    weights: jax.Array | None = None,
-    **options: Any,
-) -> Loss:
+def loss_and_gradients(problem: Problem, objective: Objective, operands=(), weights=None, **options) -> Loss:
     def loss(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
         return token_loss(hidden, weight, problem.labels, objective, *operands, weights=weights, **options)
 
@@ -126,10 +120,8 @@ def loss_and_gradients(
     return Loss(value, answer_of(tokens, gradients))
 
 
-def check(
-    problem: Problem, cotangents: Slopes, *, live: Any = None, largest: float = SLACK, impl: str, **options: Any
-) -> Answer:
-    """Checks the statistics and their gradients; returns these. Rows that don't count hold poison, and give zeros."""
+def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, impl: str, **options: Any) -> None:
+    """Checks the statistics and their gradients. Rows that don't count hold poison, and give zeros."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
@@ -139,18 +131,10 @@ def check(
     assert [x is not None for x in got[5:]] == [False, False, asked, True]
     assert_as_accurate_as_rounding(got, right, largest)
     assert_nothing_at(got, ~live)
-    return got
 
 
 def check_loss(
-    problem: Problem,
-    objective: Objective,
-    weights: Any,
-    *,
-    teacher: Teacher | None = None,
-    largest: float = SLACK,
-    impl: str,
-    **options: Any,
+    problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, impl, **options
 ) -> Loss:
     """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
     known, live = of_oracle(problem, options), np.asarray(weights) != 0
