@@ -8,19 +8,14 @@ only shapes. Leaves out results, which test_train_step.py checks on CPUs, and ti
 import math
 import re
 
-import jax
-import jax.numpy as jnp
 import pytest
 from compiled_program import FOR_TPUS, arrays, exchanged, kernels, text
-from tiny import make_trainer
 
 from mllm.config import load as configs
-from mllm.data.batch import Batch
 from mllm.model.presets import PRESETS
-from mllm.parallel.mesh import AXES, sharding
+from mllm.parallel.mesh import AXES
 from mllm.plan import targets
 from mllm.plan.programs import Programs
-from mllm.training.step import abstract_state
 
 pytestmark = [*FOR_TPUS, pytest.mark.slow]
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
@@ -35,21 +30,14 @@ def test_an_update_on_eight_v6e_has_kernels_fits_and_exchanges_a_weight_once_and
     overrides = ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.init=random", f"model.source={model}"]
     settings, sizes = configs.load("qwen25_0p5b_grpo.yaml", overrides), PRESETS[model]
     mesh = targets.mesh("v6e:2x4", (2, 2, 2), AXES)
-    policy, optimizer, train_step = make_trainer(settings, mesh)
-    length = 512 + 1024  # prompt and completion of the configuration
-
-    def array(dtype):
-        return jax.ShapeDtypeStruct((settings.batch_size, length), dtype, sharding=sharding(mesh, ("batch", "time")))
-
-    batch = Batch(*(array(jnp.int32) for _ in range(4)), *(array(jnp.float32) for _ in range(3)))
-    program = targets.compiled(train_step, (abstract_state(policy.params, optimizer), batch), mesh)
+    program, length = targets.compiled(*Programs(settings, mesh).update(), mesh), settings.rows.length
 
     names = kernels(program)
     assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
     assert all("segmented" in name for name in names - HEAD)
 
     # The shape of the vocabulary's matrix that a device multiplies with, and as many logits.
-    weight, tokens = (sizes.vocab_size // 2, sizes.hidden_size), settings.micro_batch_size * length // 4
+    weight, tokens = (sizes.vocab_size // 2, sizes.hidden_size), settings.rows.micro * length // 4
     memory = targets.memory(program)
     assert memory["peak"] < 32e9
     assert memory["output"] - memory["alias"] < 2**20  # the new state takes the place of the old
