@@ -1,9 +1,18 @@
 """Reads the text of a program compiled for TPUs: Pallas kernels, arrays, what devices exchange."""
 
 import re
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
+import pytest
+
+from mllm.plan.targets import GPU_PLUGIN
+
+FOR_TPUS = [pytest.mark.aot, pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: make aot")]
+NO_PLUGIN = not GPU_PLUGIN.is_dir() and find_spec("jax_plugins") is None
+FOR_GPUS = [pytest.mark.aot_gpu, pytest.mark.skipif(NO_PLUGIN, reason="needs XLA's plugin for CUDA: make aot-gpu")]
+"""Marks of tests that compile for devices that aren't there."""
 
 
 class Stored(NamedTuple):

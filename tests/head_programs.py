@@ -1,6 +1,5 @@
 """Programs of the head to compile, here or, by this file's path, in another process, on meshes with dp, fsdp and tp."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +9,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from lm_head import HeadSharding, divergence_loss, token_logprobs, token_loss
-from lm_head.gpu import tiles as gpu_tiles
-from lm_head.gpu.tiles import Sizes, Tiles
 
 Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 
@@ -42,19 +39,8 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
     return gradients, arguments
 
 
-def loss(
-    mesh: Mesh,
-    *,
-    workspace: int | None = None,
-    entropy: bool = False,
-    softcap: float | None = None,
-    cluster: int | None = None,
-    **sizes: Any,
-) -> Program:
-    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight.
-
-    With `cluster`, the size of a Hopper GPU's clusters, with tiles that go with it.
-    """
+def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Program:
+    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight."""
     options, arguments = options_and_shapes(mesh, **sizes)
 
     def objective(logprob: Array, tokens_entropy: Array, advantage: Array, old: Array) -> Array:
@@ -65,12 +51,10 @@ def loss(
     def step(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
         def total(hidden: Array, weight: Array) -> Any:
             per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
-            given = {"weights": weights, "workspace": workspace, "softcap": softcap, **options}
+            given = {"weights": weights, "workspace": workspace, **options}
             return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
-        tiles = contextlib.nullcontext() if cluster is None else gpu_tiles.override(Sizes(Tiles(cluster=cluster), 2048))
-        with tiles:
-            return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
+        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 
     return step, arguments
 

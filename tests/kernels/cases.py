@@ -61,7 +61,7 @@ OBJECTIVES: dict[str, Objective] = {
     "entropy alone": lambda logprob, entropy: entropy,
     "clipped ratio": clipped_ratio,
     "nonlinear in both": lambda logprob, entropy, a: jnp.sin(a * logprob) * entropy**2 + jnp.exp(logprob - entropy),
-    "smoothed label": lambda logprob, entropy, *, mean_logit, lse: -0.5 * logprob - 4 * (mean_logit - lse),
+    "smoothed label": lambda logprob, entropy, *, mean_logit, lse=0.0: -0.5 * logprob - 4 * (mean_logit - lse),
     "smoothed label, entropy": lambda logprob, entropy, *, mean_logit: 0.5 * entropy - logprob - mean_logit,
     "teacher alone": lambda logprob, entropy, *, divergence: divergence,
     "label and teacher": lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence,
@@ -100,7 +100,7 @@ def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -
 
 
 def answer_of(tokens: TokenLogprobs, gradients: Sequence[jax.Array]) -> Answer:
-    return Answer(*tokens[:3], *gradients, tokens.divergence, tokens.mean_logit, tokens.collision)
+    return Answer(*tokens[:3], *gradients, tokens.divergence, tokens.mean_logit, tokens.collision, tokens.likeliest)
 
 
 class Loss(NamedTuple):
@@ -112,13 +112,7 @@ STATIC = ("objective", "impl", "workspace", "softcap", "vocabulary", "kind", "be
 
 
 @functools.partial(jax.jit, static_argnames=(*STATIC, "teacher_softcap"))
-def loss_and_gradients(
-    problem: Problem,
-    objective: Objective,
-    operands: Sequence[jax.Array] = (),
-    weights: jax.Array | None = None,
-    **options: Any,
-) -> Loss:
+def loss_and_gradients(problem: Problem, objective: Objective, operands=(), weights=None, **options) -> Loss:
     def loss(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, TokenLogprobs]:
         return token_loss(hidden, weight, problem.labels, objective, *operands, weights=weights, **options)
 
@@ -126,31 +120,21 @@ def loss_and_gradients(
     return Loss(value, answer_of(tokens, gradients))
 
 
-def check(
-    problem: Problem, cotangents: Slopes, *, live: Any = None, largest: float = SLACK, impl: str, **options: Any
-) -> Answer:
-    """Checks the statistics and their gradients; returns these. Rows that don't count hold poison, and give zeros."""
+def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, impl: str, **options: Any) -> None:
+    """Checks the statistics and their gradients. Rows that don't count hold poison, and give zeros."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
     got = values_and_gradients(poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
     asked = options.pop("collision", False)
     right = exact(*problem, lambda _: cotangents, where=live, **of_oracle(problem, options))
-    assert [x is not None for x in got[5:]] == [False, False, asked]
+    assert [x is not None for x in got[5:]] == [False, False, asked, True]
     assert_as_accurate_as_rounding(got, right, largest)
     assert_nothing_at(got, ~live)
-    return got
 
 
 def check_loss(
-    problem: Problem,
-    objective: Objective,
-    weights: Any,
-    *,
-    teacher: Teacher | None = None,
-    largest: float = SLACK,
-    impl: str,
-    **options: Any,
+    problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, impl, **options
 ) -> Loss:
     """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
     known, live = of_oracle(problem, options), np.asarray(weights) != 0
@@ -165,7 +149,7 @@ def check_loss(
     right = exact_loss(*problem, objective, *operands, weights=weights, teacher=teacher, **known)
     assert abs(float(got.loss) - right.loss) <= right.resolution
     named = "mean_logit" in inspect.signature(objective).parameters
-    assert [x is not None for x in got.rows[5:]] == [teacher is not None, named, False]
+    assert [x is not None for x in got.rows[5:]] == [teacher is not None, named, False, True]
     assert_as_accurate_as_rounding(got.rows, right.rows, largest)
     assert_nothing_at(got.rows, ~live)
     return got

@@ -100,10 +100,8 @@ TPU = Engine("mosaic_tpu", BF16, (300, 499, 64), 200_000 + 4 * 499 * 64)
 """Its `waves`: exponentials of 128 rows, and a float32 sum of dW."""
 GPU = Engine("mosaic_gpu", BF16, (200, 296, 128), 77_000)
 """Its `waves`: logits of a tile of columns."""
-ONE_EACH = (FULL, CHUNKED, XLA, TPU, GPU)
-EVERY = (FULL, FULL_BF16, CHUNKED, CHUNKED_BF16, XLA, XLA_BF16, TPU_F32, TPU, GPU)
-
-
+PLAIN, NARROW = (FULL, CHUNKED, XLA), (FULL_BF16, CHUNKED_BF16, XLA_BF16)
+EVERY = (*PLAIN, *NARROW, TPU_F32, TPU, GPU)
 KERNELS = ("mosaic_tpu", "mosaic_gpu")
 
 
@@ -115,11 +113,6 @@ def parameter(engine: Engine, *others: Any, nightly: bool = False, slow: bool = 
     return pytest.param(
         engine, *others, id=", ".join([name, *(getattr(one, "__name__", str(one)) for one in others)]), marks=marks
     )
-
-
-def engines(*chosen: Engine) -> Any:
-    """The decorator of a test that takes an `engine`: for each of these, by default one of each kind."""
-    return pytest.mark.parametrize("engine", list(map(parameter, chosen or ONE_EACH)))
 
 
 def every(ways: Sequence[Any], *rows: Any, kernels: str = "slow") -> list[Any]:

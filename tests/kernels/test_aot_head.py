@@ -4,32 +4,24 @@ Sizes are those of models of 135M to 70B at 8192 tokens, with the vocabulary who
 devices. By default each kernel is compiled once; `-m "aot and slow"` adds every way on every chip. That a program
 compiles shows that its tiles fit the chip. Temporaries are by the compiler's account of HBM.
 
-Left out: results, which strict interpreters check on CPUs; matrix products, which test_head_work.py counts in
-the traced programs; and times, which only a TPU can tell.
+Left out: results, which strict interpreters check on CPUs; matrix products, which test_work.py counts; and times.
 """
 
-import importlib.util
 from typing import Any
 
 import head_programs as head
 import jax
 import pytest
-from compiled_program import kernels
-from jax.sharding import Mesh
+from compiled_program import FOR_TPUS, kernels
 
 from mllm.plan import targets
 
-pytestmark = [
-    pytest.mark.aot,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu, which make aot installs"),
-]
-
+pytestmark = FOR_TPUS
 MIB = 2**20
 CHIPS = ("v5e", "v5p", "v6e", "tpu7x")
 FEATURES = (576, 896, 1536, 2048, 2560, 3584, 4096, 5120, 8192)
 VOCABULARIES = (32000, 50257, 128256, 151936, 152064, 262144, 75968, 32003, 18992)
-
-
+NARROW = {"tokens": 1000, "vocabulary": 49152, "features": 576}
 MIXED = {"weight": "float32", "dtype": "bfloat16"}
 FLOAT32 = {"hidden": "float32", "weight": "float32"}
 IN_TWO_PASSES = {"head_forward_mean", "head_weight_gradient"}
@@ -69,16 +61,14 @@ CASES = [
 CASES += [pytest.param(*ENTRIES[4], 262144, features, "v6e", marks=slow) for features in (640, 1152)]
 
 
-def compiled(mesh: Mesh, program: str, vocabulary: int, features: int, **options: Any) -> jax.stages.Compiled:
-    sizes = {"tokens": 8192, "vocabulary": vocabulary, "features": features}
-    return targets.compiled(*getattr(head, program)(mesh, impl="mosaic_tpu", **sizes, **options), mesh)
+def compiled(chip: str, program: str, **options: Any) -> jax.stages.Compiled:
+    mesh = targets.mesh(chip)
+    return targets.compiled(*getattr(head, program)(mesh, impl="mosaic_tpu", **options), mesh)
 
 
 @pytest.mark.parametrize(("program", "options", "names", "vocabulary", "features", "chip"), CASES)
-def test_a_program_compiles_to_its_kernels_within_its_memory(
-    program: str, options: dict[str, Any], names: set[str], vocabulary: int, features: int, chip: str
-) -> None:
-    found = compiled(targets.mesh(chip), program, vocabulary, features, **options)
+def test_a_program_compiles_to_its_kernels_within_its_memory(program, options, names, vocabulary, features, chip):
+    found = compiled(chip, program, vocabulary=vocabulary, features=features, **options)
     assert kernels(found) == names
     two_of_hidden_s_shape = 2 * 8192 * features * (4 if "hidden" in options else 2)
     temporaries = options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
@@ -93,23 +83,20 @@ def test_a_program_compiles_to_its_kernels_within_its_memory(
 def test_a_divergence_compiles_to_its_kernels_within_its_memory(chip: str, kind: str, workspace: int) -> None:
     """The workspace, 64 MiB and an array of hidden's shape, 32 MiB: dh in float32 and a chunk's arrays."""
     sizes = {"kind": kind, "teacher_features": 3584, "workspace": workspace * MIB}
-    found = compiled(targets.mesh(chip), "divergence", 151936, 2048, **sizes)
+    found = compiled(chip, "divergence", **sizes)
     mixture = {"head_pair_mixture"} if kind == "jsd" else set()
     assert kernels(found) == {"head_pair_statistics", "head_pair_slopes"} | mixture
     assert targets.memory(found)["temp"] <= (workspace + 64 + 32) * MIB
 
 
-@pytest.mark.parametrize("program", [pytest.param("general", marks=slow), "loss"])
-def test_a_width_that_is_no_multiple_of_128_is_not_padded(program: str) -> None:
-    """64 MiB and an array of hidden's shape are less than the weight, padded to 640 columns, and its gradient."""
-    workspace = {"workspace": 0} if program == "loss" else {}
-    sizes = {"tokens": 1000, "vocabulary": 49152, "features": 576}
-    mesh = targets.mesh("v6e")
-    found = targets.compiled(*getattr(head, program)(mesh, impl="mosaic_tpu", **sizes, **workspace), mesh)
-    assert targets.memory(found)["temp"] <= 64 * MIB + 2 * 1000 * 576
-
-
-def test_without_a_workspace_a_loss_takes_so_much_memory_as_the_readme_says() -> None:
-    found = compiled(targets.mesh("v6e"), "loss", 151936, 2048, workspace=0)
-    assert kernels(found) == IN_TWO_PASSES
-    assert targets.memory(found)["temp"] <= 34.5 * MIB
+@pytest.mark.parametrize(
+    ("program", "options", "most"),
+    [
+        # 64 MiB and hidden's shape are less than the weight, padded from 576 to 640 columns, and its gradient.
+        pytest.param("general", NARROW, 64 * MIB + 2 * 1000 * 576, marks=slow),
+        ("loss", {**NARROW, "workspace": 0}, 64 * MIB + 2 * 1000 * 576),
+        ("loss", {"workspace": 0}, 34.5 * MIB),  # as the README says
+    ],
+)
+def test_without_a_workspace_temporaries_are_as_few_as_documented(program, options, most):
+    assert targets.memory(compiled("v6e", program, **options))["temp"] <= most

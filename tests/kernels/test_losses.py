@@ -9,32 +9,16 @@ import dataclasses
 from typing import Any
 
 import cases
+import engines
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OBJECTIVES, assert_near, check_loss, loss_and_gradients, sparse_weights, teacher_of
-from engines import (
-    BF16,
-    CHUNKED,
-    CHUNKED_BF16,
-    F32,
-    FULL,
-    FULL_BF16,
-    GPU,
-    GPU_SIZES,
-    TPU,
-    TPU_F32,
-    XLA,
-    XLA_BF16,
-    Engine,
-    every,
-    needs_interpreter,
-    parameter,
-)
-from oracle import Objective, exact, exact_loss
+from cases import OBJECTIVES, Problem, assert_near, check_loss, loss_and_gradients, sparse_weights, teacher_of
+from engines import BF16, F32, GPU, NARROW, PLAIN, TPU, TPU_F32, XLA, XLA_BF16, Engine, every, parameter
+from oracle import Objective, Slopes, exact, exact_loss
 
-from lm_head import token_logprobs, token_loss
+from lm_head import token_loss
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.gpu.tiles import Sizes, Tiles
 
@@ -42,9 +26,9 @@ CLIPPED, CROSS_ENTROPY = OBJECTIVES["clipped ratio"], OBJECTIVES["cross-entropy"
 N, V, D = GPU.shape
 ALL, SOME_ROWS = 1 << 30, 100_000
 """Bytes on Hopper: logits of everything, and of a block of rows."""
-PLAIN_WAYS = [(FULL, "all"), (CHUNKED, "none"), *((XLA, workspace) for workspace in ("none", "some", "all"))]
+PLAIN_WAYS = [*((engine, "none") for engine in PLAIN), (XLA, "some"), (XLA, "all")]
 KERNEL_WAYS = [(engine, workspace) for engine in (TPU, GPU) for workspace in ("none", "some", "all")]
-OTHER_DTYPES = [(FULL_BF16, "all"), (CHUNKED_BF16, "some"), (XLA_BF16, "some"), (TPU_F32, "some")]
+OTHER_DTYPES = [(engine, "some") for engine in (*NARROW, TPU_F32)]
 
 
 # --- objectives, softmaxes, workspaces, rows that don't count ---
@@ -66,9 +50,7 @@ LOSSES = [
     ("engine", "workspace", "objective", "scale", "rows", "options"),
     [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES, kernels="quick"), *every(OTHER_DTYPES, LOSSES[4], kernels="nightly")],
 )
-def test_any_loss_with_any_workspace_is_float64_s(
-    engine: Engine, workspace: str, objective: str, scale: float, rows: str, options: dict[str, Any]
-) -> None:
+def test_any_loss_with_any_workspace_is_float64_s(engine, workspace, objective, scale, rows, options):
     """The last 90 rows of the weight are no tokens, and would be the likeliest."""
     problem, common = engine.problem(scale), engine.shape[1] - 90
     weight, live = problem.weight.at[common:].multiply(30), engine.live(rows)
@@ -89,32 +71,35 @@ def test_a_sum_over_many_waves_does_not_wear_down_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], kernels="nightly"))
-def test_a_nan_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine: Engine, workspace: str) -> None:
-    """In the student's row or in the teacher's."""
-    problem, row = engine.problem(), np.arange(engine.shape[0])
+def test_a_nan_or_a_label_out_of_range_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine, workspace):
+    """NaN in the student's row or in the teacher's. Where labels are known, a ValueError says so."""
+    problem, row, ones = engine.problem(), np.arange(engine.shape[0]), jnp.ones(engine.shape[0])
     options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
-    sick, objective, bad = problem._replace(hidden=problem.hidden.at[5].set(jnp.nan)), CROSS_ENTROPY, row == 5
+    labels = problem.labels.at[6].set(-100).at[7].set(10**6)
+    sick, objective, bad = Problem(problem.hidden.at[5].set(jnp.nan), problem.weight, labels), CROSS_ENTROPY, (5, 6, 7)
     if engine is not GPU:
-        teacher, objective, bad = teacher_of(problem), OBJECTIVES["label and teacher"], np.isin(row, (5, 9))
+        teacher, objective, bad = teacher_of(problem), OBJECTIVES["label and teacher"], (5, 6, 7, 9)
         options |= {"teacher_hidden": teacher.hidden.at[9].set(jnp.nan), "teacher_weight": teacher.weight}
     with engine.strictly():
-        got = loss_and_gradients(sick, objective, (), jnp.ones(len(bad)), **options)
-    assert np.isnan(got.loss)
-    assert np.isnan(got.rows.weight.astype(F32)).any()
-    np.testing.assert_array_equal(np.isnan(got.rows.hidden.astype(F32).sum(axis=1)), bad)
-    for x in got.rows[:3]:
-        np.testing.assert_array_equal(np.isnan(x), row == 5)
+        loss, of_loss = loss_and_gradients(sick, objective, (), ones, **options)
+        values = cases.values_and_gradients(sick, Slopes(ones), impl=engine.impl)
+    right = exact(*problem).answer
+    assert np.isnan(loss)
+    for found, unsound in ((of_loss, bad), (values, (5, 6, 7))):
+        assert np.isnan(found.weight.astype(F32)).any()
+        np.testing.assert_array_equal(np.isnan(found.hidden.astype(F32).sum(axis=1)), np.isin(row, unsound))
+        np.testing.assert_array_equal(np.isnan(found.logprob), np.isin(row, (5, 6, 7)))
+        np.testing.assert_array_equal(np.isnan(found.lse), row == 5)
+        assert_near(found.logprob[10:], right.logprob[10:])
     if engine is not GPU:
-        np.testing.assert_array_equal(np.isnan(got.rows.divergence), bad)
+        np.testing.assert_array_equal(np.isnan(of_loss.divergence), np.isin(row, (5, 9)))
 
 
 FROZEN = [("hidden", "all"), ("weight", "none"), ("weight", "all")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("engine", "side", "workspace"), every((FULL, CHUNKED, XLA, TPU, GPU), *FROZEN, kernels="nightly")
-)
+@pytest.mark.parametrize(("engine", "side", "workspace"), every((*PLAIN, TPU, GPU), *FROZEN, kernels="nightly"))
 def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine, side: str, workspace: str) -> None:
     """Without the weight's gradient nothing is kept; without that of hidden, no expectation of W is computed."""
     problem, options = engine.problem(), {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
@@ -134,20 +119,18 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
     ("engine", "workspace"),
     [
         parameter(XLA_BF16, XLA.waves),
-        *(parameter(*way, slow=True) for way in ((FULL_BF16, 0), (CHUNKED_BF16, 0), (XLA_BF16, 0))),
+        *(parameter(engine, 0, slow=True) for engine in NARROW),
         parameter(GPU, ALL, slow=True),
         *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, 0))),
     ],
 )
-def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(
-    engine: Engine, workspace: int
-) -> None:
+def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(engine, workspace):
     """A float32 dW is its own sum over waves, and not rounded to bfloat16.
 
     Blocks of rows are what the trainer gives a GPU: float32 masters, and more than 8192 tokens.
     """
     masters, weights = engine._replace(dtype=F32).problem(), jnp.ones(engine.shape[0])
-    sizes = GPU_SIZES if workspace else BLOCKS_OF_ROWS
+    sizes = engines.GPU_SIZES if workspace else BLOCKS_OF_ROWS
     with engine.strictly(), gpu_tiles.override(sizes):
         got = loss_and_gradients(masters, CROSS_ENTROPY, (), weights, dtype=BF16, impl=engine.impl, workspace=workspace)
     narrow = masters._replace(
@@ -158,96 +141,58 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
 
 
 @pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], kernels="nightly"))
-def test_the_statistics_beside_a_loss_are_those_of_token_logprobs(engine: Engine, workspace: str) -> None:
-    hidden, weight, labels = engine.problem(30.0)
-    likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1).astype(labels.dtype)
-    problem = hidden, weight, jnp.where(np.arange(len(labels)) % 2, likeliest, labels)
-    room, options = engine.bytes_of(workspace), {"where": engine.live("most"), "impl": engine.impl}
-
-    def both(*problem: Any) -> Any:
-        of_loss = jax.value_and_grad(
-            lambda h: token_loss(h, *problem[1:], CROSS_ENTROPY, workspace=room, **options), has_aux=True
-        )
-        return token_logprobs(*problem, **options), of_loss(problem[0])[0][1]
-
+def test_whether_a_label_is_the_likeliest_is_said_beside_a_loss(engine: Engine, workspace: str) -> None:
+    (hidden, weight, labels), live = engine.problem(30.0), engine.live("most")
+    likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
+    problem = Problem(hidden, weight, jnp.where(jnp.arange(len(labels)) % 2, likeliest, labels))
+    options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
     with engine.strictly():
-        alone, beside = jax.jit(both)(*problem)
-    assert_near(beside, alone)
-    assert np.any(alone.likeliest)
-    np.testing.assert_array_equal(beside.likeliest, alone.likeliest)
+        _, found = loss_and_gradients(problem, CROSS_ENTROPY, (), jnp.float32(live), **options)
+    np.testing.assert_array_equal(found.likeliest, live & (problem.labels == likeliest))
 
 
 # --- the rule of differentiation, which every engine shares ---
 
 
-def test_the_cotangent_of_the_loss_scales_its_gradients() -> None:
-    problem, objective, weights = XLA.problem(), OBJECTIVES["entropy bonus"], sparse_weights(90)
-
-    @jax.jit
-    def gradients(factor: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def total(*sides: jax.Array) -> jax.Array:
-            loss, _ = token_loss(*sides, problem.labels, objective, weights=weights, impl="xla")
-            return factor * loss + loss**2
-
-        return jax.grad(total, (0, 1))(*problem[:2])
-
-    loss, rows = loss_and_gradients(problem, objective, (), weights, impl="xla")
-    for factor in (3.0, 0.0):
-        assert_near(gradients(factor), ((factor + 2 * loss) * rows.hidden, (factor + 2 * loss) * rows.weight))
-
-
 def test_the_outputs_beside_the_loss_and_the_teacher_have_no_gradient() -> None:
-    problem = XLA.problem()
-    teacher = teacher_of(problem)
+    problem, objective = XLA.problem(), OBJECTIVES["label and teacher"]
 
-    def of_outputs(*sides: jax.Array) -> jax.Array:
-        theirs = {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.weight}
-        tokens = token_loss(*sides, problem.labels, OBJECTIVES["label and teacher"], **theirs)[1]
+    def loss(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> Any:
+        teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
+        return token_loss(hidden, weight, problem.labels, objective, **teacher)
+
+    def of_outputs(*sides: Any) -> jax.Array:
+        tokens = loss(*sides)[1]
         return sum(jnp.sum(x) for x in (*tokens[:3], tokens.divergence))
 
-    def of_teacher(*sides: jax.Array) -> jax.Array:
-        theirs = dict(zip(("teacher_hidden", "teacher_weight"), sides, strict=True))
-        return token_loss(*problem, OBJECTIVES["label and teacher"], **theirs)[0]
-
-    for total, sides in ((of_outputs, problem[:2]), (of_teacher, teacher[:2])):
-        assert not any(np.any(x) for x in jax.jit(jax.grad(total, (0, 1)))(*sides))
+    for total, argnums in ((of_outputs, (0, 1)), (lambda *sides: loss(*sides)[0], (2, 3))):
+        found = jax.jit(jax.grad(total, argnums))(*problem[:2], *teacher_of(problem)[:2])
+        assert not any(np.any(x) for x in found)
 
 
-def test_weights_operands_and_what_the_objective_closes_over_get_gradients_too() -> None:
+def test_all_that_a_loss_depends_on_has_its_gradient_times_the_loss_s_own_cotangent() -> None:
     """With loss = sum_i w_i (a_i logprob_i + c b_i entropy_i), for floating a and c and integers b."""
-    problem, w = XLA.problem(), sparse_weights(90)
+    problem, w, c = XLA.problem(), sparse_weights(90), 0.5
     a, b = jnp.linspace(-1, 1, 90), jnp.arange(90) % 3
 
     @jax.jit
-    def gradients(w: jax.Array, a: jax.Array, c: jax.Array) -> Any:
-        def loss(w: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
+    def gradients(factor: jax.Array) -> Any:
+        def total(hidden: jax.Array, weight: jax.Array, w: jax.Array, a: jax.Array, c: jax.Array) -> jax.Array:
             objective = lambda logprob, entropy, a, b: a * logprob + c * b * entropy  # noqa: E731
-            return token_loss(*problem, objective, a, b, weights=w, impl="xla")[0]
+            loss, _ = token_loss(hidden, weight, problem.labels, objective, a, b, weights=w, impl="xla")
+            return factor * loss + loss**2
 
-        return jax.grad(loss, argnums=(0, 1, 2))(w, a, c)
+        return jax.grad(total, argnums=(0, 1, 2, 3, 4))(*problem[:2], w, a, jnp.float32(c))
 
-    rows = exact(*problem, where=w != 0).answer
-    by_weights = np.where(w != 0, a * rows.logprob + 0.5 * b * rows.entropy, 0)
-    want = by_weights, w * rows.logprob, np.sum(w * b * rows.entropy)
-    assert_near(gradients(w, a, jnp.float32(0.5)), want)
-
-
-def test_an_objective_gets_what_it_names_with_a_default_or_without() -> None:
-    def required(logprob: Any, entropy: Any, *, lse: Any) -> Any:
-        return -logprob + 0.01 * lse**2
-
-    def optional(logprob: Any, entropy: Any, *, lse: Any = 0.0) -> Any:
-        return required(logprob, entropy, lse=lse)
-
-    run = jax.jit(lambda: [token_loss(*XLA.problem(), x)[0] for x in (optional, required, CROSS_ENTROPY)])
-    found, want, without = run()
-    assert found == want > without
+    right = exact_loss(*problem, lambda logprob, entropy, a, b: a * logprob + c * b * entropy, a, b, weights=w)
+    rows = right.rows.answer
+    by_weights = np.where(w != 0, a * rows.logprob + c * b * rows.entropy, 0)
+    want = rows.hidden, rows.weight, by_weights, w * rows.logprob, np.sum(w * b * rows.entropy)
+    for factor in (3.0, 0.0):
+        assert_near(gradients(factor), jax.tree.map(lambda x: (factor + 2 * right.loss) * x, want))  # noqa: B023
 
 
-# --- configurations of JAX ---
-
-
-CONFIGURATIONS = {
+SETTINGS = {
     "x64": lambda: jax.enable_x64(True),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "debug_nans": lambda: jax.debug_nans(True),
@@ -255,21 +200,18 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "workspace", "setting"),
+    ("engine", "setting"),
     [
-        parameter(XLA, "some", "x64"),
-        *(parameter(XLA, "some", setting, slow=True) for setting in ("strict promotion", "debug_nans")),
-        parameter(FULL, "all", "x64", slow=True),
-        parameter(TPU_F32, "some", "x64", nightly=True),
+        *(parameter(engine, "x64", slow=engine is not XLA) for engine in PLAIN),
+        *(parameter(XLA, setting, slow=True) for setting in ("strict promotion", "debug_nans")),
+        parameter(TPU_F32, "x64", nightly=True),
     ],
 )
-def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
-    engine: Engine, workspace: str, setting: str
-) -> None:
-    problem, room = engine.problem(), np.int64(engine.bytes_of(workspace))
-    teacher, weights = teacher_of(problem, temperature=3.5), np.linspace(-1, 2, engine.shape[0], dtype=np.float32)
+def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(engine: Engine, setting: str) -> None:
+    problem, weights = engine.problem(), np.linspace(-1, 2, engine.shape[0], dtype=np.float32)
+    teacher, room = teacher_of(problem, temperature=3.5), np.int64(engine.bytes_of("some"))
     options: dict[str, Any] = {"temperature": 2.5, "vocabulary": np.int64(engine.shape[1]), "impl": engine.impl}
-    with engine.strictly(), CONFIGURATIONS[setting]():
+    with engine.strictly(), SETTINGS[setting]():
         objective: Objective = lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence  # noqa: E731
         got = check_loss(problem, objective, weights, teacher=teacher, workspace=room, **options)
         assert {x.dtype for x in (got.loss, *got.rows[:3], got.rows.divergence)} == {jnp.dtype(F32)}
@@ -278,7 +220,7 @@ def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
 # --- Hopper: logits in float16, sums over waves and blocks, clusters ---
 
 
-@needs_interpreter
+@engines.needs_interpreter
 @pytest.mark.nightly
 def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16() -> None:
     """Its probabilities are as small as 1e-20 of the largest, which in float16 would be 0."""
@@ -293,24 +235,21 @@ def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16() -> No
 
 
 CLUSTERS = Sizes(Tiles(columns=256, slots=2, cluster=2), chunk=256)
-BLOCKS_OF_ROWS = dataclasses.replace(GPU_SIZES, most_rows=128)
+BLOCKS_OF_ROWS = dataclasses.replace(engines.GPU_SIZES, most_rows=128)
 
 
-@needs_interpreter
+@engines.needs_interpreter
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sizes", "shape", "objective", "workspace"),
     [
-        # Room for logits of some rows, and for the float32 sum that a narrower gradient needs.
-        pytest.param(GPU_SIZES, (400, V, D), CLIPPED, SOME_ROWS + 4 * V * D, id="waves that add to one sum"),
+        pytest.param(engines.GPU_SIZES, (400, V, D), CLIPPED, SOME_ROWS + 4 * V * D, id="waves that add to one sum"),
         pytest.param(CLUSTERS, (300, 520, 128), CROSS_ENTROPY, 0, id="blocks that share a cluster"),
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, 0, id="blocks of rows, none kept"),
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, ALL, id="all kept"),
     ],
 )
-def test_waves_blocks_and_clusters_are_float64_s(
-    sizes: Sizes, shape: tuple[int, int, int], objective: Objective, workspace: int
-) -> None:
+def test_waves_blocks_and_clusters_are_float64_s(sizes, shape, objective, workspace):
     from strict_gpu import strict_interpreter
 
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])

@@ -1,36 +1,22 @@
 """Programs with the Hopper kernels, as XLA compiles them for an H100.
 
-Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). Values are in test_head_values.py and
-test_head_losses.py, and test_on_device.py runs the kernels on a GPU.
+Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). test_on_device.py runs the kernels on a GPU.
 """
 
-import importlib.util
 import math
 import re
-import shutil
-from pathlib import Path
 from typing import Any
 
 import head_programs as head
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled_program import arrays
+from compiled_program import FOR_GPUS, arrays
 
-from lm_head.gpu import tiles as gpu_tiles
 from mllm.plan import targets
 
 MIB = 2**20
-
-
-pytestmark = [
-    pytest.mark.aot_gpu,
-    pytest.mark.skipif(
-        not targets.GPU_PLUGIN.is_dir() and importlib.util.find_spec("jax_plugins") is None,
-        reason="needs XLA's plugin for CUDA, which make aot-gpu installs",
-    ),
-]
-needs_ptxas = pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
+pytestmark = FOR_GPUS
 N, V, D = 8192, 151936, 2048
 
 
@@ -54,15 +40,12 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
         ("value", {}),
         ("general", {"entropy": True}),
         ("loss", {"workspace": 0}),
-        ("loss", {"workspace": 640 * MIB}),
         ("loss", {"workspace": 2560 * MIB}),
         ("loss", {"workspace": 640 * MIB, "vocabulary": 262144, "features": 640}),  # Gemma 3 270M
     ],
     ids=str,
 )
-def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(
-    program: str, options: dict[str, Any]
-) -> None:
+def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(program, options):
     hidden, numbers = 2 * N * options.get("features", D), 128 * N  # bytes
     allowed = options.get("workspace", 0) + 64 * MIB + hidden + numbers
     assert targets.memory(compiled(program, **options))["temp"] <= allowed
@@ -87,41 +70,6 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     assert max(math.prod(x.shape) for x in arrays(text)) == V * D
     assert not any(N in x.shape and V in x.shape for x in arrays(text))
     copied = [line for line in text.splitlines() if " copy(" in line or " copy-start(" in line]
-    assert copied
     assert not any(math.prod(x.shape) >= V * D for line in copied for x in arrays(line))
     written = [line for line in text.splitlines() if f"bf16[{V},{D}]" in line.partition("=")[2][:40]]
     assert sum("custom-call" in line for line in written) == 1, "one kernel writes dW"
-
-
-@needs_ptxas
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain"),
-        pytest.param({"features": 896, "entropy": True}, id="entropy"),
-        pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
-        pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
-        pytest.param({"hidden": "float32", "weight": "float32", "dtype": "bfloat16"}, id="float32 masters"),
-        pytest.param({"cluster": 1}, id="blocks without a cluster"),
-    ],
-)
-def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options: dict[str, Any], tmp_path: Path) -> None:
-    """By the reports of ptxas, the PTX, and the log of Mosaic's passes."""
-    dump = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    options = {"impl": "mosaic_gpu", "workspace": 0} | options
-    ended = targets.run_child("h100", f"{head.__file__}:loss", options, dump, tmp_path)
-    assert ended.code == 0, ended.stderr
-    kernels = list(tmp_path.glob("*.ptxas"))
-    assert len(kernels) >= 4
-    for path in kernels:
-        report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
-        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
-        waits = re.findall("serialized|warpgroup.wait is injected", report)
-        assert not waits, "no product waits for the one before, other than where the kernel says so"
-        static = re.search(r", (\d+) bytes smem", report)
-        dynamic = max(map(int, re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)))
-        assert dynamic + (int(static[1]) if static else 0) <= gpu_tiles.SHARED_MEMORY
-        products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
-        assert "cluster" in options or products == ["m64n256k16"] * 4, "one loop, over slabs of 64"
-        assert bool(re.search(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)) == ("cluster" not in options)
-        assert len(re.findall(r"setmaxnreg\.\w+", ptx)) == 2, "a loader gives registers, multipliers take them"

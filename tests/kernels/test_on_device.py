@@ -9,25 +9,16 @@ Shapes are off every tile. What only a device can show is a race: so the same ca
 again. Left out: what tests on a CPU compile or interpret.
 """
 
-import functools
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    OBJECTIVES,
-    SCALES,
-    check,
-    check_loss,
-    loss_and_gradients,
-    random_cotangents,
-    random_problem,
-    sparse_weights,
-)
+from cases import OBJECTIVES, SCALES, Problem, check, check_loss, loss_and_gradients, random_cotangents, random_problem
 
-from lm_head import TokenLogprobs, target, token_logprobs, token_loss  # noqa: F401  target: in the condition below
+from lm_head import target  # noqa: F401  in the condition below
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.gpu.tiles import Sizes, Tiles
 from lm_head.tpu import tiles as tpu_tiles
@@ -48,35 +39,13 @@ def kernels() -> str:
     return f"mosaic_{jax.default_backend()}"
 
 
-def off(found: jax.Array, right: jax.Array) -> jax.Array:
-    found, right = found.astype(jnp.float32), right.astype(jnp.float32)
-    return jnp.abs(found - right).max() / jnp.abs(right).max()
-
-
-@pytest.mark.parametrize("result", ["forward", "dh", "dW"])
-def test_a_result_asked_for_alone_is_right(result: str) -> None:
-    """It is that of full logits, and only the kernels run that it takes: a hang or a crash names one."""
-    problem, cotangents = random_problem((600, 1400, 192), dtype=BF16), random_cotangents(600)[:3]
-
-    def values(hidden: Any, weight: Any, impl: Any) -> TokenLogprobs:
-        return token_logprobs(hidden, weight, problem.labels, impl=impl)
-
-    def scalar(*arguments: Any) -> jax.Array:
-        return sum(map(jnp.vdot, values(*arguments), cotangents))
-
-    function = values if result == "forward" else jax.grad(scalar, 0 if result == "dh" else 1)
-    call = jax.jit(function, static_argnums=2)
-    found, right = (jax.tree.leaves(call(*problem[:2], impl)) for impl in (kernels(), "full_logits"))
-    assert max(map(off, found, right)) <= (1e-4 if result == "forward" else 0.02)
-
-
 @pytest.mark.parametrize("softmax", SCALES)
 @pytest.mark.parametrize("impl", ["the kernels", "xla"])
 def test_values_and_gradients_are_float64_s(impl: str, softmax: str) -> None:
     impl, live = kernels() if impl == "the kernels" else impl, np.random.default_rng(5).random(300) < 0.3
     problem = random_problem((300, 712, 192), SCALES[softmax], BF16)
     check(problem, random_cotangents(300), impl=impl, live=live)
-    check_loss(problem, BONUS, sparse_weights(300), impl=impl, workspace=0)
+    check_loss(problem, BONUS, cases.sparse_weights(300), impl=impl, workspace=0)
 
 
 @pytest.mark.parametrize("workspace", [0, 1_000_000, 2_000_000, None], ids=["none", "columns", "waves", "all"])
@@ -87,49 +56,34 @@ def test_every_workspace_is_float64_s(workspace: int | None) -> None:
     if jax.default_backend() == "gpu":
         small = gpu_tiles.override(Sizes(Tiles(), 512, wave_rows=(0, 0)))
     with small:
-        check_loss(problem, CROSS_ENTROPY, sparse_weights(600), impl=kernels(), workspace=workspace)
+        check_loss(problem, CROSS_ENTROPY, cases.sparse_weights(600), impl=kernels(), workspace=workspace)
 
 
 # --- races, and the size that counts
 
-every_workspace = pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
+
+def off(found: jax.Array, right: jax.Array) -> jax.Array:
+    found, right = found.astype(jnp.float32), right.astype(jnp.float32)
+    return jnp.abs(found - right).max() / jnp.abs(right).max()
 
 
-@every_workspace
-def test_the_same_call_gives_the_same_bits_again_and_again(workspace: int) -> None:
-    problem = random_problem((4096, 32768, 1024), dtype=BF16)
-    options: dict[str, Any] = {"weights": sparse_weights(4096), "impl": kernels(), "workspace": workspace}
-    call = functools.partial(loss_and_gradients, problem, CROSS_ENTROPY, **options)
-    first = call()
-    assert np.isfinite(first.loss)
-    for _ in range(20):
-        jax.tree.map(np.testing.assert_array_equal, first, call())
-
-
-@every_workspace
-def test_at_qwens_size_the_results_are_those_of_the_xla_engine(workspace: int) -> None:
+@pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
+def test_at_qwens_size_the_results_are_those_of_the_xla_engine_and_the_same_again_and_again(workspace: int) -> None:
     """Half of the rows have the entropy's gradient alone: elsewhere the label's part hides all others."""
     tokens, features, vocabulary = 8192, 2048, 151936
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, features), BF16)
     weight = jax.random.normal(keys[1], (vocabulary, features), BF16) * BF16(features**-0.5)
-    labels = jax.random.randint(keys[2], (tokens,), 0, vocabulary)
+    problem = Problem(hidden, weight, jax.random.randint(keys[2], (tokens,), 0, vocabulary))
     learned = jnp.arange(tokens) % 2 == 0
-
-    def results(impl: Any, workspace: int) -> Any:
-        def objective(logprob: Any, entropy: Any, learned: Any) -> Any:
-            return -learned * logprob - 0.01 * entropy
-
-        def loss(hidden: Any, weight: Any) -> Any:
-            options = {"impl": impl, "workspace": workspace}
-            return token_loss(hidden, weight, labels, objective, learned.astype(jnp.float32), **options)
-
-        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(hidden, weight)
-
-    (loss, rows), (dh, dw) = results(kernels(), workspace)
-    (right_loss, right_rows), (right_dh, right_dw) = results("xla", 0)
-    assert max(map(off, *map(jax.tree.leaves, ((loss, rows), (right_loss, right_rows))))) <= 1e-4
-    hit = jnp.zeros(vocabulary, bool).at[jnp.where(learned, labels, vocabulary)].set(True, mode="drop")
-    for found, right, labelled in ((dh, right_dh, learned), (dw, right_dw, hit)):
+    given = problem, lambda logprob, entropy, learned: -learned * logprob - 0.01 * entropy, [jnp.float32(learned)]
+    loss, rows = first = loss_and_gradients(*given, impl=kernels(), workspace=workspace)
+    for _ in range(20):
+        again = loss_and_gradients(*given, impl=kernels(), workspace=workspace)
+        assert all(jax.tree.leaves(jax.tree.map(jnp.array_equal, again, first)))
+    right_loss, right = loss_and_gradients(*given, impl="xla", workspace=0)
+    assert max(map(off, (loss, *rows[:3]), (right_loss, *right[:3]))) <= 1e-4
+    hit = jnp.zeros(vocabulary, bool).at[jnp.where(learned, problem.labels, vocabulary)].set(True, mode="drop")
+    for x, y, labelled in ((rows.hidden, right.hidden, learned), (rows.weight, right.weight, hit)):
         for chosen in (labelled, ~labelled):
-            assert off(*(jnp.where(chosen[:, None], x, 0) for x in (found, right))) <= 0.02
+            assert off(*(jnp.where(chosen[:, None], one, 0) for one in (x, y))) <= 0.02

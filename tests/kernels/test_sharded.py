@@ -8,28 +8,17 @@ several of them.
 import functools
 from typing import Any
 
+import cases
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    OBJECTIVES,
-    Problem,
-    assert_near,
-    check,
-    check_loss,
-    equations,
-    loss_and_gradients,
-    operands_for,
-    random_cotangents,
-    random_problem,
-    teacher_of,
-    values_and_gradients,
-)
+from cases import OBJECTIVES, Problem, assert_near, check, check_loss, random_cotangents, teacher_of
 from engines import BF16, F32, XLA
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from oracle import exact
 
 from lm_head import HeadSharding, token_logprobs, token_loss, xla
 from lm_head.tpu import tiles
@@ -37,7 +26,7 @@ from lm_head.tpu import tiles
 N, V, D = 80, 131, 16
 EDGES = [0, *(k * size + side for size in (17, 33, 66) for k in range(1, 8) for side in (-1, 0)), V - 1]
 LIVE = (np.arange(N) >= N // 2) & (np.arange(N) % 13 != 0)
-PROBLEM = random_problem((N, V, D))._replace(labels=jnp.resize(jnp.array([x for x in EDGES if x < V]), N))
+PROBLEM = cases.random_problem((N, V, D))._replace(labels=jnp.resize(jnp.array([x for x in EDGES if x < V]), N))
 WEIGHTS = jnp.where(LIVE, jnp.linspace(-1, 2, N), 0)
 CLIPPED, CUBE = OBJECTIVES["clipped ratio"], (2, 2, 2)
 
@@ -78,6 +67,7 @@ OTHERS = [
     (CUBE, {}, "clipped ratio", None, SCALED | RECOMPUTED),
     (CUBE, {}, "label and teacher", 13, WAVES),
     (CUBE, {"vocabulary": None}, "label and teacher", 13, WAVES),
+    *((CUBE, {}, "label and teacher", 13, {"impl": impl}) for impl in ("full_logits", "chunked_logits")),
 ]
 
 
@@ -86,9 +76,7 @@ OTHERS = [
     [*LOSSES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
     ids=str,
 )
-def test_a_loss_over_a_mesh_is_float64_s(
-    shape: tuple[int, ...], axes: dict[str, Any], objective: str, more: int | None, options: dict[str, Any]
-) -> None:
+def test_a_loss_over_a_mesh_is_float64_s(shape, axes, objective, more, options):
     """With a teacher of `more` tokens than the student's."""
     common = min(V + min(more or 0, 0), options.get("vocabulary", V))
     teacher = None if more is None else teacher_of(PROBLEM, more=more)
@@ -101,34 +89,32 @@ def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
     check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("side", "argnums"), [("hidden", 0), ("weight", 1)])
-def test_a_frozen_side_does_not_change_the_gradient_of_the_other(side: str, argnums: int) -> None:
-    def loss(*sides: jax.Array) -> jax.Array:
-        return token_loss(*sides, PROBLEM.labels, OBJECTIVES["entropy bonus"], weights=WEIGHTS, sharding=over())[0]
-
-    both = loss_and_gradients(PROBLEM, OBJECTIVES["entropy bonus"], (), WEIGHTS, sharding=over())
-    assert_near(jax.jit(jax.grad(loss, argnums))(*PROBLEM[:2]), getattr(both.rows, side))
-
-
-def of_all(weights: jax.Array, operand: jax.Array, scale: jax.Array, **options: Any) -> jax.Array:
-    """A loss of all that may have a gradient beside the two sides; of a copy of the weight."""
+def of_all(hidden: Any, weight: Any, weights: Any, operand: Any, scale: Any, sharding: HeadSharding | None) -> Any:
+    """A loss of all that may have a gradient; of a copy of the weight."""
     objective = lambda logprob, entropy, a: scale * a * logprob + entropy  # noqa: E731
-    copy = (PROBLEM.weight / 2).astype(BF16)
-    return token_loss(*PROBLEM, objective, operand, weights=weights, weight_copy=copy, **options)[0]
+    options: dict[str, Any] = {"weight_copy": (PROBLEM.weight / 2).astype(BF16), "sharding": sharding}
+    return token_loss(hidden, weight, PROBLEM.labels, objective, operand, weights=weights, **options)[0]
 
 
-def test_weights_operands_and_what_the_objective_closes_over_get_their_gradients() -> None:
-    arguments = WEIGHTS, jnp.linspace(-1, 1, N), jnp.float32(0.7)
+ARGUMENTS = (*PROBLEM[:2], WEIGHTS, jnp.linspace(-1, 1, N), jnp.float32(0.7))
+
+
+@pytest.mark.parametrize("argnums", [(2, 3, 4), *(pytest.param(side, marks=pytest.mark.slow) for side in (0, 1))])
+def test_weights_operands_what_the_objective_closes_over_and_either_side_alone_get_their_gradients(argnums) -> None:
     got, want = (
-        jax.jit(jax.value_and_grad(functools.partial(of_all, sharding=x), (0, 1, 2)))(*arguments)
-        for x in (over(), None)
+        jax.jit(jax.value_and_grad(functools.partial(of_all, sharding=x), argnums))(*ARGUMENTS) for x in (over(), None)
     )
     assert_near(got, want)
 
 
 def test_where_no_token_counts_on_any_device_all_is_zero() -> None:
     check_loss(PROBLEM, CLIPPED, jnp.zeros(N), impl="xla", sharding=over(), **WAVES)
+
+
+@pytest.fixture
+def interpreted():
+    with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -141,24 +127,19 @@ def test_where_no_token_counts_on_any_device_all_is_zero() -> None:
     ],
     ids=str,
 )
-def test_kernels_for_tpus_give_float64_s(shape: tuple[int, ...], objective: str, teacher: bool) -> None:
+def test_kernels_for_tpus_give_float64_s(shape, objective, teacher, interpreted):
     """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here.
 
     For the same reason each device has a token that counts.
     """
     weights = WEIGHTS[np.arange(N).reshape(2, -1).T.ravel()]
     options: dict[str, Any] = {"sharding": over(shape), "teacher": teacher_of(PROBLEM) if teacher else None}
-    with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        check_loss(PROBLEM, OBJECTIVES[objective], weights, impl="mosaic_tpu", **WAVES, **options)
+    check_loss(PROBLEM, OBJECTIVES[objective], weights, impl="mosaic_tpu", **WAVES, **options)
 
 
-def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards() -> None:
+def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards(interpreted: None) -> None:
     ask = functools.partial(token_logprobs, impl="mosaic_tpu", collision=True, sharding=over((1, 2, 2)))
-    with tiles.override(rows=128, columns=256, step=128), pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        got = jax.jit(ask)(*PROBLEM).collision
-    hidden, weight = (np.asarray(side, np.float64) for side in PROBLEM[:2])
-    shares = np.exp(hidden @ weight.T)
-    np.testing.assert_allclose(got, (shares**2).sum(1) / shares.sum(1) ** 2, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(ask)(*PROBLEM).collision, exact(*PROBLEM).answer.collision, rtol=1e-4)
 
 
 # --- what is exchanged ---
@@ -183,33 +164,25 @@ EXCHANGED: dict[str, tuple[Any, list[Any]]] = {
 @pytest.mark.parametrize(
     ("way", "weight"), [("any cotangents", F32), ("recomputed", BF16), ("in waves", F32), ("in waves", BF16)]
 )
-def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(
-    way: str, weight: Any
-) -> None:
+def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way, weight):
     """What devices add up is float32 also where dW is bfloat16: only the sum is rounded."""
     problem, (workspace, expected) = PROBLEM._replace(weight=jnp.zeros((2 * WORDS, D), weight)), EXCHANGED[way]
     options: dict[str, Any] = {"dtype": BF16, "sharding": over()}
 
     def run(problem: Problem) -> Any:
         if way == "any cotangents":
-            return values_and_gradients(problem, random_cotangents(N), where=LIVE, **options)
-        operands = operands_for(PROBLEM, CLIPPED)
-        return loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=workspace, **options)
+            return cases.values_and_gradients(problem, random_cotangents(N), where=LIVE, **options)
+        operands = cases.operands_for(PROBLEM, CLIPPED)
+        return cases.loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=workspace, **options)
 
     found = []
-    for equation in equations(jax.make_jaxpr(run)(problem).jaxpr):
+    for equation in cases.equations(jax.make_jaxpr(run)(problem).jaxpr):
         axes = equation.params.get("axis_name", equation.params.get("axes"))
         if equation.primitive.name in ("all_gather", "pmax", "psum", "reduce_scatter", "all_to_all"):
             names = axes if isinstance(axes, str) else ", ".join(axes)
             found += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
     whole = ("all_to_all", "fsdp", (WORDS, D // 2), jnp.dtype(weight).name)
     assert sorted(found) == sorted([*expected, whole])
-
-
-def test_a_mesh_of_one_device_needs_no_map_over_devices() -> None:
-    text = str(jax.make_jaxpr(functools.partial(of_all, sharding=over((1, 1, 1))))(WEIGHTS, WEIGHTS, jnp.float32(1)))
-    assert "while" in text
-    assert "shard_map" not in text
 
 
 # --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
@@ -219,18 +192,18 @@ IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.label
 
 
 def laid_out(mesh: Mesh, tokens: P, weight: P) -> Any:
-    return [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(IN_ROWS, (tokens, weight, tokens), strict=True)
-    ]
+    specs = (NamedSharding(mesh, spec) for spec in (tokens, weight, tokens))
+    return [jax.device_put(x, spec) for x, spec in zip(IN_ROWS, specs, strict=True)]
 
 
-@jax.jit
-def differentiated(hidden: Any, weight: Any, labels: Any) -> Any:
+@functools.partial(jax.jit, static_argnames="sharding")
+def differentiated(hidden: Any, weight: Any, labels: Any, sharding: HeadSharding | None = None) -> Any:
     """A loss in one pass, and beside it any cotangents; value, tokens and gradients of the sum."""
 
     def total(hidden: Any, weight: Any) -> Any:
-        loss, _ = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"], weight_copy=weight / 2)
-        tokens = token_logprobs(hidden, weight, labels)
+        options = {"weight_copy": weight / 2, "sharding": sharding}
+        loss, _ = token_loss(hidden, weight, labels, OBJECTIVES["cross-entropy"], **options)
+        tokens = token_logprobs(hidden, weight, labels, sharding=sharding)
         return loss + jnp.sum(jnp.sin(tokens.logprob) * tokens.entropy), tokens
 
     return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
@@ -257,52 +230,35 @@ def test_results_are_those_of_one_device_laid_out_like_the_arguments(sizes: Any,
 
 
 def test_the_mesh_may_be_set_and_a_sharding_may_name_its_axes() -> None:
-    sharding = HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model")
     with jax.set_mesh(EXPLICIT):
-        named = jax.jit(functools.partial(token_logprobs, sharding=sharding))(*IN_ROWS)
-        by_types = jax.jit(token_logprobs)(*laid_out(EXPLICIT, P("data"), P("model")))
-    for found in (named, by_types):
-        assert_near(found, jax.jit(token_logprobs)(*IN_ROWS))
-
-
-@pytest.mark.parametrize(("impl", "rows"), [("full_logits", 40), ("chunked_logits", 24)])
-def test_with_full_logits_a_device_multiplies_its_own_tokens_with_its_own_rows_of_the_weight(impl, rows) -> None:
-    function = jax.jit(functools.partial(token_logprobs, impl=impl))
-    arguments = laid_out(EXPLICIT, P("data"), P("model"))
-    assert_near(function(*arguments), function(*IN_ROWS))
-    text = function.lower(*arguments).as_text()
-    assert f"tensor<{rows}x64xf32>" in text
-    assert "tensor<80x128xf32>" not in text
+        named = differentiated(*IN_ROWS, sharding=HeadSharding(EXPLICIT, tokens=("data",), vocabulary="model"))
+    assert_near(named, differentiated(*IN_ROWS))
 
 
 # --- what is refused ---
 
-MISPLACED = [
-    [jax.device_put(x, NamedSharding(over().mesh, spec)) for x in (PROBLEM.hidden, PROBLEM.weight[:128])]
-    for spec in (P(), P("fsdp", "tp"))
-]
+
+def placed(side: jax.Array, spec: P) -> jax.Array:
+    return jax.device_put(side, NamedSharding(over().mesh, spec))
+
+
+HIDDEN, EVEN = PROBLEM.hidden, PROBLEM.weight[:128]
 REFUSED = [
-    ("sharding: 'model' is none of the mesh's axes dp, fsdp, tp", PROBLEM[:2], {"vocabulary": "model"}),
-    ("can't be another's axis as well", PROBLEM[:2], {"vocabulary": "dp"}),
-    ("hidden: 78 tokens don't make 4 shards over dp, fsdp", (PROBLEM.hidden[:78], PROBLEM.weight), {}),
-    ("weight: 15 features don't make 2 shards over fsdp", (PROBLEM.hidden[:, :15], PROBLEM.weight[:, :15]), {}),
-    *(("hidden must be laid out as sharding says", (hidden, PROBLEM.weight[:128]), {}) for hidden, _ in MISPLACED),
-    *(("weight must be laid out as sharding says", (PROBLEM.hidden, weight), {}) for _, weight in MISPLACED),
+    ("sharding: 'model' is none of the mesh's axes dp, fsdp, tp", HIDDEN, EVEN, {"vocabulary": "model"}),
+    ("can't be another's axis as well", HIDDEN, EVEN, {"vocabulary": "dp"}),
+    ("sharding: tokens must be a tuple of axes: \\('dp',\\), not 'dp'", HIDDEN, EVEN, {"tokens": "dp"}),
+    ("hidden: 78 tokens don't make 4 shards over dp, fsdp", HIDDEN[:78], EVEN, {}),
+    ("weight: 15 features don't make 2 shards over fsdp", HIDDEN[:, :15], EVEN[:, :15], {}),
+    ("hidden must be laid out as sharding says", placed(HIDDEN, P("fsdp", "tp")), EVEN, {}),
+    ("weight must be laid out as sharding says", HIDDEN, placed(EVEN, P()), {}),
 ]
 
 
-@pytest.mark.parametrize(("message", "sides", "axes"), REFUSED, ids=[message for message, *_ in REFUSED])
-def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused(message: str, sides: Any, axes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("message", "hidden", "weight", "axes"), REFUSED, ids=[message for message, *_ in REFUSED])
+def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused(message, hidden, weight, axes) -> None:
     for impl in (None, "full_logits"):
         with pytest.raises(ValueError, match=message):
-            token_logprobs(*sides, np.zeros(len(sides[0]), int), sharding=over(**axes), impl=impl)
-
-
-def test_axes_that_are_no_tuple_are_named() -> None:
-    with pytest.raises(ValueError, match=r"sharding: tokens must be a tuple of axes: \('dp',\), not 'dp'"):
-        HeadSharding(over().mesh, "dp")
-    with pytest.raises(ValueError, match=r"sharding: features must be an axis or None, not \('dp',\)"):
-        HeadSharding(over().mesh, (), None, ("dp",))
+            token_logprobs(hidden, weight, np.zeros(len(hidden), int), sharding=over(**axes), impl=impl)
 
 
 def test_layouts_that_disagree_with_the_arguments_types_are_refused() -> None:

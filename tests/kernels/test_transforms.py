@@ -21,36 +21,28 @@ from lm_head.tpu import tiles as tpu_tiles
 
 OBJECTIVE = OBJECTIVES["clipped ratio"]
 TPU = TPU_F32._replace(shape=(200, 300, 64))
-Scalar = Callable[..., Any]
-"""A loss takes hidden states, weight, labels, two operands and weights, and may return the tokens' statistics, too."""
 
 
 def arguments_of(engine: Engine) -> tuple[jax.Array, ...]:
+    """Hidden states, weight, labels, two operands and weights."""
     given = engine.problem(2.0)
     return (*given, *operands_for(given, OBJECTIVE), sparse_weights(len(given.labels)))
 
 
-def of_statistics(engine: Engine) -> Scalar:
-    def scalar(hidden: Any, weight: Any, labels: Any, _old: Any, _advantage: Any, weights: Any) -> Any:
-        outputs = token_logprobs(hidden, weight, labels, where=weights != 0, impl=engine.impl)
-        return jnp.vdot(weights, outputs.logprob * outputs.entropy + jnp.sin(outputs.lse)), outputs
+def scalar_of(engine: Engine) -> Callable[..., Any]:
+    """A loss, with a copy of the weight, and any function of the statistics; and these."""
+
+    def scalar(*arguments: Any) -> Any:
+        *problem, old, advantage, weights = arguments
+        options: dict[str, Any] = {"impl": engine.impl, "weight_copy": engine.problem().weight / 2}
+        loss, beside = token_loss(*problem, OBJECTIVE, old, advantage, weights=weights, **options)
+        tokens = token_logprobs(*problem, where=weights != 0, impl=engine.impl)
+        return loss + jnp.vdot(weights, tokens.logprob * tokens.entropy + jnp.sin(tokens.lse)), (beside, tokens)
 
     return scalar
 
 
-def of_loss(engine: Engine, **copy: Any) -> Scalar:
-    def scalar(hidden: Any, weight: Any, labels: Any, old: Any, advantage: Any, weights: Any) -> Any:
-        options: dict[str, Any] = {"weights": weights, "impl": engine.impl, **copy}
-        return token_loss(hidden, weight, labels, OBJECTIVE, old, advantage, **options)
-
-    return scalar
-
-
-def of_a_copy(engine: Engine) -> Scalar:
-    return of_loss(engine, weight_copy=engine.problem().weight / 2)
-
-
-def differentiated(scalar: Scalar) -> Callable[..., Any]:
+def differentiated(scalar: Callable[..., Any]) -> Callable[..., Any]:
     """(arguments) to ((scalar, outputs), gradients)."""
     return jax.value_and_grad(scalar, (0, 1), has_aux=True)
 
@@ -61,57 +53,54 @@ def run(engine: Engine, function: Callable[..., Any], *arguments: Any, **strictn
 
 
 @functools.cache
-def plainly(engine: Engine, of: Callable[[Engine], Scalar]) -> Any:
-    return run(engine, differentiated(of(engine)))
+def plainly(engine: Engine) -> Any:
+    return run(engine, differentiated(scalar_of(engine)))
+
+
+both = pytest.mark.parametrize("engine", [XLA, pytest.param(TPU, marks=pytest.mark.nightly)])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("of", [of_statistics, of_loss, of_a_copy])
-def test_in_a_checkpoint_and_exported_results_are_the_same(of: Any) -> None:
-    scalar = jax.checkpoint(of(XLA))
+def test_in_a_checkpoint_and_exported_results_are_the_same() -> None:
+    scalar = jax.checkpoint(scalar_of(XLA))
     program = export.export(jax.jit(lambda *args: jax.tree.leaves(differentiated(scalar)(*args))))
     with XLA.strictly():
         found = program(*arguments_of(XLA)).call(*arguments_of(XLA))
-    assert_near(found, jax.tree.leaves(plainly(XLA, of)))
-
-
-BOTH = [(XLA, of_statistics), (XLA, of_loss)]
-nightly = functools.partial(pytest.param, marks=pytest.mark.nightly)
+    assert_near(found, jax.tree.leaves(plainly(XLA)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "of"), [*BOTH, nightly(TPU, of_loss)])
-def test_vmap_is_a_python_loop(engine: Engine, of: Any) -> None:
+@both
+def test_vmap_is_a_python_loop(engine: Engine) -> None:
     """The second of the two has few rows that count."""
     *others, weights = (x[::-1] for x in arguments_of(engine))
     others.append(jnp.where(jnp.arange(len(weights)) < 7, weights, 0))
     stacks = map(jnp.stack, zip(arguments_of(engine), others, strict=True))
-    batched = jax.vmap(differentiated(of(engine)))
+    batched = jax.vmap(differentiated(scalar_of(engine)))
     if engine is TPU:  # the strict interpreter's callbacks don't allow vmap in its loops
         lenient = functools.partial(pl.pallas_call, interpret=True)
         with tpu_tiles.override(**TPU_TILES), mock.patch.object(pl, "pallas_call", lenient):
             got = jax.jit(batched)(*stacks)
     else:
         got = run(engine, batched, *stacks)
-    for i, want in enumerate((plainly(engine, of), run(engine, differentiated(of(engine)), *others))):
+    for i, want in enumerate((plainly(engine), run(engine, differentiated(scalar_of(engine)), *others))):
         assert_near([x[i] for x in jax.tree.leaves(got)], jax.tree.leaves(want))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "of"), [*BOTH, nightly(TPU, of_statistics)])
-def test_shard_map_over_tokens_gives_the_same(engine: Engine, of: Any) -> None:
+@both
+def test_shard_map_over_tokens_gives_the_same(engine: Engine) -> None:
     """The scalars of two shards are summed; W and its gradient are replicated; varying axes are checked."""
     mesh, specs = Mesh(np.array(jax.devices()[:2]), ("dp",)), (P("dp"), P(), *[P("dp")] * 4)
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=(P(), P("dp")))
     def sharded(*args: jax.Array) -> Any:
-        value, outputs = of(engine)(*args)
+        value, outputs = scalar_of(engine)(*args)
         return jax.lax.psum(value, "dp"), outputs
 
-    assert_near(run(engine, differentiated(sharded)), plainly(engine, of))
+    assert_near(run(engine, differentiated(sharded)), plainly(engine))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("of", [of_statistics, of_loss])
-def test_kernels_wait_for_their_copies_and_may_run_on_two_cores(of: Any) -> None:
-    assert_near(run(TPU, differentiated(of(TPU)), cores=2, copies="on_wait"), plainly(TPU, of))
+def test_kernels_wait_for_their_copies_and_may_run_on_two_cores() -> None:
+    assert_near(run(TPU, differentiated(scalar_of(TPU)), cores=2, copies="on_wait"), plainly(TPU))

@@ -1,30 +1,35 @@
 """What the head costs: matrix products, sizes of values, blocks visited, of every engine; and which one is chosen.
 
-What the compilers for TPUs and GPUs make of the programs is tested in test_aot_head.py and test_mosaic_gpu_program.py.
+The precision of products is that of a model's dtype, in a whole run, whatever JAX's configuration says.
+
+What compilers for TPUs and GPUs make of the programs: test_aot_head.py and test_mosaic_gpu_program.py.
 """
 
-import collections
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import head_programs as head
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OBJECTIVES, equations, random_problem
+from cases import OBJECTIVES, equations
 from engines import TPU_F32, TPU_TILES, V6E, XLA
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-from jax.sharding import AbstractDevice
-from strict_tpu import strict_interpreter
+from jax import lax
+from tiny import ARCHITECTURE, config
 
 from lm_head import choose_impl, divergence_loss, likeliest_tokens, target, token_logprobs, token_loss
 from lm_head.contract import Inputs, Options
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.live_rows import LiveRows
-from lm_head.tpu import tiles
+from mllm.config.model import MeshConfig
+from mllm.model import attention
+from mllm.parallel.mesh import make_mesh
+from mllm.plan.programs import Programs
 
 N, V, D = XLA.shape
 MIB = 2**20
@@ -109,9 +114,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("mosaic_tpu", divergence_of("jsd", NO_WORKSPACE), 4, 8, 7, 7),
     ],
 )
-def test_a_function_and_its_gradients_take_so_many_products(
-    engine: str, function: Callable[..., Any], value: int, both: int, hidden_alone: int, weight_alone: int
-) -> None:
+def test_a_function_and_its_gradients_take_so_many_products(engine, function, value, both, hidden_alone, weight_alone):
     """On a TPU dh's expectation of W comes with the values, for one more. A teacher of the student's size has r = 1.
 
     Several waves add up a narrow weight's gradient in float32, an array that the workspace must have room for.
@@ -122,46 +125,20 @@ def test_a_function_and_its_gradients_take_so_many_products(
 
 @pytest.mark.parametrize(
     ("rows", "weight", "workspace", "products", "waves"),
-    [
-        (8192, jnp.bfloat16, 0, 4, 1),
-        (8192, jnp.bfloat16, 640, 3.77, 1),
-        (32768, jnp.bfloat16, 2560, 3, 8),
-        (32768, jnp.float32, 640, 3.94, 1),
-    ],
+    [(8192, jnp.bfloat16, 640, 3.77, 1), (32768, jnp.bfloat16, 2560, 3, 8), (32768, jnp.float32, 640, 3.94, 1)],
 )
-def test_a_loss_on_hopper_takes_as_few_products_as_documented(
-    rows: int, weight: Any, workspace: int, products: float, waves: int
-) -> None:
+def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, workspace, products, waves):
     """4, less the share of columns whose logits a workspace of so many MiB keeps; and no more than it can hold.
 
     Waves, of all logits of some rows, are taken where they save more than reading and writing dW's sum costs.
     """
     hidden, weight, labels, weights = shapes_of(rows, 151_936, 2048, jnp.bfloat16, weight)
-    options = Options(None, jnp.dtype(jnp.bfloat16), workspace * 2**20)
+    options = Options(None, jnp.dtype(jnp.bfloat16), workspace * MIB)
     plan = gpu_tiles.make_plan(Inputs(hidden, weight, labels, weights, weights), options)
     found = 4 - min(plan.kept_columns / len(weight), 1)
     assert found == pytest.approx(products, abs=0.006)
     assert rows / plan.rows == waves
-    assert found >= 4 - workspace * 2**20 / (2 * plan.rows * len(weight))
-
-
-def blocks_visited(run: Callable[[jax.Array], Any]) -> list[int]:
-    """How many blocks of rows `run(live)` visits where none of its rows count, 17, or all; it is a jitted function."""
-    found: list[int] = []
-    block = LiveRows.block
-
-    def counted(self: LiveRows, i: jax.Array, size: int) -> Any:
-        jax.debug.callback(lambda: found.append(1))
-        return block(self, i, size)
-
-    def visits(live: int) -> int:
-        found.clear()
-        jax.block_until_ready(run(jnp.int32(live)))
-        jax.effects_barrier()
-        return len(found)
-
-    with mock.patch.object(LiveRows, "block", counted):
-        return [visits(live) for live in (0, 17, N)]
+    assert found >= 4 - workspace * MIB / (2 * plan.rows * len(weight))
 
 
 @pytest.mark.parametrize(
@@ -174,55 +151,25 @@ def blocks_visited(run: Callable[[jax.Array], Any]) -> list[int]:
     ids=["in waves", "recomputed", "a teacher"],
 )
 def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any], passes: int) -> None:
-    """Blocks of 16 rows, in one pass, and once more for each tile of columns."""
+    """Of six blocks of 16 rows, in one pass, and once more for each tile of columns."""
+    visited: list[int] = []
+    block = LiveRows.block
+
+    def counted(self: LiveRows, i: jax.Array, size: int) -> Any:
+        jax.debug.callback(lambda: visited.append(1))
+        return block(self, i, size)
+
     gradients = jax.jit(jax.grad(function, (0, 1)))
     order = jnp.asarray(np.random.default_rng(0).permutation(N))
-    with XLA.strictly():
-        visits = blocks_visited(lambda live: gradients(*XLA.problem(), jnp.float32(order < live)))
-    assert visits == [0, 2 * passes, 6 * passes]
+    with XLA.strictly(), mock.patch.object(LiveRows, "block", counted):
+        for live, blocks in ((0, 0), (17, 2), (N, 6)):
+            visited.clear()
+            jax.block_until_ready(gradients(*XLA.problem(), jnp.float32(order < live)))
+            jax.effects_barrier()
+            assert len(visited) == blocks * passes
 
 
-ENTRIES = {"token_logprobs": likelihood_and_entropy, "token_loss": loss_of("cross-entropy", ONE_WAVE)}
-every_entry = pytest.mark.parametrize("function", ENTRIES.values(), ids=list(ENTRIES))
-
-
-@pytest.mark.nightly
-@every_entry
-def test_blocks_of_rows_that_do_not_count_are_neither_read_nor_fetched_on_tpus(function: Callable[..., Any]) -> None:
-    """128 of 200 rows, in a call of two blocks, take as much as the same 128 rows in a call of one.
-
-    Counted are numbers that kernels read on the chip, and those that are copied to there.
-    """
-    gradients = jax.value_and_grad(functools.partial(function, impl="mosaic_tpu"), (0, 1))
-    hidden, weight, labels = random_problem((200, 200, 64), 2.0)
-
-    def traffic(rows: int, call: int) -> collections.Counter[str]:
-        found: collections.Counter[str] = collections.Counter()
-        live = jnp.where(jnp.arange(rows) < 128, 0.5, 0)
-        with tiles.override(**TPU_TILES | {"call": call}), strict_interpreter():
-            get = interpreter.get
-
-            @functools.wraps(get)
-            def counting(*place: Any, **reader: Any) -> Any:
-                token, value = get(*place, **reader)
-                if value.size > 1:
-                    found.update({kind: value.size for kind in ("input_name", "source_info") if kind in reader})
-                return token, value
-
-            with mock.patch.object(interpreter, "get", counting):
-                jax.block_until_ready(jax.jit(lambda *x: gradients(*x))(hidden[:rows], weight, labels[:rows], live))
-                jax.effects_barrier()
-        return found
-
-    of_two, of_one = traffic(200, 256), traffic(128, 128)
-    assert of_two == of_one
-    assert min(of_two.values()) > weight.size
-
-
-# --- sizes, with the tiles of a real run ---
-
-LARGE = (40_009, 151_936, 896)
-A_WAVE = 2048 * 153_600  # its logits, of so many rows and never all of them
+# --- programs for real sizes, and for accelerators ---
 
 
 def test_strips_on_hopper_keep_its_clusters_busy_when_few_rows_count() -> None:
@@ -235,31 +182,8 @@ def test_strips_on_hopper_keep_its_clusters_busy_when_few_rows_count() -> None:
         assert -(-(blocks * -(-16 // length)) // 66) * length == busiest
 
 
-@pytest.mark.parametrize(
-    ("impl", "function", "largest"),
-    [
-        ("xla", loss_of("cross-entropy", None), A_WAVE),
-        *(slow("xla", f, A_WAVE) for f in (likelihood, *(loss_of("cross-entropy", x) for x in (0, 2**40)))),
-        ("xla", divergence_of("jsd", 2**40), 2 * A_WAVE),
-        slow("xla", divergence_of("reverse_kl", None), 2 * A_WAVE),
-        slow("chunked_logits", loss_of("cross-entropy", None), LARGE[1] * 1024),
-        *(slow("mosaic_tpu", f, LARGE[1] * LARGE[2]) for f in (likelihood_and_entropy, loss_of("cross-entropy", 0))),
-    ],
-)
-def test_no_value_carries_both_rows_and_vocabulary(impl: str, function: Callable[..., Any], largest: int) -> None:
-    gradients = jax.value_and_grad(functools.partial(function, impl=impl), (0, 1))
-    with jax.sharding.use_abstract_mesh(V6E):
-        found = list(equations(jax.make_jaxpr(gradients)(*shapes_of(*LARGE, jnp.bfloat16)).jaxpr))
-    assert any(equation.primitive.name == "pallas_call" for equation in found) == (impl == "mosaic_tpu")
-    shapes = {x.aval.shape for equation in found for x in equation.outvars if hasattr(x.aval, "shape")}
-    assert len(shapes) > 10, "the walk has not seen the loops"
-    for shape in shapes:
-        assert not (any(n >= LARGE[0] for n in shape[:-1]) and shape[-1] >= LARGE[1]), shape
-        assert math.prod(shape) <= largest, shape
-
-
 def test_the_likeliest_tokens_take_one_product_and_no_logits() -> None:
-    hidden, weight, *_ = shapes_of(*LARGE)
+    hidden, weight, *_ = shapes_of(40_009, 151_936, 896)
     found = list(equations(jax.make_jaxpr(likeliest_tokens)(hidden, weight).jaxpr))
     assert max(x.aval.size for equation in found for x in equation.outvars) <= math.prod(weight.shape)
     assert sum(equation.primitive.name == "dot_general" for equation in found) == 1
@@ -271,6 +195,7 @@ def test_the_likeliest_tokens_take_one_product_and_no_logits() -> None:
         ("xla", loss_of("cross-entropy", 64 * MIB), 130 * MIB),
         slow("xla", loss_of("cross-entropy", 0), 66 * MIB),
         *(slow("xla", divergence_of("jsd", workspace), workspace + 66 * MIB) for workspace in (0, 64 * MIB)),
+        slow("chunked_logits", loss_of("cross-entropy", None), 130 * MIB),
         slow("full_logits", loss_of("cross-entropy", None), 2.1 * 513 * MIB),  # the logits, and their derivative
     ],
 )
@@ -281,36 +206,23 @@ def test_temporaries_stay_within_the_workspace_and_a_few_tiles(impl: str, functi
     assert memory.temp_size_in_bytes <= temporaries
 
 
-# --- programs for accelerators ---
-
-
 @pytest.mark.slow
-@every_entry
-def test_a_program_for_tpus_can_be_exported_without_one(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("function", [likelihood_and_entropy, loss_of("cross-entropy", NO_WORKSPACE)])
+def test_a_program_for_tpus_can_be_exported_without_one_and_has_no_logits(function: Callable[..., Any]) -> None:
+    rows, vocabulary, features = 4_000, 3_000, 64
     gradients = jax.jit(jax.value_and_grad(functools.partial(function, impl="mosaic_tpu"), (0, 1)))
     with jax.sharding.use_abstract_mesh(V6E):
-        text = jax.export.export(gradients, platforms=["tpu"])(*shapes_of(200, 300, 64, jnp.bfloat16)).mlir_module()
+        exported = jax.export.export(gradients, platforms=["tpu"])(*shapes_of(rows, vocabulary, features, jnp.bfloat16))
+    text = exported.mlir_module()
     assert "tpu_custom_call" in text
     assert "dot_general" not in text
-
-
-@pytest.mark.parametrize(
-    ("function", "rows"),
-    [(likelihood_and_entropy, 300), slow(loss_of("cross-entropy", 600 * 2 * 32000), 8192)],
-)
-def test_a_chip_with_two_cores_has_blocks_for_both_in_every_call(function: Callable[..., Any], rows: int) -> None:
-    """The first dim of a grid is the one that cores share: blocks of rows, or for dW tiles of the weight."""
-    v5p = V6E.update(abstract_device=AbstractDevice("TPU v5", num_cores=2, platform="tpu"))
-    gradients = jax.value_and_grad(functools.partial(function, impl="mosaic_tpu"), (0, 1))
-    with jax.sharding.use_abstract_mesh(v5p):
-        jaxpr = jax.make_jaxpr(gradients)(*shapes_of(rows, 32000, 3584, jnp.bfloat16)).jaxpr
-    grids = [e.params["grid_mapping"].grid for e in equations(jaxpr) if e.primitive.name == "pallas_call"]
-    assert min(grid[0] for grid in grids) >= 2
+    sizes = [math.prod(map(int, shape.split("x"))) for shape in re.findall(r"tensor<(\d+(?:x\d+)*)x", text)]
+    assert rows * features <= max(sizes) < rows * vocabulary / 4
 
 
 # --- the choice ---
 
-UNFIT = "mosaic_gpu can't run: weight is {} x {}, and the kernels need multiples of 8 x 64"
+UNFIT = "mosaic_gpu can't run: weight is 1020 x 256, and the kernels need multiples of 8 x 64"
 
 
 @pytest.mark.parametrize(
@@ -322,14 +234,11 @@ UNFIT = "mosaic_gpu can't run: weight is {} x {}, and the kernels need multiples
         ("gpu", (1024, 256), ("bfloat16", None), "mosaic_gpu", "0.4 of xla's time on an H200"),
         ("gpu", (1024, 256), ("float32", "bfloat16"), "mosaic_gpu", "0.4 of xla's time on an H200"),
         ("gpu", (1024, 256), ("bfloat16", "float32"), "xla", "mosaic_gpu can't run: dtype is float32"),
-        ("gpu", (1020, 256), ("bfloat16", None), "xla", UNFIT.format(1020, 256)),
-        ("gpu", (1024, 96), ("bfloat16", None), "xla", UNFIT.format(1024, 96)),
+        ("gpu", (1020, 256), ("bfloat16", None), "xla", UNFIT),
         ("an older gpu", (1024, 256), ("bfloat16", None), "xla", "mosaic_gpu can't run: it needs a Hopper GPU, "),
     ],
 )
-def test_the_choice_of_an_engine_comes_with_its_reason(
-    platform: str, weight: tuple[int, int], dtypes: Any, impl: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_choice_of_an_engine_comes_with_its_reason(platform, weight, dtypes, impl, reason, monkeypatch):
     monkeypatch.setattr(target, "platform", lambda mesh=None: platform.split()[-1])
     if platform == "gpu":
         monkeypatch.setattr(target, "why_not_hopper", lambda: None)
@@ -338,3 +247,52 @@ def test_the_choice_of_an_engine_comes_with_its_reason(
     assert choice.impl == impl
     assert choice.reason.startswith(reason)
     assert "\n" not in choice.reason
+
+
+# --- precisions ---
+
+
+def precisions(function: Callable[..., Any], arguments: Any) -> set[Any]:
+    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    products = {equation.params["precision"] for equation in found if equation.primitive.name == "dot_general"}
+    assert products
+    return products
+
+
+def allowed(dtype: str) -> set[Any]:
+    if dtype == "float32":
+        return {(lax.Precision.HIGHEST, lax.Precision.HIGHEST)}
+    # The last is JAX's own attention's.
+    return {(lax.Precision.DEFAULT, lax.Precision.DEFAULT), lax.DotAlgorithmPreset.BF16_BF16_F32}
+
+
+OTHER = "tensorfloat32"
+"""A setting that names none of the allowed precisions."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [("splash", "bfloat16"), pytest.param("xla", "float32", marks=pytest.mark.nightly)]
+)
+def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monkeypatch):
+    """float32 is the highest: on a TPU both would otherwise round their operands. bfloat16 is one pass."""
+    if kernel == "splash":
+        monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
+    architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
+    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig()))
+    with jax.default_matmul_precision(OTHER):
+        for name in ("update", "logprob", "prefill", "decode"):
+            merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
+            assert precisions(*getattr(programs, name)()) <= allowed(dtype) | merged, name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "impl", ["xla", "mosaic_tpu", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full_logits", "chunked_logits"))]
+)
+def test_the_head_multiplies_at_the_precision_of_its_operands(impl, dtype):
+    sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
+    mesh = make_mesh(MeshConfig())
+    for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):
+        with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(V6E):
+            assert precisions(*program) <= allowed(dtype)

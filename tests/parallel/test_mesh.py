@@ -1,59 +1,67 @@
-"""What devices hold and exchange: one table of axes, and the compiled programs of a rollout and a log-prob pass."""
+"""What devices hold and exchange: one table of axes, and the compiled programs of a rollout and a log-prob pass.
+
+Every mesh gives the loss, gradients and log-probabilities of one device, to rounding, and its compute copies' bits;
+each has a model of another family. Rollouts on a mesh: tests/sampler/test_rollout.py.
+"""
 
 import math
 from dataclasses import replace
+from functools import cache, partial
+from operator import itemgetter
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from compiled_program import arrays, exchanged, text
+from flax import nnx
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from lm_head import xla
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError
-from mllm.model.layout import Layout
+from mllm.model.layout import Layout, gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
-from mllm.parallel.mesh import bytes_on_device, make_mesh, sharding
+from mllm.parallel.mesh import bytes_on_device, make_mesh, shard_batch, sharding
 from mllm.plan.programs import Programs
-from mllm.sampler.decoding import merge_and_gather
+from mllm.sampler.decoding import decoding_weights, merge_and_gather
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
 from mllm.sampler.slots import CHUNK, insert, resize
 from mllm.training import room
 from mllm.training.room import room_that_fits
-from mllm.training.step import make_logprob_pass
+from mllm.training.step import accumulate, make_logprob_pass
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
 
-def test_a_mesh_of_too_many_devices_is_an_error_that_counts_them():
-    with pytest.raises(UserError, match=r"tp = 16, but there are 8 devices: lower one of them"):
-        make_mesh(MeshConfig(dp=4, tp=4))
+@pytest.mark.parametrize(
+    ("axes", "processes", "message"),
+    [
+        ({"dp": 4, "tp": 4}, 1, r"tp = 16, but there are 8 devices: lower one of them"),
+        ({"dp": 2, "tp": 2}, 2, r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"),
+    ],
+)
+def test_a_mesh_of_other_devices_than_there_are_is_refused(axes, processes, message, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    with pytest.raises(UserError, match=message):
+        make_mesh(MeshConfig(**axes))
 
 
 @pytest.mark.parametrize(
     ("axes", "change", "message"),
     [
-        ({"tp": 4}, {"num_attention_heads": 14}, "mesh.tp: 4 does not divide the model's num_attention_heads of 14"),
         ({"tp": 8}, {"vocab_size": 260}, "mesh.tp: 8 does not divide the model's vocab_size of 260; .* works is 4"),
         ({"tp": 3}, {"intermediate_size": 36}, "mesh.tp: 3 does not .* num_attention_heads of 16; .* works is 2"),
         ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
     ],
 )
 def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
-    mesh = make_mesh(MeshConfig(**axes))
     with pytest.raises(UserError, match=message):
-        Layout.of(mesh, replace(SIZES, **change))
-
-
-def test_several_processes_must_use_all_of_their_devices(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
-        make_mesh(MeshConfig(dp=2, tp=2))
+        Layout.of(make_mesh(MeshConfig(**axes)), replace(SIZES, **change))
 
 
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
@@ -126,13 +134,10 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def fitting_room(policy, memory=None):
-    return room_that_fits(policy, SETTINGS.rollout, SETTINGS.optimizer, True, memory)
-
-
-def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
+def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    least, most = (fitting_room(policy, memory) for memory in (2**20, 2**30))
+    fitting_room = partial(room_that_fits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
+    least, most = (fitting_room(memory) for memory in (2**20, 2**30))
     assert least.slots == 4  # one for each device that has rows of its own, with its tokens
     assert least.tokens >= 4 * MOST
     evaluated = changed(SETTINGS, rollout={"max_slots": most.slots}, eval={}, task={"heldout": 16})
@@ -141,11 +146,8 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_memory(policy):
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
     assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30
     assert most.tokens / most.slots == pytest.approx(MEAN_LENGTH * MOST, rel=0.01)
-
-
-def test_processes_agree_on_the_slots_of_the_smallest_memory(policy, monkeypatch):
-    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])
-    assert fitting_room(policy) == fitting_room(policy, 2**28)
+    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])  # of three processes
+    assert fitting_room(None) == fitting_room(2**28)
 
 
 @pytest.mark.slow
@@ -162,3 +164,90 @@ def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_onl
     assert (SETTINGS.rows.micro // 4, PROMPT, HIDDEN) in shapes
     assert (SETTINGS.rows.micro, PROMPT, HIDDEN) not in shapes
     assert program.output_shardings.is_equivalent_to(sharding(mesh, ("batch",)), 2)
+
+
+# What they compute
+
+MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8), "qwen3_5_text": (1, 2, 4)}
+"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""
+MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
+"""With 2 heads of keys and values, which tp = 8 does not divide."""
+DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
+DELTA |= {"layer_types": ["linear_attention", "full_attention"], "head_dim": 8}
+GRPO = {"num_iterations": 2, "beta": 0.1, "reference": "initial", "entropy_coef": 0.01}
+
+
+def make_settings(family, shape):
+    mesh, model = dict(zip(("dp", "fsdp", "tp"), shape, strict=True)), {"architecture": {**MODEL, "model_type": family}}
+    if family == "qwen3_5_text":
+        model["architecture"] |= DELTA
+    return config(model=model, mesh=mesh, batch_size=ROWS, micro_batch_size=ROWS // 2, grpo=GRPO)
+
+
+@cache
+def initial(family):
+    """The parameters, on one device."""
+    settings = make_settings(family, (1, 1, 1))
+    return load_policy(settings, make_mesh(settings.mesh)).initial_params()
+
+
+def compute_results(family, shape):
+    """Loss and gradients of a step in two micro-batches, and log-probabilities."""
+    settings = make_settings(family, shape)
+    mesh = make_mesh(settings.mesh)
+    policy = load_policy(settings, mesh)
+    params = jax.device_put(initial(family), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    forward, batch = forward_of(policy.graphdef, mesh, settings), random_batch(ROWS, PROMPT)
+    gradients = jax.jit(lambda params, batch: accumulate(forward.loss, params, batch, ROWS // 2))
+    loss, _, gradient = gradients(params, shard_batch(mesh, batch))
+    return jax.device_get((loss, gradient, make_logprob_pass(forward)(params, batch)))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        pytest.param("qwen3", MESHES["qwen3"], marks=pytest.mark.slow),
+        pytest.param("qwen2", MESHES["qwen2"], marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.nightly),
+    ],
+)
+def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
+    loss, gradients, logprobs = compute_results(family, shape)
+    expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-5 * np.abs(other).max())
+    np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5)
+
+
+def compute_copies(shape):
+    """What sampler and trainer multiply, of masters between bfloat16's numbers."""
+    settings = make_settings("qwen3", shape)
+    settings = changed(settings, model=settings.model.model_dump() | {"dtype": "bfloat16"})
+    policy = load_policy(settings, mesh := make_mesh(settings.mesh))
+    params = jax.device_put(initial("qwen3"), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
+    assert len(params["embed"][...].sharding.device_set) == mesh.size
+
+    @jax.jit
+    def of_trainer(params):
+        model = nnx.merge(policy.graphdef, params)
+        layers = [jax.tree.map(itemgetter(index), params["layers"]) for index in range(2)]
+        layers = [
+            gather_layer_float32(x, model.rounding, model.layout, jnp.asarray(i), "layers")
+            for i, x in enumerate(layers)
+        ]
+        embedded = model.look_up(jnp.arange(264).reshape(2, -1)).reshape(264, -1)
+        return layers, embedded, model.head_copy(model.head_weight)
+
+    return jax.tree.map(np.asarray, (decoding_weights(policy.graphdef, params), of_trainer(params)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
+def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
+    sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
+    of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
+    for one, other in ((compute_copies(shape), expected), of_both):
+        for leaf, same in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(np.float32(leaf), np.float32(same))
+    assert (np.float32(head) != initial("qwen3")["embed"][...].astype(jnp.bfloat16)).mean() > 0.2

@@ -12,7 +12,6 @@ from runs import arguments, changed
 import train
 from mllm.config import load as configs
 from mllm.config.model import MeshConfig
-from mllm.config.task import EvalConfig
 from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
@@ -45,10 +44,7 @@ def shapes(config):
 
 def test_there_are_slots_for_the_completions_of_a_step_and_for_those_of_an_evaluation_if_it_has_more(config, shapes):
     assert shapes.slots == config.batch_size
-    more = config.model_copy(
-        update={"eval": EvalConfig(samples=5), "task": config.task.model_copy(update={"heldout": 30})}
-    )
-    assert Programs(more, shapes.mesh).slots == 150
+    assert Programs(changed(config, eval={"samples": 5}, task={"heldout": 30}), shapes.mesh).slots == 150
 
 
 @pytest.fixture
@@ -64,20 +60,14 @@ def planned(monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_grpo_run_has_four_phases_whose_programs_are_told_and_whose_parts_add_up_to_peaks_and_makes_no_array(shapes):
+def test_a_grpo_run_has_four_phases_whose_programs_are_told_and_makes_no_array(shapes):
     before, told = {id(array) for array in jax.live_arrays()}, []
     devices = memory.Devices("two", shapes.mesh, 8, 2**30, None)
     phases = {phase.name: phase for phase in memory.phases(shapes, devices, told.append)}
     assert [x for x in jax.live_arrays() if id(x) not in before and x.size > 1] == []
     assert list(phases) == ["prefill", "decode", "log-prob", "update"]
-    titles = ["prefill", "decode", "log-prob", "log-prob, head", "update", "update, head"]
-    assert [line.split(":")[0] for line in told] == titles
+    assert len(told) == 6
     assert min(phases["update"].parts[name] for name in ("head", "activations")) > 0
-    _, *lines = memory.table(list(phases.values()), memory=1000 * MIB).splitlines()
-    for line, phase in zip(lines, phases.values(), strict=True):
-        *parts, peak, free = map(float, line.removeprefix(phase.name).split())
-        assert sum(parts) == pytest.approx(peak, abs=0.04)
-        assert peak + free == pytest.approx(1000, abs=0.02)
 
 
 def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(planned, shapes):
@@ -117,7 +107,6 @@ def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_tha
         # A micro-batch has 4 of 8 rows; 2 have half of the activations, and may need as much for the head.
         ("update", (10, 0, 0, 10, 100), 20, 8, "micro_batch_size: 4 does not fit (MISSING); about 2 would"),
         ("update", (10, 0, 0, 60, 80), 50, 8, "4 does not fit (MISSING), nor does a smaller one; raise mesh.fsdp"),
-        ("update", (10, 0, 0, 60, 80), 50, 2, "nor does a smaller one; more devices or model.lora would help"),
         # 20 MiB stay; 8 rows take 160, so 80 are enough for 4.
         ("decode", (20, 0, 160, 0, 0), 80, 8, "rollout.max_slots: 8 do not fit (MISSING); about 4 would"),
         ("answers", (20, 0, 60, 0, 100), 80, 8, "rollout.max_slots: 8 do not fit (MISSING); about 4 would"),
@@ -161,13 +150,12 @@ def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, mo
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     assert train.main([*arguments(changed(tiny.config(), run_dir=str(tmp_path / "run"))), *options]) == 2
-    output, errors = capsys.readouterr()
-    assert output == ""
+    errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert message in errors
 
 
-def test_a_plan_says_its_subject_and_that_figures_for_gpus_were_never_held_against_one(monkeypatch):
+def test_a_plan_says_its_devices_its_programs_and_what_fits(monkeypatch):
     monkeypatch.setattr(targets, "gpus", lambda count: jax.devices()[:count])
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
     told = []
@@ -175,11 +163,9 @@ def test_a_plan_says_its_subject_and_that_figures_for_gpus_were_never_held_again
     assert told[0].startswith("h100:2: mesh dp 1, fsdp 2, tp 1, 2 of 2 devices, 59.33 GiB each")
     assert "never held against one" in told[1]
     # One update a rollout and no KL: the run has no log-prob pass, and none is compiled.
-    starts = ["grpo of a new model, ", "batch_size 8, ", "checkpoint: "]
-    starts += ["prefill: ", "decode: ", "update: ", "update, head: ", "MiB a device"]
-    starts += ["fits: the peak at full lengths is ", "rollout: 8 slots", "micro_batch_size: up to about 8 would fit"]
-    for line, start in zip(told[2:], starts, strict=True):
-        assert line.startswith(start)
+    assert [line.partition(":")[0] for line in told[5:9]] == ["prefill", "decode", "update", "update, head"]
+    fits = ["fits: the peak at full lengths is ", "rollout: 8 slots", "micro_batch_size: up to about 8 would fit"]
+    assert all(line.startswith(start) for line, start in zip(told[-3:], fits, strict=True))
 
 
 # What is known without a compiler
@@ -189,12 +175,10 @@ def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shape
     """An older checkpoint stays until the new one is complete."""
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     mib = 12 * count / MIB  # parameters and moments
-    assert [*subject(shapes)] == [
-        f"grpo of a new model, {count:,} parameters",
-        "batch_size 8, 8 completions in a rollout, 16 + 4 tokens at most; micro_batch_size 4, rows of 20 tokens"
-        "; 4 steps",
-        f"checkpoint: {mib:.1f} MiB; run_dir has up to 1 at a time, {mib:.1f} MiB",
-    ]
+    model, batch, checkpoint = subject(shapes)
+    assert model == f"grpo of a new model, {count:,} parameters"
+    assert "8 completions in a rollout, 16 + 4 tokens at most; micro_batch_size 4, rows of 20 tokens; 4 steps" in batch
+    assert checkpoint == f"checkpoint: {mib:.1f} MiB; run_dir has up to 1 at a time, {mib:.1f} MiB"
     several = changed(config, checkpoint={"every": 2, "keep": 3, "keep_best": True}, eval={})
     *_, line = subject(Programs(several, shapes.mesh))
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
@@ -203,27 +187,21 @@ def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shape
     assert model.endswith(f"({2 * (260 + 32)} in adapters, which are trained)")
 
 
-# What LoRA saves, by Qwen2.5's GRPO recipes: rank 32, 320 rows of 512 + 1024 tokens, one device
-
-
-def recipe(name, *overrides):
-    return configs.load(f"qwen25_{name}_grpo.yaml", ["mesh.fsdp=1", *overrides])
-
-
 @pytest.mark.parametrize(
-    ("size", "gigabytes", "in_int8", "in_full"), [("7b", 16.2, 9.7, 121.8), ("3b", 6.9, 4.1, 49.4)]
+    ("recipe", "settings", "gigabytes"),
+    [("7b_lora", [], 16.2), ("7b_lora", ["model.lora.base=int8"], 9.7), ("7b", [], 121.8), ("3b_lora", [], 6.9)],
 )
-def test_parameters_moments_and_gradients_take_a_seventh_of_those_of_full_training(size, gigabytes, in_int8, in_full):
-    """In GB: a frozen base in bfloat16 or int8, and 12 bytes for each number of an adapter; in full 16 for each.
+def test_parameters_moments_and_gradients_of_adapters_take_a_seventh_of_those_of_full_training(
+    recipe, settings, gigabytes
+):
+    """In GB, on one device: a frozen base, and 12 bytes for each number of an adapter; in full 16 for each.
 
     In int8 the layers' matrices have a byte and four a row, and embedding and head two.
     """
-    int8 = "model.lora.base=int8"
-    for name, expected in (((f"{size}_lora",), gigabytes), ((f"{size}_lora", int8), in_int8), ((size,), in_full)):
-        config = recipe(*name)
-        shapes = Programs(config, make_mesh(config.mesh))
-        states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
-        assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(expected, abs=0.05)
+    config = configs.load(f"qwen25_{recipe}_grpo.yaml", ["mesh.fsdp=1", *settings])
+    shapes = Programs(config, make_mesh(config.mesh))
+    states = shapes.policy.params, shapes.state.opt_state, shapes.gradients()
+    assert sum(map(bytes_on_device, states)) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
 # A teacher
