@@ -5,6 +5,7 @@ Compiling takes XLA's plugin for CUDA and no GPU (`make aot-gpu`). test_on_devic
 
 import math
 import re
+import shutil
 from typing import Any
 
 import head_programs as head
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from compiled_program import FOR_GPUS, arrays
 
+from lm_head.gpu import tiles as gpu_tiles
 from mllm.plan import targets
 
 MIB = 2**20
@@ -73,3 +75,37 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
     assert not any(math.prod(x.shape) >= V * D for line in copied for x in arrays(line))
     written = [line for line in text.splitlines() if f"bf16[{V},{D}]" in line.partition("=")[2][:40]]
     assert sum("custom-call" in line for line in written) == 1, "one kernel writes dW"
+
+
+@pytest.mark.skipif(shutil.which("ptxas") is None, reason="needs ptxas, of the CUDA toolkit")
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"features": 896, "entropy": True}, id="entropy"),
+        pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
+        pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
+        pytest.param({"hidden": "float32", "weight": "float32", "dtype": "bfloat16"}, id="float32 masters"),
+        pytest.param({"cluster": 1}, id="blocks without a cluster"),
+    ],
+)
+def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options, tmp_path):
+    """By the reports of ptxas, the PTX, and the log of Mosaic's passes."""
+    dump = {"MOSAIC_GPU_DUMP_TO": str(tmp_path), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    options = {"impl": "mosaic_gpu", "workspace": 0} | options
+    ended = targets.run_child("h100", f"{head.__file__}:loss", options, dump, tmp_path)
+    assert ended.code == 0, ended.stderr
+    kernels = list(tmp_path.glob("*.ptxas"))
+    assert len(kernels) >= 4
+    for path in kernels:
+        report, ptx, passes = (path.with_suffix(end).read_text() for end in (".ptxas", ".ptx", ".mlir-passes.log"))
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+        waits = re.findall("serialized|warpgroup.wait is injected", report)
+        assert not waits, "no product waits for the one before, other than where the kernel says so"
+        static = re.search(r", (\d+) bytes smem", report)
+        dynamic = max(map(int, re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)))
+        assert dynamic + (int(static[1]) if static else 0) <= gpu_tiles.SHARED_MEMORY
+        products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
+        assert "cluster" in options or products == ["m64n256k16"] * 4, "one loop, over slabs of 64"
+        assert bool(re.search(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)) == ("cluster" not in options)
+        assert len(re.findall(r"setmaxnreg\.\w+", ptx)) == 2, "a loader gives registers, multipliers take them"
