@@ -9,15 +9,14 @@ from mllm.errors import UserError
 from mllm.run import folder as run_dir
 from mllm.store.run_store import RunStore
 
-DECAYING = {"optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
 
-
-def begun(folder, step=4, **sections):
-    """A run's folder, whose newest checkpoint is that of `step`, and its configuration."""
-    settings = config(run_dir=str(folder), **sections)
-    run_dir.write(RunStore(folder), settings)
-    for checkpoint in (step - 1, step):
-        (folder / "checkpoints" / str(checkpoint)).mkdir(parents=True)
+@pytest.fixture
+def settings(tmp_path):
+    """The configuration of a run in `tmp_path`, whose newest checkpoint is that of step 4."""
+    settings = config(run_dir=str(tmp_path), steps=6, optimizer={"schedule": "linear", "warmup_steps": 2})
+    run_dir.write(RunStore(tmp_path), settings)
+    for checkpoint in (3, 4):
+        (tmp_path / "checkpoints" / str(checkpoint)).mkdir(parents=True)
     return settings
 
 
@@ -27,8 +26,7 @@ def check(folder, settings, change=False):
         return found
 
 
-def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refused(tmp_path):
-    begun(tmp_path)
+def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
     how = {
         "mesh": {"dp": 2},
         "micro_batch_size": 2,
@@ -37,13 +35,8 @@ def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refu
         "log": {"samples": 1},
         "run_dir": "elsewhere",
         "optimizer": {"max_skipped": 1},
-        "steps": 8,
     }
-    check(tmp_path, changed(config(), **how))
-    path = tmp_path / "config.yaml"
-    path.write_text("".join(line for line in path.read_text().splitlines(True) if "  param_dtype:" not in line))
-    with pytest.raises(UserError, match=r"^model\.param_dtype: .* belongs to a run with None, not '"):
-        check(tmp_path, config())
+    assert check(tmp_path, changed(settings, **how)).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -52,14 +45,11 @@ def test_how_a_run_is_carried_out_may_change_and_a_setting_that_it_lacks_is_refu
         {"steps": 5},
         {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "final_fraction": 0.1, "max_grad_norm": 0.5}},
         {"grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none", "baseline": "token"}},
-        {"rollout": {"max_completion_length": 8}},
         {"task": {"rewards": [{"name": "exact_match", "weight": 0.5}]}},
-        {"model": {"remat": "full"}},
     ],
     ids=str,
 )
-def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
-    settings = begun(tmp_path, 4, steps=6, **DECAYING)
+def test_what_a_step_computes_may_change_with_the_flag(tmp_path, settings, how):
     other = changed(settings, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new value; else give"):
         check(tmp_path, other)
@@ -74,37 +64,23 @@ def test_what_a_step_computes_may_change_with_the_flag(tmp_path, how):
 
 
 @pytest.mark.parametrize(
-    "what",
+    ("what", "name"),
     [
-        {"seed": 1},
-        {"batch_size": 16},
-        {"model": {"param_dtype": "bfloat16"}},
-        {"optimizer": {"max_grad_norm": None}},
-        {"task": {"heldout": 8}},
-        {"grpo": {"num_generations": 2}},
-        {"eval": {"every": 2}},
+        ({"batch_size": 16}, "batch_size"),
+        ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype"),
+        ({"task": {"heldout": 8}}, "task.heldout"),
+        ({"eval": {"every": 2}}, "eval"),
     ],
-    ids=str,
 )
-def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, what):
-    settings = begun(tmp_path, 4, steps=6)
-    ((key, value),) = what.items()
-    name = key if key == "eval" or not isinstance(value, dict) else f"{key}.{next(iter(value))}"
+def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, settings, what, name):
     with pytest.raises(UserError, match=f"^{name}: .*; it can't change, since the steps so far, or the position in"):
         check(tmp_path, changed(settings, **what), change=True)
 
 
-@pytest.mark.parametrize(
-    ("place", "what", "message"),
-    [
-        ("", {"steps": 4}, "steps: .* has done 4 already; give more"),
-        ("nowhere", {}, "--change: .*nowhere holds no run"),
-    ],
-)
-def test_a_change_that_has_no_effect_is_refused(tmp_path, place, what, message):
-    settings = begun(tmp_path, 4, steps=6)
-    with pytest.raises(UserError, match=f"^{message}"):
-        check(tmp_path / place, changed(settings, **what), change=True)
+def test_a_change_that_has_no_effect_is_refused(tmp_path, settings):
+    for place, steps, message in (("", 4, "steps: .* has done 4 already"), ("nowhere", 6, "--change: .* holds no run")):
+        with pytest.raises(UserError, match=f"^{message}"):
+            check(tmp_path / place, changed(settings, steps=steps), change=True)
 
 
 @pytest.mark.slow
