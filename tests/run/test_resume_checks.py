@@ -5,12 +5,10 @@ import os
 import re
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 from runs import ROOT, arguments, changed, checksums, run
-from states import opened
-from tiny import config
+from tiny import TEACHER, config
 
 import train
 from mllm.config.load import load, read
@@ -22,7 +20,6 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run import folder
 from mllm.run.build import Run
 from mllm.store import run_store
-from mllm.store.run_store import RunStore
 from tools import export, plot, samples
 
 SUMS = [(f"{i % 9}+{i % 5}=", str(i % 9 + i % 5)) for i in range(40)]
@@ -56,8 +53,7 @@ def beginning(place, algorithm="sft", **sections):
     """The settings of a run of the model in a folder."""
     model = {"init": "pretrained", "architecture": None, "source": str(place / "model")}
     plain = {"run_dir": str(place / "run"), "model": model, "eval": None, "checkpoint": {"every": 1, "keep": 9}}
-    rollout = {} if algorithm == "grpo" else {"rollout": None}
-    return config(algorithm, **{**plain, **rollout, **({"dpo": {}} if algorithm == "dpo" else {}), **sections})
+    return config(algorithm, **{**plain, **({} if algorithm == "grpo" else {"rollout": None}), **sections})
 
 
 # Checkpoints that are gone
@@ -100,39 +96,8 @@ def edit_template(model):
     path.write_text("{# edited #}" + path.read_text())
 
 
-EDITS = {
-    "model.tokenizer: the tokenizer, or its chat template,": edit_template,
-    "model.source: the architecture": lambda model: edit(
-        model / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}
-    ),
-    "model.source: what ends a completion": lambda model: edit(model / "generation_config.json", eos_token_id=[43]),
-}
-
-
-def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place):
-    settings = beginning(place)
-    with Run.build(settings) as begun:
-        saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
-        begun.checkpoints.check_dependencies(saved)
-        assert begun.checkpoints.digests == saved["digests"]
-    for name, spoil in EDITS.items():
-        shutil.copytree(place / "model", place / "edited")
-        spoil(place / "edited")
-        other = changed(settings, model={"source": str(place / "edited")})
-        now = Run.digests(SimpleNamespace(policy=load_policy(other, make_mesh(other.mesh)), task=begun.task))
-        assert {key for key in now if now[key] != saved["digests"][key]} == {name}
-        with opened(RunStore(place / "other")) as checkpoints:
-            checkpoints.digests = now
-            with pytest.raises(UserError, match=f"^{re.escape(name)} is not what .*other has begun with: put it back"):
-                checkpoints.check_dependencies(saved | {"frozen": {}})
-        shutil.rmtree(place / "edited")
-
-
-def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
-    EDITS["model.source: what ends a completion"](place / "model")
-    with Run.build(beginning(place, "grpo")) as begun:
-        assert 43 in begun.sampler.stop_ids
-    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
+def end_by_plus(model):
+    edit(model / "generation_config.json", eos_token_id=[43])
 
 
 def other_lines(path):
@@ -143,46 +108,45 @@ def other_weights(path):
     shutil.copy(ROOT / "tests/fixtures/tiny_sft/model.safetensors", path)
 
 
-PLACES = {
-    "model.source": (
-        "files",
-        lambda at: edit(at / "model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}),
-    ),
-    "model.tokenizer": ("files", lambda at: edit_template(at / "tokenizer")),
-    "task.train": ("files", lambda at: other_lines(at / "task/train.jsonl")),
-    "task.test": ("files", lambda at: other_lines(at / "task/test.jsonl")),
-    "data.source": ("files", lambda at: other_lines(at / "train.jsonl")),
-    "data.validation.source": ("files", lambda at: other_lines(at / "validation.jsonl")),
-    "task.path": ("gsm8k", lambda at: other_lines(at / "task/train.jsonl")),
-    "teacher.source": ("teacher", lambda at: other_weights(at / "teacher")),
-}
-"""A kind of run that names each place, and how what is there changes."""
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+OTHER_EXAMPLES = "the run began with other examples"
+EDITS = (
+    ("model.source", lambda at: edit(at / "model/config.json", **ROPE), "model.source: the architecture is not what"),
+    ("model.source", lambda at: end_by_plus(at / "model"), "model.source: what ends a completion is not what"),
+    ("model.tokenizer", lambda at: edit_template(at / "tokenizer"), "or its chat template, is not what"),
+    ("task.train", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
+    ("task.test", lambda at: other_lines(at / "task/test.jsonl"), "task: the list of problems is not what"),
+    ("data.source", lambda at: other_lines(at / "train.jsonl"), OTHER_EXAMPLES),
+    ("data.validation.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
+    ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
+    ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
+)
+"""The setting that names a place, what changes there, and words of the message."""
+KINDS = {"task.path": "gsm8k", "teacher.source": "distill"}
+"""The kind of run that names a place; else "files"."""
 
 
 def settings_of(kind, at, run_dir):
     """A run of this kind, whose files are all in the folder `at`."""
-    model = {"source": str(at / "model"), "tokenizer": str(at / "tokenizer")}
     data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
-    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, **model}}
-    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    model = {"init": "pretrained", "architecture": None, "source": str(at / "model")}
+    if kind == "distill":
+        teacher = {"source": str(at / "teacher"), "dtype": "float32"}
+        parts = {"task": None, "distill": {}, "teacher": teacher, "model": model | {"source": TEACHER["source"]}}
+        return beginning(at, "distill", data=data, run_dir=str(run_dir), **parts)
+    task = {"name": "gsm8k", "path": str(at / "task"), "heldout": 2}
     if kind == "files":
-        task = {"name": "jsonl", "train": str(at / "task/train.jsonl"), "test": str(at / "task/test.jsonl")}
+        task = {"name": "jsonl", "heldout": 2, **{name: str(at / f"task/{name}.jsonl") for name in ("train", "test")}}
         data |= {"validation": {"source": str(at / "validation.jsonl")}}
-        return beginning(at, data=data, task=task | {"heldout": 2}, **common, **measured)
-    if kind == "gsm8k":
-        return beginning(
-            at, data=data, task={"name": "gsm8k", "path": str(at / "task"), "heldout": 2}, **common, **measured
-        )
-    parts = {"distill": {}, "teacher": {"source": str(at / "teacher"), "dtype": "float32"}}
-    model = ROOT / "tests/fixtures/tiny_grpo"
-    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, "source": str(model)}}
-    return beginning(at, "distill", data=data, task=None, **common, **parts)
+    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    model |= {"tokenizer": str(at / "tokenizer")}
+    return beginning(at, data=data, task=task, run_dir=str(run_dir), model=model, **measured)
 
 
 @pytest.mark.slow
 def test_places_may_move_and_what_is_there_may_not_change(place):
     """For each setting of `folder.PLACES`, one after the other; all move at once."""
-    assert {*PLACES} == {*folder.PLACES}
+    assert {name for name, *_ in EDITS} == {*folder.PLACES}
     here = place / "here"
     here.mkdir()
     for name in ("model", "tokenizer"):
@@ -191,8 +155,8 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
         write_lines(here / f"task/{name}.jsonl", lines)
     for name in ("train", "validation"):
         write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
-    shutil.copytree(ROOT / "tests/fixtures/tiny_grpo", here / "teacher")
-    for kind in {kind for kind, _ in PLACES.values()}:
+    shutil.copytree(TEACHER["source"], here / "teacher")
+    for kind in ("files", "gsm8k", "distill"):
         with Run.build(settings_of(kind, here, place / kind)) as begun:
             saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
             position = begun.source.position()
@@ -204,14 +168,20 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
 
         shutil.copytree(here, place / "moved", dirs_exist_ok=True)
         resume(place / "moved")
-        for spoil in [spoil for of, spoil in PLACES.values() if of == kind]:
-            shutil.copytree(here, place / "changed")
-            spoil(place / "changed")
-            with pytest.raises(
-                UserError, match=r"is not what|the run began with other examples|other frozen parameters"
-            ):
-                resume(place / "changed")
-            shutil.rmtree(place / "changed")
+        for name, spoil, message in EDITS:
+            if KINDS.get(name, "files") == kind:
+                shutil.copytree(here, place / "changed")
+                spoil(place / "changed")
+                with pytest.raises(UserError, match=message):
+                    resume(place / "changed")
+                shutil.rmtree(place / "changed")
+
+
+def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
+    end_by_plus(place / "model")
+    with Run.build(beginning(place, "grpo")) as begun:
+        assert 43 in begun.sampler.stop_ids
+    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
 
 
 @pytest.mark.slow
@@ -257,7 +227,7 @@ def test_a_branch_is_the_commit_that_the_run_began_with():
 
 # A stranger's files
 
-KINDS = {
+NO_FILES = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "huge": lambda path: (path.touch(), os.truncate(path, run_store.LARGEST_FILE + 1)),
@@ -272,7 +242,6 @@ KINDS = {
         (samples, "samples.jsonl", "device"),
         (plot, "timings.jsonl", "huge"),
         (export, "config.yaml", "pipe"),
-        (export, "config.yaml", "device"),
     ],
 )
 def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_path, capsys, tool, name, kind):
@@ -280,7 +249,7 @@ def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_pat
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    KINDS[kind](path)
+    NO_FILES[kind](path)
     assert tool.main([str(tmp_path)]) == 2
     said = capsys.readouterr().err
     if name != "config.yaml":
