@@ -3,32 +3,24 @@
 import json
 import logging
 import math
-import re
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from runs import assert_same_end, changed, checkpoints, killed_after, records, run, signal_trainer
+from runs import changed, checkpoints, records, run, signal_trainer
 from tiny import config
 
-import mllm.run.build
-from mllm.algorithms.sft.source import SftSource, load_documents
+from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import ValidationConfig
-from mllm.errors import StepError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
-from mllm.run.evaluation import make_evaluation
+from mllm.run.build import Run
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
-from mllm.store.run_store import RunStore
 from mllm.training.optimizer import make_schedule
 from mllm.training.step import TrainState
 
 
-def state(step: int, **fields: Any) -> RunState:
-    return RunState(
-        step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []), **fields
-    )
+def state(step: int) -> RunState:
+    return RunState(step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []))
 
 
 BYTES = Renderer(bytes_tokenizer())
@@ -43,7 +35,6 @@ ENDS = Measurement(lambda params, step: {"ends": step}, None)
         (1, False, set()),
         (2, False, {"often"}),
         (3, True, {"often", "ends", "test"}),
-        (4, True, {"often", "ends", "test"}),
     ],
 )
 def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(step, final, taken):
@@ -58,7 +49,7 @@ def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_en
 def validating(losses: list[float], patience: int | None) -> Measurements:
     validation = Measurement(lambda params, step: {"validation/loss": losses[step]}, 1)
     options = ValidationConfig(share=0.5, every=1, patience=patience)
-    return Measurements([validation], [lambda params, step: {"test": step}], options)
+    return Measurements([validation, ENDS], [lambda params, step: {"test": step}], options)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +62,7 @@ def validating(losses: list[float], patience: int | None) -> Measurements:
     ],
 )
 def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(losses, patience, end):
+    """Then all is measured, also what was not due."""
     measurements, now = validating(losses, patience), state(0)
     ended = []
     for step in range(len(losses)):
@@ -79,16 +71,9 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
         now = RunState.from_document(step, now.train, now.document())
         now, metrics, final = measurements.measure_pending(now, {}, False)
         assert measurements.end_early(now) == final == ("test" in metrics)
+        assert ("ends" in metrics) == (final or step == 0)
         ended += [step] * final
     assert ended[:1] == ([] if end is None else [end])
-
-
-def test_an_early_end_measures_what_was_not_due():
-    validates = validating([1.0, 2.0], 1)
-    measurements = replace(validates, repeated=[*validates.repeated, OFTEN, ENDS], at_end=[])
-    _, metrics, final = measurements.measure_pending(state(1, lowest_loss=1.0), {}, False)
-    assert final
-    assert {"often", "ends"} <= metrics.keys()
 
 
 def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_problems():
@@ -102,41 +87,6 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
     for wrong in (math.nan, math.inf, -math.inf):
         assert validates.score(everything | {"validation/loss": wrong}) is None
         assert Measurements().score({"eval/reward": wrong}) is None
-
-
-@pytest.mark.nightly
-def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch):
-    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    for path, start in zip(files.values(), (0, 40), strict=True):
-        lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + 20)]
-        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = {"name": "jsonl", **files, "heldout": 3}
-    settings = config(run_dir=str(tmp_path / "run"), task=task, steps=8, eval={"every": 4, "test": True})
-    tested, seen = [], {}
-
-    def make(options, task, problems, *, prefix="eval/", **parts):
-        measure = make_evaluation(options, task, problems, prefix=prefix, **parts)
-        seen[prefix] = {problem.answer for problem in problems}
-
-        def measure_or_stop(params, step):
-            tested.append(prefix)
-            if tested == ["eval/"] or (prefix == "test/" and tested.count("test/") == 1):
-                signal_trainer(signal.SIGTERM)
-            return measure(params, step)
-
-        return measure_or_stop
-
-    monkeypatch.setattr(mllm.run.build, "make_evaluation", make)
-    assert [run(settings), run(settings), run(settings)] == [143, 143, 0]
-    assert tested == ["eval/"] + ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
-    samples = records(settings, "samples.jsonl")
-    trained = {str(int(re.search(r"(\d+)\+1=", line["prompt"])[1]) + 1) for line in samples}
-    assert len(seen["eval/"]) == 3
-    assert not seen["eval/"] & trained
-    assert seen["test/"] == {str(answer) for answer in range(41, 61)}
-    lines = records(settings)
-    assert [line["step"] for line in lines if "test/reward" in line] == [8]
-    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 8]
 
 
 # Runs on a user's files
@@ -157,34 +107,10 @@ def settings(tmp_path):
     return make
 
 
-@pytest.mark.nightly
-def test_epochs_give_the_steps_and_what_was_measured_before_data_that_can_not_be_read_is_kept(
-    settings, tmp_path, monkeypatch
-):
-    give = SftSource.next
-
-    def damaged(self, params, step, *others):
-        if step == 4:
-            raise StepError("damaged")
-        return give(self, params, step, *others)
-
-    done = changed(settings(checkpoint={"every": 1, "keep": 20}), steps=None, data={"epochs": 2})
-    assert run(done) == 0
-    lines = records(done)
-    assert [line["step"] for line in lines] == list(range(9))  # 32 examples, 8 a batch, twice
-    assert [line["step"] for line in lines if "validation/loss" in line] == [0, 2, 4, 6, 8]
-    killed = killed_after(done, 2, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(SftSource, "next", damaged)
-        assert run(changed(killed, checkpoint={"every": None})) == 2
-    assert checkpoints(killed)[-1] == 4
-    assert RunStore(killed.run_dir).document(4)["score"] == -lines[4]["validation/loss"]
-    assert run(killed) == 0
-    assert_same_end(done, killed)
-
-
 @pytest.mark.slow
-def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(settings, caplog, capsys):
+def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(
+    settings, tmp_path, caplog, capsys
+):
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
@@ -193,6 +119,8 @@ def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_
     assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
     assert "validation/loss" in lines[-1]
     assert checkpoints(done) == [4]
+    with Run.build(changed(done, steps=None, run_dir=str(tmp_path / "no_steps"))) as begun:
+        assert begun.source.steps == 4
     capsys.readouterr()
     assert run(done) == 0  # and the same command has nothing to do
     assert "at step 4" in capsys.readouterr().out
@@ -200,14 +128,10 @@ def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_
 
 
 @pytest.mark.slow
-def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, tmp_path, capsys):
+def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, capsys):
     done = changed(settings(), steps=None, data={"epochs": 1}, optimizer={"warmup_steps": 5})
     assert run(done) == 2
     assert "optimizer.warmup_steps: 5 are more than the run has (data.epochs: 1 passes over" in capsys.readouterr().err
-    many = {"name": "arithmetic", "arithmetic": {"operands": 4, "digits": 3}}
-    endless = config("sft", run_dir=str(tmp_path / "run"), steps=None, task=many, data={"epochs": 1})
-    assert run(endless) == 2
-    assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
 
 
 @pytest.mark.slow
