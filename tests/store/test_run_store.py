@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from itertools import product
 
 import jax
 import pytest
@@ -42,25 +41,18 @@ def test_files_are_written_whole_and_read_by_others(store):
     assert tool_run(store.url).read(CONFIG) == CONFIG.encode() * 2
 
 
-MESSAGES = {
-    errno.ENOSPC: "(No space left on device); make room, and",
-    errno.EROFS: "(Read-only file system); allow writing there, and",
-    errno.EIO: "(Input/output error); check it, and",
-}
-
-
 def tensorstore_error(number, *_):
     return ValueError(f"RESOURCE_EXHAUSTED: Failed to open: {os.strerror(number)} [os_error_code='{number}'] [spec]")
 
 
-@pytest.mark.parametrize(("error", "number"), [*product([OSError], MESSAGES), (tensorstore_error, errno.ENOSPC)])
-def test_the_message_names_the_remedy_and_what_goes_on(tmp_path, error, number):
+@pytest.mark.parametrize("error", [OSError, tensorstore_error])
+def test_the_message_names_the_remedy_and_what_goes_on(tmp_path, error):
     failed = ValueError("a save failed")
-    failed.__cause__ = error(number, os.strerror(number))
+    failed.__cause__ = error(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(UserError) as failure, RunStore(tmp_path).writing("checkpoints"):
         raise failed
-    line = f"{tmp_path}/checkpoints: can't be written {MESSAGES[number]} the same command goes on"
-    assert str(failure.value) == f"{line} from the newest checkpoint"
+    line = f"{tmp_path}/checkpoints: can't be written (No space left on device); make room, and the same command goes"
+    assert str(failure.value) == f"{line} on from the newest checkpoint"
     with pytest.raises(ValueError, match="shape"), files.failing("a: can't be read"):
         raise ValueError("INVALID_ARGUMENT: shape")  # no fault of the disk
 
