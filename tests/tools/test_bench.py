@@ -9,7 +9,6 @@ import pytest
 
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
-from tools import tune
 from tools.bench import __main__ as bench
 from tools.bench import head, logits_programs, measure, methods, rollout
 from tools.bench.methods import Method, fused, value_and_gradients
@@ -25,22 +24,12 @@ def cells(line):
 # tools/bench head
 
 
-@pytest.mark.parametrize(
-    ("device", "method", "said"),
-    [
-        ([DEVICE], "optax", "--shape, --methods: nothing could be measured"),
-        ([DEVICE], "nonsense", "--methods: no method has 'nonsense' in its name; there are: "),
-        ([], "optax", "JAX finds no device to measure on: RuntimeError: no"),
-    ],
-)
-def test_a_run_that_measures_nothing_fails(monkeypatch, capsys, device, method, said):
+def test_a_run_that_measures_nothing_fails(monkeypatch, capsys):
     failed = [], "RuntimeError: no"
-    monkeypatch.setattr(head, "start", lambda _, task, *__: (device, "") if device and not task else failed)
-    assert bench.main(["head", "--methods", method]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {said}")
-
-
-# --- the table
+    monkeypatch.setattr(head, "start", lambda _, task, *__: ([DEVICE], "") if not task else failed)
+    assert bench.main(["head", "--methods", "optax"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: --shape, --methods: nothing could be measured")
 
 
 def wrong(hidden, weight, labels, weights, *rest):
@@ -89,18 +78,14 @@ def test_a_turn_has_as_many_calls_as_fill_it_and_no_more_under_way_than_the_queu
 
 
 @pytest.mark.slow
-def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds(capsys):
+def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_number_is_off(monkeypatch, capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
     assert bench.main(small) == 0
     assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[3:]] == ["plain JAX", "xla"]
     assert bench.main([*small, "--check"]) == 0
-
-
-@pytest.mark.slow
-def test_a_number_that_is_off_fails_the_check(monkeypatch):
     right = logits_programs.fused
     monkeypatch.setattr(logits_programs, "fused", lambda *given, **options: right(*given, **options) + 1e-3)
-    assert bench.main(["logits", "--shape", "8,300", "--check"]) == 1
+    assert bench.main([*small, "--check"]) == 1
 
 
 # tools/bench rollout
@@ -128,31 +113,6 @@ def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monk
 # tools/tune.py
 
 SHAPE = (8192, 2048, 151936)
-ROUNDS = {"method": [3.0], "hW": [1.0], "gW": [1.0], "gh": [1.0]}
-FIGURES = {"temp_bytes": 0, "errors": [0.0, 0.002], "products": 4, "flops": 1e12}
-
-
-def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):
-    tried = [{"kernel": "weight", "rows": rows, "columns": 512, "step": 256} for rows in (128, 256, 512, 1024)]
-    now = [0]
-
-    def start(module, task, seconds, cache):
-        if "most" in task:
-            return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
-        now[0] += 10
-        rows = task["tiles"]["rows"]
-        figures = {**FIGURES, "rounds": {**ROUNDS, "method": [6 - rows / 64]}}
-        return ([], "no room") if rows == 512 else ([figures], "")
-
-    monkeypatch.setattr(tune, "start", start)
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
-    assert tune.main(["--limit", "35"]) == 0  # each takes ten
-    _, title, columns, _, first, second, *refused = capsys.readouterr().out.splitlines()
-    assert title == "mosaic_tpu, dW, by workspace 0"
-    assert cells(columns)[:3] == ["tiles", "ms", "/three"]
-    assert cells(first)[:3] == ["rows=256, columns=512, step=256", "2000.00", "0.67"]
-    assert cells(second)[:3] == ["rows=128, columns=512, step=256", "4000.00", "1.33"]
-    assert refused == ["refused: rows=512, columns=512, step=256: no room", "--limit: 1 tilings were left out"]
 
 
 def chosen(tilings_found, choose):
