@@ -139,9 +139,6 @@ def test_an_impossible_setting_is_named(override, tmp_path, refused):
     assert OVERRIDES[override].format(here=tmp_path) in refused(train, *arguments(config(run_dir="run")), override)
 
 
-# The model's files
-
-
 @pytest.mark.parametrize("what", MODELS)
 def test_a_bad_model_or_tokenizer_is_refused_by_its_file(what, model, refused):
     spoil, words = MODELS[what]

@@ -4,7 +4,6 @@ import io
 import math
 import shutil
 import sys
-import time
 from contextlib import closing
 from types import SimpleNamespace
 
@@ -50,24 +49,6 @@ def test_events_that_can_not_be_written_are_a_warning_and_nothing_waits_for_them
     (warning,) = [record.getMessage() for record in caplog.records]
     assert warning.startswith("TensorBoard's events: ")
     assert fault in warning
-
-
-def test_a_line_at_most_every_second_one_for_each_measurement_and_one_for_the_last_step(tmp_path, capsys, monkeypatch):
-    log, now = RunLog(RunStore(tmp_path), -1, 60), [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    for step in range(1, 61):
-        now[0] = 0.05 * step
-        metrics = {"loss": 1 / step} | ({"validation/loss": 2.0} if step == 30 else {})
-        log.write(step, metrics)
-        log.write_timings(step, {"tokens_per_second": 5.0}, metrics)
-    log.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "step 1 of 60  loss 1.000  5 tok/s",  # which compiles, so that nothing is known of the others yet
-        "step 21 of 60  loss 0.048  5 tok/s  ETA 00:01",
-        "step 30 of 60  validation/loss 2.000",
-        "step 41 of 60  loss 0.024  5 tok/s  ETA 00:00",
-        "step 60 of 60  loss 0.017  5 tok/s  ETA 00:00",
-    ]
 
 
 def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_and_a_loss_where_it_was_lowest(tmp_path):

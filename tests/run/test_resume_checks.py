@@ -56,9 +56,6 @@ def beginning(place, algorithm="sft", **sections):
     return config(algorithm, **{**plain, **({} if algorithm == "grpo" else {"rollout": None}), **sections})
 
 
-# Checkpoints that are gone
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("lost", "message"),
@@ -78,9 +75,6 @@ def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(finished, tmp
     now = checksums(copy)
     assert {name: now[name] for name in before if name.endswith("l")} == {n: before[n] for n in before if n[-1] == "l"}
     assert not {*now} - {*before}
-
-
-# What lies outside of the run
 
 
 def read_json(path):
@@ -253,9 +247,6 @@ def test_a_configuration_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(UserError, match=r"config.yaml: is no file"):
         folder.claim(load("tiny_sft.yaml", [f"run_dir={tmp_path}"])).__enter__()
-
-
-# The documentation
 
 
 def test_the_documentation_names_every_setting_that_may_change():

@@ -26,9 +26,6 @@ def put(url, name, content):
     (bucket_path(url) / name).write_bytes(content)
 
 
-# Objects
-
-
 def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url, monkeypatch):
     monkeypatch.setattr(fetch, "PART_BYTES", 1000)
     dice, data = Random(0), f"{url}/data"
@@ -86,9 +83,6 @@ def test_an_error_of_a_run_in_a_bucket_names_the_setting_once(server, url):
         find_run(url, "model.source")
 
 
-# A stranger's names
-
-
 def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
     """It may stand in the config.yaml of a stranger's run."""
     (mine := tmp_path / "mine").mkdir()
@@ -116,9 +110,6 @@ def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
         fetch.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
 
 
-# What copies take
-
-
 def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(url, monkeypatch):
     copies = dict[str, Path]()
 
@@ -140,9 +131,6 @@ def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(u
         monkeypatch.setattr(fetch, "MOST_BYTES", most)
         get(name)
         assert [name for name in ages if not copies[name].exists()] == gone
-
-
-# Exports
 
 
 @pytest.mark.slow

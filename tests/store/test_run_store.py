@@ -14,7 +14,6 @@ import jax
 import pytest
 from runs import ROOT, environment
 from states import make_state, opened
-from test_checkpoint import limited_files
 
 from mllm.errors import UserError
 from mllm.run.metrics import RunLog
@@ -55,9 +54,6 @@ def test_the_message_names_the_remedy_and_what_goes_on(tmp_path, error):
     assert str(failure.value) == f"{line} on from the newest checkpoint"
     with pytest.raises(ValueError, match="shape"), files.failing("a: can't be read"):
         raise ValueError("INVALID_ARGUMENT: shape")  # no fault of the disk
-
-
-# Logs
 
 
 def test_a_log_grows_is_cut_anywhere_and_knows_what_it_holds(store):
@@ -111,20 +107,10 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_record_of_which_only_a_part_fits_is_an_error(tmp_path):
-    file = RunStore(tmp_path).open_log("metrics.jsonl")
-    with limited_files(20), pytest.raises(UserError, match=r"can't be written \(File too large\)"):
-        file.append(b"x" * 30)
-    file.close()
-
-
 def test_only_a_disk_or_a_bucket_that_fails_is_said_to(store):
     for error in (TypeError("a bug"), MemoryError(), jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo closed")):
         with pytest.raises(type(error)), store.writing("checkpoints"):
             raise error
-
-
-# The holder
 
 
 def holding(url):
@@ -246,9 +232,6 @@ def test_a_lock_file_that_another_process_removes_before_it_is_locked_is_no_lock
     monkeypatch.setattr(fcntl, "flock", remove_first)
     with hold(store), pytest.raises(UserError, match="in use by"), hold(RunStore(store.url)):
         pass
-
-
-# URLs
 
 
 def test_a_bucket_needs_gcsfs(monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
+from tools import tune
 from tools.bench import __main__ as bench
 from tools.bench import head, logits_programs, measure, methods, rollout
 from tools.bench.methods import Method, fused, value_and_gradients
@@ -19,9 +20,6 @@ METHOD = Method("any", 3, value_and_gradients(fused(impl="full_logits")))
 
 def cells(line):
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-# tools/bench head
 
 
 def test_a_run_that_measures_nothing_fails(monkeypatch, capsys):
@@ -74,9 +72,6 @@ def test_a_turn_has_as_many_calls_as_fill_it_and_no_more_under_way_than_the_queu
     assert (calls[4:], under_way) == ((["short"] * 10 + ["long"]) * 3, [])
 
 
-# tools/bench logits
-
-
 @pytest.mark.slow
 def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_number_is_off(monkeypatch, capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
@@ -86,9 +81,6 @@ def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_num
     right = logits_programs.fused
     monkeypatch.setattr(logits_programs, "fused", lambda *given, **options: right(*given, **options) + 1e-3)
     assert bench.main([*small, "--check"]) == 1
-
-
-# tools/bench rollout
 
 
 def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monkeypatch, capsys):
@@ -113,6 +105,25 @@ def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monk
 # tools/tune.py
 
 SHAPE = (8192, 2048, 151936)
+
+
+def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):
+    tried = [{"kernel": "weight", "rows": rows} for rows in (128, 256, 512)]
+    own = {"temp_bytes": 0, "errors": [0.0, 0.002], "products": 4, "flops": 1e12, "hW": [1.0], "gW": [1.0], "gh": [1.0]}
+
+    def start(module, task, seconds, cache):
+        if "most" in task:
+            return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
+        rows = task["tiles"]["rows"]
+        rounds = {name: own[name] for name in ("hW", "gW", "gh")} | {"method": [6 - rows / 64]}
+        return ([], "no room") if rows == 512 else ([{**own, "rounds": rounds}], "")
+
+    monkeypatch.setattr(tune, "start", start)
+    assert tune.main([]) == 0
+    _, _, _, _, first, second, refused = capsys.readouterr().out.splitlines()
+    assert cells(first)[:3] == ["rows=256", "2000.00", "0.67"]
+    assert cells(second)[:3] == ["rows=128", "4000.00", "1.33"]
+    assert refused == "refused: rows=512: no room"
 
 
 def chosen(tilings_found, choose):

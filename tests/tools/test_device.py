@@ -56,9 +56,6 @@ def test_what_fails_costs_only_itself_and_runs_are_compared(
     assert capsys.readouterr().err == f"error: --out: {tmp_path / 'one'} exists: give another folder\n"
 
 
-# tools/memory.py
-
-
 def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_several_micro_batches():
     config = tiny.config(mesh={"fsdp": 2}, model={"param_dtype": "bfloat16"})
     mesh = make_mesh(config.mesh)

@@ -77,9 +77,6 @@ def load(folder):
     return load_policy(settings, make_mesh(settings.mesh)).initial_params()
 
 
-# tools/export.py
-
-
 def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_it_was(trained, exported):
     jax.tree.map(np.testing.assert_array_equal, load(exported / "export"), newest(trained).train.params)
     generation = json.loads((exported / "export" / "generation_config.json").read_text())
@@ -123,9 +120,6 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
     assert export.main([str(copy)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {copy / 'checkpoints' / '8'}: can't be read")
     assert checksums(copy / "export") == before
-
-
-# tools/generate.py
 
 
 @pytest.mark.slow
@@ -291,9 +285,6 @@ def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_i
     assert generate.main(["a model", "a prompt"]) == 0
     shown = "a\tb\nc\\x1b]0;title\\x07\\r\\x9b2J\\u202e 漢字\n"
     assert capsys.readouterr().out == (shown if terminal else text) + "\n"
-
-
-# tools/plot.py
 
 
 @pytest.mark.slow
