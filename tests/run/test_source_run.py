@@ -47,32 +47,22 @@ def following(first, folder, algorithm="sft", **model):
 
 
 @pytest.mark.slow
-def test_the_newest_masters_are_taken_with_sizes_and_stop_tokens_in_the_run_s_own_dtype_and_mesh(first, tmp_path):
-    masters = jax.tree.leaves(newest(first).train.params)
-    theirs = load_policy(first, make_mesh(first.mesh))
-    for dtype, mesh in (("float32", {}), ("bfloat16", {"fsdp": 2})):
-        settings = changed(following(first, tmp_path, param_dtype=dtype), mesh=mesh)
-        policy = load_policy(settings, make_mesh(settings.mesh))
-        assert (policy.architecture, policy.stop_ids) == (theirs.architecture, theirs.stop_ids)
-        assert ord(STOP) in policy.stop_ids
-        rounding = Rounding(jnp.dtype(dtype), dithered=True)
-        for (name, mine), yours in zip(by_name(policy.initial_params()).items(), masters, strict=True):
-            np.testing.assert_array_equal(mine, compute_copy(yours, rounding, name))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("step", "number"), [("newest", 8), ("best", 4), (4, 4)])
 def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, monkeypatch, step, number):
+    """Its masters are taken in the run's own dtype and mesh, with the source's stop tokens."""
     copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
     run_dir.write(RunStore(copy.run_dir), copy)
     monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))
-    settings = following(copy, tmp_path / "run", step=step)
+    settings = changed(following(copy, tmp_path / "run", step=step, param_dtype="bfloat16"), mesh={"fsdp": 2})
     source = source_run(settings.model)
     begun = changed(settings, model=pin(settings.model))
     assert begun.model.step == number
-    params = load_policy(settings, make_mesh(settings.mesh)).initial_params()
-    theirs = restore_params(source, load_policy(first, make_mesh(first.mesh)).trained, number)
-    np.testing.assert_array_equal(params["embed"], theirs["embed"])
+    policy = load_policy(settings, make_mesh(settings.mesh))
+    assert ord(STOP) in policy.stop_ids
+    masters = restore_params(source, load_policy(first, make_mesh(first.mesh)).trained, number)
+    rounding = Rounding(jnp.dtype("bfloat16"), dithered=True)
+    for (name, mine), theirs in zip(by_name(policy.initial_params()).items(), jax.tree.leaves(masters), strict=True):
+        np.testing.assert_array_equal(mine, compute_copy(theirs, rounding, name))
     Path(settings.run_dir).mkdir()
     run_dir.write(RunStore(settings.run_dir), begun)
     with run_dir.claim(settings) as (_, resumed):

@@ -12,18 +12,7 @@ import jax
 import numpy as np
 import pytest
 from object_store import object_store
-from runs import (
-    assert_same_end,
-    changed,
-    checkpoints,
-    checksums,
-    environment,
-    killed_after,
-    newest,
-    records,
-    run,
-    signal_trainer,
-)
+from runs import assert_same_end, changed, checkpoints, environment, killed_after, newest, records, run, signal_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
@@ -31,7 +20,6 @@ import mllm
 from mllm import stopwatch
 from mllm.algorithms.sft.source import SftSource
 from mllm.config import load as configs
-from mllm.config.load import load
 from mllm.errors import CommonError
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import Measurements, RunState
@@ -49,7 +37,11 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tm
     """SFT and GRPO: in the next three tests."""
     whole = finished(method)
     killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")
-    assert run(killed) == 0
+    if method == "dpo":  # as a notebook does it
+        folder = killed.run_dir
+        assert mllm.train(mllm.load_config(f"{folder}/config.yaml", [f"run_dir={folder}"])) == 0
+    else:
+        assert run(killed) == 0
     assert_same_end(killed, whole)
 
 
@@ -123,22 +115,6 @@ def test_a_signal_between_the_updates_of_a_rollout_saves_the_step_and_leaves_its
     assert output == ""
     assert run(settings) == 0
     assert_same_end(settings, whole)
-
-
-@slow
-def test_the_command_of_a_finished_run_trains_nothing_and_prints_the_summary_again(finished, capsys):
-    settings = finished("grpo")
-    before = checksums(Path(settings.run_dir))
-    capsys.readouterr()
-    assert run(settings) == 0
-    printed = capsys.readouterr()
-    assert printed.out.split()[:6] == ["ended", "after", "all", str(settings.steps), "steps", "eval/reward"]
-    assert "head xla (no TPU or Hopper GPU here); attention xla (no kernel for cpu devices); " in printed.err
-    assert "84 problems to train on, 16 held out; resumed from step 10" in printed.err
-    after = checksums(Path(settings.run_dir))
-    # The lock names the process that has held it last, and another worker may have trained the run.
-    assert [path for path in before if path != "lock" and after.get(path) != before[path]] == []
-    assert all(path.startswith("tensorboard/") for path in after.keys() - before.keys())
 
 
 @slow
@@ -226,14 +202,8 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
 @pytest.mark.slow
 def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(tmp_path, capsys):
     """The first update throws the parameters to where nothing can be computed any more; no other changes any."""
-    settings = config(
-        "sft",
-        run_dir=str(tmp_path / "run"),
-        steps=8,
-        optimizer={"learning_rate": 9e18, "max_skipped": 1},
-        eval=None,
-        rollout=None,
-    )
+    optimizer = {"learning_rate": 9e18, "max_skipped": 1}
+    settings = config("sft", run_dir=str(tmp_path / "run"), steps=8, optimizer=optimizer, eval=None, rollout=None)
     for step, skipped in ((3, 2), (4, 3)):
         assert run(settings) == 2
         why = f"the last {skipped} updates were not finite and skipped"
@@ -276,12 +246,3 @@ def test_a_finite_update_ends_a_row_of_skipped_ones():
         state = state.after_update(train, {}, skipped)
         counts.append(state.skipped_in_a_row)
     assert counts == [1, 2, 0, 1]
-
-
-@pytest.mark.slow
-def test_a_notebook_trains_as_the_command_does(finished, tmp_path):
-    going_on = killed_after(finished("dpo"), 2, tmp_path / "run")
-    config = mllm.load_config(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
-    assert config == load(f"{going_on.run_dir}/config.yaml", [f"run_dir={going_on.run_dir}"])
-    assert mllm.train(config) == 0
-    assert_same_end(config, finished("dpo"))
