@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import changed, newest, records, run
+from runs import newest, records, run
 from tiny import TEACHER, config
 
 from mllm.algorithms.dpo.source import PreferenceSource
@@ -17,12 +17,10 @@ from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.plan.programs import Programs
 from mllm.run import build
-from mllm.run import folder as run_dir
 from mllm.run.build import Run
 from mllm.run.source_run import check_tokens, load_policy, load_teacher
 from mllm.sampler.schedule import Room
 from mllm.stopwatch import Stopwatch
-from mllm.store.run_store import RunStore
 
 LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
 HELD_OUT = {"share": 0.2, "every": 2}
@@ -74,12 +72,7 @@ def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its
     assert jax.tree.structure(batch) == jax.tree.structure(planned)
 
 
-def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
-    one = settings(tmp_path)
-    Path(one.run_dir, "checkpoints", "2").mkdir(parents=True)
-    run_dir.write(RunStore(one.run_dir), one)
-    with run_dir.claim(changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True) as (_, found):
-        assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
+def test_a_run_goes_on_with_no_other_reference():
     source = PreferenceSource.__new__(PreferenceSource)
     source.checksum = "one"
     with pytest.raises(UserError, match="model: the run began with another reference"):

@@ -1,7 +1,6 @@
 """tools/bench and tools/tune.py: their tables, what could not be measured, a method's errors, turns and tilings."""
 
 import math
-from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
 from tools import tune
 from tools.bench import __main__ as bench
-from tools.bench import head, logits_programs, measure, methods, rollout
+from tools.bench import head, logits_programs, measure, methods
 from tools.bench.methods import Method, fused, value_and_gradients
 
 DEVICE = {"platform": "cpu", "kind": "cpu"}
@@ -83,25 +82,6 @@ def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_num
     assert bench.main([*small, "--check"]) == 1
 
 
-def test_ratios_are_those_of_the_same_turn_and_a_method_that_fails_is_named(monkeypatch, capsys):
-    seconds, tokens = {"engine": [1.0, 200.0, 1.0], "other": [3.0, 200.0, 1.0]}, {"engine": 60, "other": 30}
-
-    def start(module, task, cache):
-        method, took = task["method"], seconds[task["method"]][task["seed"]]
-        own = {"n": 7} if method == "engine" else {}
-        return [{"seconds": took, "tokens/s": tokens[method] / took, **own}], "MemoryError" * (task["seed"] > 1)
-
-    monkeypatch.setattr(rollout, "METHODS", dict.fromkeys(["engine", "prefilled anew", "other"]))
-    monkeypatch.setattr(rollout.importlib.util, "find_spec", lambda _: True)
-    monkeypatch.setattr(rollout, "start", start)
-    assert rollout.main(["--repeats", "2"]) == 0
-    _, _, engine, other = map(cells, capsys.readouterr().out.splitlines())
-    assert engine == ["engine", "1.00 (1.00 to 1.00)", "100", "30.150", "7.000"]
-    assert other == ["other", "4.00 (2.00 to 6.00)", "102", "5.075", "-"]
-    assert rollout.main(["--repeats", "3"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == "error: engine: MemoryError"
-
-
 # tools/tune.py
 
 SHAPE = (8192, 2048, 151936)
@@ -150,10 +130,3 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(m
         assert each[0] == tpu_tiles.choose(case)
         assert 1 < len(each) <= 5
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
-
-
-def test_a_method_is_traced_with_its_tiles(monkeypatch):
-    seen = []
-    monkeypatch.setattr(measure, "traced_with", lambda tiles: seen.append(tiles) or nullcontext())
-    task = {"method": "full logits", "shape": [8, 8, 130], "dtype": "float32", "lives": [], "tiles": {"slots": 3}}
-    assert (list(measure.main(task)), seen) == ([], [{"slots": 3}])
