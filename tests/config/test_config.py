@@ -194,8 +194,6 @@ def test_a_reward_s_arguments_and_overrides_are_read_so(tmp_path):
             configs.load(name, [*others, bad])
 
 
-# Files and modules that a configuration names are found in its folder, and then in the current one
-
 RUN = GRPO.replace("source: somewhere", "source: model").replace("name: arithmetic", "name: jsonl, train: train.jsonl")
 
 

@@ -81,7 +81,7 @@ MODELS = {
     "an index with control characters": (index("\x1b[2J.safetensors"), r"'\x1b[2J.safetensors' is not the name of"),
     "a missing shard": (index("b.safetensors"), "/b.safetensors: this shard is missing"),
     "weights of another dtype": (tensor(NORM, np.int32), f"{NORM} is stored as I32; only F32, BF16, F16"),
-    "a tensor of another shape": (tensor(NORM, np.diff), f"{NORM} has shape [31]; by config.json it must be"),
+    "a tensor of another shape": (tensor(NORM, np.diff), f"{NORM} has shape [63]; by config.json it must be"),
     "a missing tensor": (edit(CONFIG, num_hidden_layers=3), "is missing; config.json asks for it"),
     "a tensor too many, by a hostile name": (tensor("\x1b[2J\n", np.copy), r"tensor \x1b[2J\n is not part of this"),
     "a head whose last row is not the embedding's": (LAST_ROW_CHANGED, OTHER_HEAD),

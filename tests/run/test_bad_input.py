@@ -11,35 +11,22 @@ import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from bad_models import MODELS, OWN_CODE, pickled
 from runs import arguments, checksums
-from tiny import config
+from tiny import TEACHER, config
 
 import train
 from mllm.config import places
 from mllm.config.load import dump
-from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """The folder of a model."""
-    settings = config()
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    folder = tmp_path_factory.mktemp("models") / "whole"
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), policy.params)
-    weights.save(folder, policy.architecture, zeros, also=policy.tokenizer.save_pretrained)
-    return folder
-
-
 @pytest.fixture
-def model(exported, tmp_path):
-    """A copy of the folder, to be spoilt."""
-    return Path(shutil.copytree(exported, tmp_path / "model"))
+def model(tmp_path):
+    """The folder of a whole model, to be spoilt."""
+    return Path(shutil.copytree(TEACHER["source"], tmp_path / "model"))
 
 
 @pytest.fixture
@@ -84,8 +71,6 @@ def finetuned(source):
     data = {"source": str(source), "epochs": 1}
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
-
-# Settings
 
 NOT_READ = "line 1: anchors, aliases and tags are not read"
 CONFIGS = {
@@ -165,8 +150,6 @@ def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
     assert [*model.parent.iterdir()] == [model]
 
 
-# Data
-
 GOOD = b'{"question": "1+1=", "answer": "2"}\n'
 FILES = {
     "nothing": ("train.jsonl", None, "data.source: {path}: no such file in {here}: give a file of JSON lines ("),
@@ -210,8 +193,6 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
     if what.startswith("a line: "):
         assert f" ({path}:2)" in said
 
-
-# The tools
 
 TOOLS = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),

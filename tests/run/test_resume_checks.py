@@ -37,20 +37,11 @@ def write_lines(path, lines):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A folder with a model."""
-    settings, place = config(), tmp_path_factory.mktemp("shared")
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    save = policy.tokenizer.save_pretrained
-    weights.save(place / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
-    return place
-
-
 @pytest.fixture
-def place(shared, tmp_path):
-    """A copy of the folder, to be changed."""
-    shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
+def place(tmp_path):
+    """A folder with a model, to be changed."""
+    shutil.copytree(TEACHER["source"], tmp_path / "model")
+    edit(tmp_path / "model/config.json", max_position_embeddings=512)
     return tmp_path
 
 

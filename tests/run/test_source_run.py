@@ -118,8 +118,6 @@ def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, mode
         pin(following(first, tmp_path / "run", **model).model)
 
 
-# In a bucket
-
 LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
 
 

@@ -66,8 +66,6 @@ def test_checksums_need_no_memory_even_for_more_elements_than_32_bits_count():
     assert program.memory_analysis().temp_size_in_bytes < 2**16
 
 
-# Documents
-
 DOCUMENT = {"position": {"data": [1, 2.5, None, "½"], "done": False}, "best": 0.1, "arrays": {"a": "0f"}}
 
 
