@@ -29,17 +29,12 @@ def stranger(tmp_path):
     return folder
 
 
-def beginning_with(folder, **sections):
-    """The settings of a run whose `model.source` is a folder."""
-    return config(model={"init": "pretrained", "architecture": None, "source": str(folder)}, **sections)
-
-
 def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
     """Neither by this process nor by the rewards', at whose start Python would look for a sitecustomize, too."""
     monkeypatch.setattr(places, "MODULES", [])
     for name in ("stranger_module", "sitecustomize"):
         (stranger / f"{name}.py").write_text("raise SystemExit('code was run')\n")
-    assert source_run(beginning_with(stranger).model)
+    assert source_run(config(model={"init": "pretrained", "architecture": None, "source": str(stranger)}).model)
     assert export.main([str(stranger), "--adapter"]) == 2  # it has none
     with places.importable():
         assert importlib.util.find_spec("stranger_module") is None
