@@ -21,26 +21,7 @@ def state(step: int) -> RunState:
     return RunState(step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []))
 
 
-OFTEN = Measurement(lambda params, step: {"often": step}, 2)
 ENDS = Measurement(lambda params, step: {"ends": step}, None)
-
-
-@pytest.mark.parametrize(
-    ("step", "final", "taken"),
-    [
-        (0, False, {"often", "ends"}),
-        (1, False, set()),
-        (2, False, {"often"}),
-        (3, True, {"often", "ends", "test"}),
-    ],
-)
-def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(step, final, taken):
-    measurements = Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
-    assert measurements.are_due(step, final) == bool(taken)
-    after, metrics, ended = measurements.measure_pending(state(step), {}, final)
-    assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)
-    assert after.pending_evaluation is None
-    assert ended == final
 
 
 def validating(losses: list[float], patience: int | None) -> Measurements:

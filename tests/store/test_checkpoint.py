@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from states import OPTIMIZER, POSITION, damaged, like, make_state, opened, restored, save
+from states import OPTIMIZER, POSITION, like, make_state, opened, restored, save
 
 from mllm.config.model import MeshConfig
 from mllm.config.schema import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints, restore_params
-from mllm.run.metrics import RECORDS, RunLog
+from mllm.run.metrics import RunLog
 from mllm.run.state import PendingEvaluation, RunState
 from mllm.store.run_store import RunStore, files_below
 from mllm.training.step import abstract_state, init_state
@@ -250,36 +250,21 @@ def test_lines_that_changed_are_kept_beside_and_made_again_unless_they_are_timin
 
 @disk
 @pytest.mark.nightly
-@pytest.mark.parametrize("trials", [240])
-def test_damage_of_any_file_is_found_or_changes_nothing(store, trials):
-    """One bit, a cut, or zeros, anywhere in logs, state, document and Orbax's own metadata: never other numbers.
-
-    Lines are made again from the checkpoint before, and what was there is kept.
-    """
-    logged(store, [1, 2])
-    undamaged, dice = store.folder.with_name("undamaged"), np.random.default_rng(0)
-    shutil.copytree(store.folder, undamaged)
-    names = [*RECORDS, *(path.relative_to(store.folder) for path in files(store, 2, ""))]
-    found = dict.fromkeys(map(str, names), 0)
-    for trial in range(trials):
-        path = store.folder / (name := names[trial % len(names)])
-        path.write_bytes(content := damaged(path.read_bytes(), trial // len(names), dice))
-        state = None
-        with suppress(UserError):
-            state = go_on(store)
-        if state is None:
-            assert name in RECORDS  # the lines of both checkpoints
-            assert store.steps() == [1, 2]
-        else:
-            assert_equal(state, make_state(state.step))
-            found[str(name)] += state.step == 1
-        if name in RECORDS:
-            aside = path.with_name(f"{name}.until_2")
-            assert (aside if aside.exists() else path).read_bytes() == content
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_damage_of_any_file_of_a_checkpoint_is_found_or_changes_nothing(store, how):
+    """Of state, document and Orbax's own metadata."""
+    save(store, 1, 2)
+    shutil.copytree(store.folder, undamaged := store.folder.with_name("undamaged"))
+    found = set()
+    for path in files(store, 2, ""):
+        change(path, how)
+        state = restored(store)
+        assert_equal(state, make_state(state.step))
+        if state.step == 1:
+            found.add(str(path).partition("/checkpoints/2/")[2].partition("/")[0])
         shutil.rmtree(store.folder)
         shutil.copytree(undamaged, store.folder)
-    for part in ("state/d", "document", "metrics", "samples"):
-        assert sum(count for name, count in found.items() if part in name) > trials // 60, part
+    assert {"state", "document"} <= found
 
 
 # What is refused

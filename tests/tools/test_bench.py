@@ -54,23 +54,6 @@ def test_a_method_s_errors_say_where_it_is_wrong_and_by_how_much(call, options, 
     assert tuple("nan" if math.isnan(x) else x for x in found["errors"]) == expected
 
 
-@pytest.mark.parametrize("queue", [1, 2])
-def test_a_turn_has_as_many_calls_as_fill_it_and_no_more_under_way_than_the_queue_takes(queue):
-    now, calls, under_way = [0.0], [], []
-
-    def call(name, seconds):
-        calls.append(name)
-        now[0] += seconds
-        under_way.append(object())
-        assert len(under_way) <= queue
-        return under_way[-1]
-
-    functions = {"short": lambda: call("short", 0.01), "long": lambda: call("long", 0.2)}
-    found = measure.in_turns(functions, under_way.remove, rounds=3, least=0.0999, queue=queue, clock=lambda: now[0])
-    assert found == {"short": pytest.approx([0.01] * 3), "long": pytest.approx([0.2] * 3)}
-    assert (calls[4:], under_way) == ((["short"] * 10 + ["long"]) * 3, [])
-
-
 @pytest.mark.slow
 def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_number_is_off(monkeypatch, capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
