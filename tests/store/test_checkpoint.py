@@ -202,30 +202,6 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
     assert "damaged_2" in entries(store)
 
 
-# Logs
-
-
-def logged(store, steps):
-    """Write lines of steps, and save each of them; only the last two checkpoints stay."""
-    store.folder.mkdir()
-    with opened(store, keep=2, keep_best=True) as checkpoints:
-        log = RunLog(store, -1, 9)
-        for step in steps:
-            log.write(step, {"loss": 1.0}, [{"completion": str(step)}])
-            log.write_timings(step, {"tokens_per_second": 1.0}, {})
-            checkpoints.save(make_state(step), "", step / 8)
-        checkpoints.wait()
-        log.close()
-
-
-def go_on(store):
-    """Restore a checkpoint, and open the logs where it ends."""
-    with opened(store, keep_best=True) as checkpoints:
-        state = checkpoints.restore(like())
-        RunLog(store, state.step, 9, ends=checkpoints.ends).close()
-    return state
-
-
 @disk
 @pytest.mark.parametrize(
     ("name", "how", "said", "step"),
@@ -238,11 +214,21 @@ def go_on(store):
 def test_lines_that_changed_are_kept_beside_and_made_again_unless_they_are_timings(
     store, name, how, said, step, caplog
 ):
-    logged(store, [1, 2])
+    store.folder.mkdir()
+    with opened(store) as checkpoints:
+        record = RunLog(store, -1, 9)
+        for number in (1, 2):
+            record.write(number, {"loss": 1.0}, [{"completion": str(number)}])
+            record.write_timings(number, {"tokens_per_second": 1.0}, {})
+            checkpoints.save(make_state(number), "")
+        checkpoints.wait()
+        record.close()
     log, first = store.folder / name, (store.folder / name).read_bytes().splitlines(keepends=True)[0]
     change(log, how)
     content = log.read_bytes()
-    assert go_on(store).step == step
+    with opened(store) as checkpoints:
+        assert checkpoints.restore(like()).step == step
+        RunLog(store, step, 9, ends=checkpoints.ends).close()
     assert said in caplog.text
     assert step == 2 or log.read_bytes() == first
     assert (store.folder / f"{name}.until_2").read_bytes() == content
@@ -265,9 +251,6 @@ def test_damage_of_any_file_of_a_checkpoint_is_found_or_changes_nothing(store, h
         shutil.rmtree(store.folder)
         shutil.copytree(undamaged, store.folder)
     assert {"state", "document"} <= found
-
-
-# What is refused
 
 
 def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_checkpoint(store):
