@@ -289,12 +289,13 @@ def test_a_fault_ends_all_processes_and_the_same_command_loses_nothing(fault, un
     assert_same_end(settings, undisturbed_two)
 
 
-# Thousands of steps leave memory, file handles and threads as they were, and compile nothing
+# Thousands of steps leave memory, file handles, threads and the time of a step as they were, and compile nothing
 
 STEPS = 2000
 LIMITS = {
     "bytes of memory": 8 * 2**20,
     "bytes of children": 2**20,
+    "seconds of a step": 4e-4,
     "file handles": 0,
     "threads": 2,  # other pools than tensorstore's fill slowly, too
     "children": 0,
@@ -323,13 +324,14 @@ def test_nothing_grows_in_two_thousand_steps(tmp_path, monkeypatch):
     samples = np.full((STEPS, len(LIMITS)), np.nan)  # allocated beforehand, so that sampling adds nothing
     compiled, write = [0], RunLog.write_timings
 
-    def sample(self, step, *args):
-        write(self, step, *args)
+    def sample(self, step, timings, *args):
+        write(self, step, timings, *args)
         tasks = [name for path in Path("/proc/self/task").glob("*/comm") if (name := read(path))]
         children = [pid for path in Path("/proc/self/task").glob("*/children") for pid in read(path).split()]
         samples[step - 1] = (
-            *(private_bytes("self"), sum(map(private_bytes, children)), len(os.listdir("/proc/self/fd"))),
-            *(len(tasks) - tasks.count("ts_pool_worker\n"), len(children), len(jax.live_arrays()), compiled[0]),
+            *(private_bytes("self"), sum(map(private_bytes, children)), timings["time/update"]),
+            *(len(os.listdir("/proc/self/fd")), len(tasks) - tasks.count("ts_pool_worker\n"), len(children)),
+            *(len(jax.live_arrays()), compiled[0]),
         )
 
     def count(event, *_, **__):

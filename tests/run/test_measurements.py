@@ -17,17 +17,11 @@ from mllm.training.optimizer import make_schedule
 from mllm.training.step import TrainState
 
 
-def state(step: int) -> RunState:
-    return RunState(step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []))
-
-
-ENDS = Measurement(lambda params, step: {"ends": step}, None)
-
-
 def validating(losses: list[float], patience: int | None) -> Measurements:
     validation = Measurement(lambda params, step: {"validation/loss": losses[step]}, 1)
+    at_ends = Measurement(lambda params, step: {"ends": step}, None)
     options = ValidationConfig(share=0.5, every=1, patience=patience)
-    return Measurements([validation, ENDS], [lambda params, step: {"test": step}], options)
+    return Measurements([validation, at_ends], [lambda params, step: {"test": step}], options)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +35,7 @@ def validating(losses: list[float], patience: int | None) -> Measurements:
 )
 def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(losses, patience, end):
     """Then all is measured, also what was not due."""
-    measurements, now = validating(losses, patience), state(0)
+    measurements, now = validating(losses, patience), RunState(0, TrainState({}, {}, 0), {})
     ended = []
     for step in range(len(losses)):
         now = replace(now, step=step, pending_evaluation=PendingEvaluation({}, []))
