@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import jax
 import pytest
-from runs import ROOT, environment
+from runs import spawn
 from states import make_state, opened
 
 from mllm.errors import UserError
@@ -113,23 +113,22 @@ def test_only_a_disk_or_a_bucket_that_fails_is_said_to(store):
             raise error
 
 
-def holding(url):
-    """Another process that holds a run."""
-    program = (
-        "import sys; from mllm.store import holder; from mllm.store.run_store import RunStore; holder.SECONDS = 0.5\n"
-        "with holder.hold(RunStore(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
-    )
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", program, url]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=pipe, stdout=pipe, text=True)
-    assert process.stdout.readline() == "held\n"
-    return process
+HOLDER = """
+import sys, time
+from mllm.store import holder
+from mllm.store.run_store import RunStore
+holder.SECONDS = 0.5
+with holder.hold(RunStore(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
 
 
 def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url, monkeypatch):
     monkeypatch.setattr(holder, "SECONDS", 0.5)
-    process = holding(url)
+    process = spawn(["-c", HOLDER, url], subprocess.DEVNULL)
     try:
+        assert process.stdout.readline() == "held\n"
         for _ in range(2):  # a refusal leaves the holder's lock as it was
             with pytest.raises(UserError, match=rf"^run_dir: .* is in use by .*process {process.pid} on .*; wait for"):
                 hold(store).__enter__()
