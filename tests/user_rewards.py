@@ -20,16 +20,3 @@ class Counter:
     def step(self, completion):
         self.count += sum(map(ord, completion)) % 10
         return f"{self.count}", self.count % 7 / 7, self.count % 5 == 0
-
-
-CALLS = []
-
-
-def tires(completion, log_extra, log_metric):
-    """Works for two rollouts of eight completions, and raises thereafter; it logs the number of its call."""
-    CALLS.append(completion)
-    log_extra("call", len(CALLS))
-    log_metric("calls", len(CALLS))
-    if len(CALLS) > 16:
-        raise RuntimeError("so\ntired")
-    return len(completion) / 4
