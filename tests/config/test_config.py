@@ -227,16 +227,6 @@ def test_files_are_found_in_the_configurations_folder_and_the_current_one(here, 
     assert f"{config.task.train} {config.model.source}".replace(str(here), "") == meant
 
 
-def test_what_is_missing_says_where_it_was_looked_for_and_the_nearest_name(here: Path) -> None:
-    (here / "ours" / "data").mkdir()
-    (here / "ours" / "data" / "train.jsonl").touch()
-    configs.load("ours/run.yaml")
-    assert places.missing("data/trian.jsonl") == (
-        f"data/trian.jsonl: no such file in {here}/ours/data or {here}/data (did you mean train.jsonl?)"
-    )
-    assert places.missing("/nowhere/x") == "/nowhere/x: no such file in /nowhere"
-
-
 def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:
     (here / "ours" / "train.jsonl").touch()
     config = configs.load("ours/run.yaml")
