@@ -9,7 +9,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +34,6 @@ class ObjectStore:
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         """The name and the bytes so far of each upload in several requests."""
         self.fault: Fault = lambda method, path: None
-        self.faults: Counter[str] = Counter()
         self.written: list[str] = []
         """The names of the objects that were written."""
         self.lock = threading.Lock()
@@ -57,11 +55,9 @@ class ObjectStore:
 
     def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         place, query = urlsplit(path).path, dict(parse_qsl(urlsplit(path).query))
-        if place.startswith("/batch/"):
-            return self.answer_batch(headers, body)
         name = query.get("name", unquote(place.partition("/o/")[2]))
         with self.lock:
-            if place.startswith("/upload/") and query.get("uploadType") in ("resumable", "multipart"):
+            if place.startswith("/upload/") and query.get("uploadType") == "resumable":
                 return self.upload(query, headers, body)
             if found := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
                 source, how, target = found.groups()
@@ -119,13 +115,7 @@ class ObjectStore:
         return {"items": items, "prefixes": sorted(folders)}
 
     def upload(self, query: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> Answer:
-        """A step of an upload: the first request of one in several, one of the others, or an upload as a whole."""
-        if query["uploadType"] == "multipart":
-            boundary = b"--" + headers["Content-Type"].partition("boundary=")[2].strip("'\"").encode()
-            about, content = (
-                part.partition(b"\n\n")[2] or part.partition(b"\r\n\r\n")[2] for part in body.split(boundary)[1:3]
-            )
-            return 200, {}, json.dumps(self.put(json.loads(about)["name"], content.removesuffix(b"\n"))).encode()
+        """A step of an upload in several requests: the first one, or one of the others."""
         if "upload_id" not in query:
             number = str(next(self.generations))
             self.uploads[number] = query["name"], bytearray()
@@ -138,16 +128,6 @@ class ObjectStore:
             return 308, {"Range": f"bytes=0-{len(content) - 1}"}, b""
         return 200, {}, json.dumps(self.put(name, content)).encode()
 
-    def answer_batch(self, headers: Mapping[str, str], body: bytes) -> Answer:
-        """Several requests in one, which gcsfs uses to delete."""
-        text, parts = body.decode(), []
-        for number, found in enumerate(re.findall(r"(DELETE) (\S+) HTTP", text), 1):
-            status, _, _ = self.answer(*found, {}, b"")
-            parts.append(
-                f"--end\nContent-Type: application/http\nContent-ID: response-{number}\n\nHTTP/1.1 {status} OK\n\n\n"
-            )
-        return 200, {"Content-Type": "multipart/mixed; boundary=end"}, "".join([*parts, "--end--"]).encode()
-
 
 def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
@@ -157,8 +137,6 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
         def do(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = store.fault(self.command, self.path)
-            if fault:
-                store.faults[fault] += 1
             if fault == "late":
                 time.sleep(0.3)
             if fault != "reset":

@@ -57,16 +57,8 @@ def arguments(config: Config) -> list[str]:
     return ["--config", str(path)]
 
 
-class ExitCode(int):
-    """An exit code that says, in an assertion that fails, which signal it stands for."""
-
-    def __repr__(self) -> str:
-        names = {128 + number: number.name for number in (signal.SIGTERM, signal.SIGINT)}
-        return f"{self:d} ({names[self]}, from outside unless this test sent it)" if self in names else f"{self:d}"
-
-
 def run(config: Config, *options: str) -> int:
-    return ExitCode(train.main([*arguments(config), *options]))
+    return train.main([*arguments(config), *options])
 
 
 def signal_trainer(number: int) -> None:
@@ -114,7 +106,7 @@ def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
     finally:
         for process in processes:
             process.kill()
-    assert [ExitCode(process.returncode) for process in processes] == [exit_code] * len(processes), "\n".join(said)
+    assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(said)
     return said
 
 

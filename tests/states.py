@@ -56,15 +56,3 @@ def save(store, *states, accuracies=None, **settings):
 def restored(store):
     with opened(store) as checkpoints:
         return checkpoints.restore(like())
-
-
-def damaged(content, trial, dice):
-    """The content with a flipped bit, cut, or with zeros in it, in turns."""
-    content, place = bytearray(content), int(dice.integers(len(content)))
-    if trial % 3 == 0:
-        content[place] ^= 1 << int(dice.integers(8))
-    elif trial % 3 == 1:
-        del content[place:]
-    else:
-        content[place : place + 16] = bytes(len(content[place : place + 16]))
-    return content

@@ -13,11 +13,9 @@ from mllm.errors import UserError, command
 @pytest.mark.parametrize(
     ("error", "code", "printed"),
     [
-        (UserError("steps: too many"), 2, "error: steps: too many"),
         (UserError("a\nb\x1b[2J"), 2, "error: a\\nb\\x1b[2J"),
         (KeyboardInterrupt(), 130, ""),
         (JaxRuntimeError("RESOURCE_EXHAUSTED: 9\nmore"), 2, "error: out of memory (RESOURCE_EXHAUSTED: 9); train.py"),
-        (JaxRuntimeError("INTERNAL: x"), 1, ""),
         (ValueError("RESOURCE_EXHAUSTED: disk"), 1, ""),
     ],
 )

@@ -31,7 +31,6 @@ from mllm.model import tokenizer, weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.rewards.functions import exact_match, flexible_match, think_answer_format
-from mllm.store.run_store import Damaged, RunStore, seal
 
 ROOT = Path(__file__).parents[2]
 DAILY = 20
@@ -211,36 +210,11 @@ def read_model(folder: Path, given: dict[str, bytes]) -> None:
         assert tensors[name][(slice(None),) * len(shape)].shape == shape
 
 
-# Documents of checkpoints
-
-DOCUMENT = {"position": {"next_index": 3}, "config": "seed: 0\n", "score": 0.5, "arrays": {"embed": "0"}}
-DOCUMENT |= {"logs": {"metrics.jsonl": [0, "0"]}, "digests": {"tokenizer": "a"}, "frozen": {}}
-documents = st.one_of(
-    changed([seal(DOCUMENT)]).map(as_json),
-    changed([DOCUMENT]).map(as_json).map(json.loads).map(seal).map(as_json),
-    spliced([json.dumps(seal(DOCUMENT))]),
-)
-
-
-def read_documents(folder: Path, content: bytes) -> None:
-    """A document is what was sealed, or damaged."""
-    place = folder / "run/checkpoints/7/document"
-    place.mkdir(parents=True, exist_ok=True)
-    (place / "metadata").write_bytes(content)
-    store = RunStore(folder / "run")
-    assert store.best_step([7]) in (7, None)
-    try:
-        store.document(7)
-    except Damaged as error:
-        raise UserError(str(error)[:LONGEST]) from None
-
-
 READERS = {
     "a configuration": (st.tuples(contents, st.just([])), read_config),
     "overrides": (st.tuples(st.just(CONFIGS[-1].encode()), st.lists(overrides, max_size=3)), read_config),
     "chats": (st.tuples(json_lines(CHATS), data_settings, st.integers(1, 3)), read_chats),
     "the files of a model": (models, read_model),
-    "a checkpoint's document": (documents, read_documents),
     "completions": (st.one_of(pieces, repetitions, st.text(max_size=50)), read_completion),
 }
 

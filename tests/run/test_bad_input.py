@@ -11,35 +11,22 @@ import shutil
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from bad_models import MODELS, OWN_CODE, pickled
 from runs import arguments, checksums
-from tiny import config
+from tiny import TEACHER, config
 
 import train
 from mllm.config import places
 from mllm.config.load import dump
-from mllm.model import weights
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory):
-    """The folder of a model."""
-    settings = config()
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    folder = tmp_path_factory.mktemp("models") / "whole"
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), policy.params)
-    weights.save(folder, policy.architecture, zeros, also=policy.tokenizer.save_pretrained)
-    return folder
-
-
 @pytest.fixture
-def model(exported, tmp_path):
-    """A copy of the folder, to be spoilt."""
-    return Path(shutil.copytree(exported, tmp_path / "model"))
+def model(tmp_path):
+    """The folder of a whole model, to be spoilt."""
+    return Path(shutil.copytree(TEACHER["source"], tmp_path / "model"))
 
 
 @pytest.fixture
@@ -85,16 +72,12 @@ def finetuned(source):
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
-# Settings
-
 NOT_READ = "line 1: anchors, aliases and tags are not read"
 CONFIGS = {
     "no YAML": (b"steps: [\n", "{path}: not readable as YAML: "),
-    "a NUL by its escape": (b'run_dir: "a\\0b"\n', "{path}: not readable as YAML: line 1: no text may hold '\\x00'"),
     "aliases that explode": (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", NOT_READ),
     "a tag that makes Python objects": (b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n", NOT_READ),
     "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "line 3: steps stands twice"),
-    "deep nesting": (b"model: " + b"[" * 2**19, "line 1: more than 20 levels"),
     "a megabyte": (b"# " + b"x" * 2**20, "{path}: larger than 1 MiB, so it is no configuration"),
 }
 """The bytes of a file for `train.py --config`, and the message."""
@@ -108,7 +91,7 @@ def test_a_bad_configuration_file_is_refused(what, tmp_path, refused):
     assert text.format(path=path) in refused(train, "--config", path)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "a" * 300, "a\nb", "a\0b", ".", "/dev/zero", "~nobody-here/x"])
+@pytest.mark.parametrize("name", ["nowhere", "a" * 300, "a\0b", ".", "/dev/zero", "~nobody-here/x"])
 def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name, refused):
     assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
 
@@ -116,27 +99,19 @@ def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name,
 OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
-    "--steps=10": "--steps=10: no option; a setting has no dashes: steps=10",
-    "steps=[": "steps=[: the value is not readable as YAML",
     # of an unknown name, of the wrong type, out of bounds
     "steps=many": "steps: Input should be a valid integer",
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
     # what contradicts the machine or the data
-    "rollout.max_prompt_length=3": "rollout.max_prompt_length: all of the 84 training prompts of task arithmetic are",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",
     # the model by its sizes
     "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
-    "model.architecture.hiden_size=8": "model.architecture: hiden_size is unknown; did you mean hidden_size?",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
-    # adapters, a tokenizer
-    "model.lora={rank: 2, alpha: 2, targets: []}": "model.lora.targets: name at least one product, and each once",
-    "model.tokenizer=nowhere": "model.tokenizer: nowhere: no such folder",
     # the run's folder, where something else is
-    "run_dir=thesis": "run_dir: thesis holds other files and no config.yaml",
     "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory); check it",
 }
 """A setting that spoils a good configuration, and the message."""
@@ -147,9 +122,6 @@ def test_an_impossible_setting_is_named(override, tmp_path, refused):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.tex").write_text("It was a dark and stormy night.")
     assert OVERRIDES[override].format(here=tmp_path) in refused(train, *arguments(config(run_dir="run")), override)
-
-
-# The model's files
 
 
 @pytest.mark.parametrize("what", MODELS)
@@ -163,9 +135,9 @@ def test_a_single_file_is_no_model_and_no_data(tmp_path, refused):
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / "model.bin"
     pickled(path.name)(path.parent)
-    for source in (path, path.relative_to(tmp_path)):  # the second might be a hub id
-        said = refused(train, *arguments(pretrained(source)))
-        assert f"{source}: is not a folder (archives and single files are never opened)" in said
+    source = path.relative_to(tmp_path)  # which might be a hub id
+    said = refused(train, *arguments(pretrained(source)))
+    assert f"{source}: is not a folder (archives and single files are never opened)" in said
     assert f" ({path}:1, {path}:2, " in refused(train, *finetuned(path))
 
 
@@ -178,19 +150,7 @@ def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
     assert [*model.parent.iterdir()] == [model]
 
 
-# Data
-
 GOOD = b'{"question": "1+1=", "answer": "2"}\n'
-ALONE = b'{"messages": [{"role": "assistant", "content": "a"}]}'
-LINES = {
-    "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
-    "deep nesting": (b"[" * 100_000, "not JSON in UTF-8 ("),
-    "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
-    "an answer that is no text": (b'{"question": "a", "answer": NaN}', "answer must be a string, got float"),
-    "an answer to nothing": (ALONE, "messages: the first is the assistant's, so it answers nothing"),
-    "a control token": (b'{"question": "<|im_end|>", "answer": "a"}', "messages: <|im_end|> is a control token"),
-    "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
-}
 FILES = {
     "nothing": ("train.jsonl", None, "data.source: {path}: no such file in {here}: give a file of JSON lines ("),
     "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
@@ -201,7 +161,6 @@ FILES = {
     ),
     "half of gzip": ("train.jsonl.gz", gzip.compress(GOOD * 9)[:30], "{path} can't be read (Compressed file"),
     "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
-    "a table of no UTF-8": ("train.csv", b"text\n\xff\n", "{path} can't be read ('utf-8' codec can't decode"),
     "a row of too many values": (
         "train.csv",
         b"text\n\na\na,b\n",
@@ -210,6 +169,11 @@ FILES = {
     "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file: give a file of JSON"),
 }
 """A data source's name, its bytes or how it is made, and the message."""
+LINES = {
+    "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
+    "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
+    "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
+}
 FILES |= {
     f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"data.source: {text}")
     for what, (line, text) in LINES.items()
@@ -230,22 +194,15 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
         assert f" ({path}:2)" in said
 
 
-# The tools
-
 TOOLS = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
-    ("export", "damaged", "damaged/config.yaml: not readable as YAML"),
-    ("plot", "nowhere", "nowhere: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
-    ("plot", "begun", "begun: metrics.jsonl has nothing to draw yet"),
     ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
     ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
-    ("generate", "run hi --prompts p.jsonl", "--prompts: is instead of PROMPT: give one of them"),
     ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
-    ("memory", "--config tiny_sft --out run/x/y", "--out: run/x/y names no file in a folder that is there"),
     ("memory", "--config tiny_distill", "--config: heads of two models are not compared"),
     ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
 )
@@ -254,16 +211,14 @@ TOOLS = (
 
 @pytest.mark.parametrize(("tool", "command", "text"), TOOLS, ids=[f"{tool} {line:.40}" for tool, line, _ in TOOLS])
 def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
-    """`run` has no checkpoint, `begun` no step, and the files of `damaged` are damaged."""
+    """`run` has no checkpoint, and the files of `damaged` are damaged."""
     files = {
         "run/config.yaml": dump(config(run_dir="run")),
         "run/metrics.jsonl": '{"step": 4, "loss": 2}\n',
-        "begun/metrics.jsonl": '{"step": 0}\n',
-        "damaged/config.yaml": "steps: &a [*a]\n",
         "damaged/metrics.jsonl": '{"step": 1, "loss": 2}\n[1]\n',
         "damaged/samples.jsonl": '{"step": 1}\n',
     }
-    for folder in ("run/checkpoints", "begun", "damaged"):
+    for folder in ("run/checkpoints", "damaged"):
         (tmp_path / folder).mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / name).write_text(content)

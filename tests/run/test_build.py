@@ -84,23 +84,15 @@ def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
     grpo, batch = run.config.grpo, run.config.batch_size
     assert given["Sampler"]["usual"] == (Usual(batch // grpo.num_generations, batch) if grpo else None)
     planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "holds_reference")]
-    assert planned == [run.policy, run.config.rollout, run.config.optimizer, run.config.grpo is not None]
-    assert run.forward.head.options["temperature"] == (0.7 if run.config.grpo else 1.0)
+    assert planned == [run.policy, run.config.rollout, run.config.optimizer, grpo is not None]
+    assert run.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
     assert given["Sampler"]["stop_texts"] == run.policy.stop_texts == ("+",)
     assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
-
-
-def test_a_run_is_known_again_by_the_reference_of_its_policy(built):
-    run, _ = built
-    assert bool(run.checkpoints.frozen) == (run.config.grpo is not None)
-    assert run.checkpoints.frozen == (checksums(by_name(run.fixed.reference)) if run.fixed.reference else {})
-
-
-def test_data_validation_and_evaluation_are_shared_as_the_mesh_says(built):
-    run, given = built
+    # A run is known again by the reference of its policy.
+    assert bool(run.checkpoints.frozen) == (grpo is not None)
+    assert run.checkpoints.frozen == (checksums(by_name(run.fixed.reference)) if grpo else {})
     shares = [given["make_evaluation"]["rows"], run.source.rows]
-    if run.config.data:
-        shares += [run.source.batches.share]
+    shares += [run.source.batches.share] if run.config.data else []
     assert all(share is ROWS for share in shares)
 
 
@@ -125,11 +117,3 @@ def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp
     monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: asked.append(keep))
     with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):
         assert asked == [True]
-
-
-@pytest.mark.slow
-def test_a_run_with_adapters_is_known_again_by_those_of_its_reference_too(tmp_path):
-    reference = {"grpo": {"beta": 0.1, "reference": "initial"}, "model": {"lora": {"rank": 2, "alpha": 2}}}
-    with Run.build(config(run_dir=str(tmp_path / "run"), **reference)) as run:
-        assert run.checkpoints.frozen == checksums(by_name(run.fixed.reference))
-        assert "layers.q_a" in run.checkpoints.frozen

@@ -3,62 +3,25 @@
 import json
 import logging
 import math
-import re
 import signal
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from runs import assert_same_end, changed, checkpoints, killed_after, records, run, signal_trainer
+from runs import changed, checkpoints, records, run, signal_trainer
 from tiny import config
 
-import mllm.run.build
-from mllm.algorithms.sft.source import SftSource, load_documents
 from mllm.config.data import ValidationConfig
-from mllm.errors import StepError
-from mllm.model.tokenizer import Renderer, bytes_tokenizer
-from mllm.run.evaluation import make_evaluation
+from mllm.run.build import Run
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
-from mllm.store.run_store import RunStore
 from mllm.training.optimizer import make_schedule
 from mllm.training.step import TrainState
 
 
-def state(step: int, **fields: Any) -> RunState:
-    return RunState(
-        step, TrainState({}, {}, step), {}, pending_evaluation=PendingEvaluation({"loss": 1.0}, []), **fields
-    )
-
-
-BYTES = Renderer(bytes_tokenizer())
-OFTEN = Measurement(lambda params, step: {"often": step}, 2)
-ENDS = Measurement(lambda params, step: {"ends": step}, None)
-
-
-@pytest.mark.parametrize(
-    ("step", "final", "taken"),
-    [
-        (0, False, {"often", "ends"}),
-        (1, False, set()),
-        (2, False, {"often"}),
-        (3, True, {"often", "ends", "test"}),
-        (4, True, {"often", "ends", "test"}),
-    ],
-)
-def test_repeated_measurements_are_due_at_their_steps_and_the_test_set_at_the_end(step, final, taken):
-    measurements = Measurements([OFTEN, ENDS], [lambda params, step: {"test": step}])
-    assert measurements.are_due(step, final) == bool(taken)
-    after, metrics, ended = measurements.measure_pending(state(step), {}, final)
-    assert metrics == {"loss": 1.0} | dict.fromkeys(taken, step)
-    assert after.pending_evaluation is None
-    assert ended == final
-
-
 def validating(losses: list[float], patience: int | None) -> Measurements:
     validation = Measurement(lambda params, step: {"validation/loss": losses[step]}, 1)
+    at_ends = Measurement(lambda params, step: {"ends": step}, None)
     options = ValidationConfig(share=0.5, every=1, patience=patience)
-    return Measurements([validation], [lambda params, step: {"test": step}], options)
+    return Measurements([validation, at_ends], [lambda params, step: {"test": step}], options)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +34,8 @@ def validating(losses: list[float], patience: int | None) -> Measurements:
     ],
 )
 def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(losses, patience, end):
-    measurements, now = validating(losses, patience), state(0)
+    """Then all is measured, also what was not due."""
+    measurements, now = validating(losses, patience), RunState(0, TrainState({}, {}, 0), {})
     ended = []
     for step in range(len(losses)):
         now = replace(now, step=step, pending_evaluation=PendingEvaluation({}, []))
@@ -79,16 +43,9 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
         now = RunState.from_document(step, now.train, now.document())
         now, metrics, final = measurements.measure_pending(now, {}, False)
         assert measurements.end_early(now) == final == ("test" in metrics)
+        assert ("ends" in metrics) == (final or step == 0)
         ended += [step] * final
     assert ended[:1] == ([] if end is None else [end])
-
-
-def test_an_early_end_measures_what_was_not_due():
-    validates = validating([1.0, 2.0], 1)
-    measurements = replace(validates, repeated=[*validates.repeated, OFTEN, ENDS], at_end=[])
-    _, metrics, final = measurements.measure_pending(state(1, lowest_loss=1.0), {}, False)
-    assert final
-    assert {"often", "ends"} <= metrics.keys()
 
 
 def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_problems():
@@ -102,44 +59,6 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
     for wrong in (math.nan, math.inf, -math.inf):
         assert validates.score(everything | {"validation/loss": wrong}) is None
         assert Measurements().score({"eval/reward": wrong}) is None
-
-
-@pytest.mark.nightly
-def test_a_test_set_is_measured_once_at_the_end_and_again_if_that_was_broken_off(tmp_path, monkeypatch):
-    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    for path, start in zip(files.values(), (0, 40), strict=True):
-        lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(start, start + 20)]
-        Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    task = {"name": "jsonl", **files, "heldout": 3}
-    settings = config(run_dir=str(tmp_path / "run"), task=task, steps=8, eval={"every": 4, "test": True})
-    tested, seen = [], {}
-
-    def make(options, task, problems, *, prefix="eval/", **parts):
-        measure = make_evaluation(options, task, problems, prefix=prefix, **parts)
-        seen[prefix] = {problem.answer for problem in problems}
-
-        def measure_or_stop(params, step):
-            tested.append(prefix)
-            if tested == ["eval/"] or (prefix == "test/" and tested.count("test/") == 1):
-                signal_trainer(signal.SIGTERM)
-            return measure(params, step)
-
-        return measure_or_stop
-
-    monkeypatch.setattr(mllm.run.build, "make_evaluation", make)
-    assert [run(settings), run(settings), run(settings)] == [143, 143, 0]
-    assert tested == ["eval/"] + ["eval/"] * 3 + ["test/"] + ["eval/", "test/"]
-    samples = records(settings, "samples.jsonl")
-    trained = {str(int(re.search(r"(\d+)\+1=", line["prompt"])[1]) + 1) for line in samples}
-    assert len(seen["eval/"]) == 3
-    assert not seen["eval/"] & trained
-    assert seen["test/"] == {str(answer) for answer in range(41, 61)}
-    lines = records(settings)
-    assert [line["step"] for line in lines if "test/reward" in line] == [8]
-    assert [line["step"] for line in lines if "eval/reward" in line] == [0, 4, 8]
-
-
-# Runs on a user's files
 
 
 @pytest.fixture
@@ -157,34 +76,10 @@ def settings(tmp_path):
     return make
 
 
-@pytest.mark.nightly
-def test_epochs_give_the_steps_and_what_was_measured_before_data_that_can_not_be_read_is_kept(
-    settings, tmp_path, monkeypatch
-):
-    give = SftSource.next
-
-    def damaged(self, params, step, *others):
-        if step == 4:
-            raise StepError("damaged")
-        return give(self, params, step, *others)
-
-    done = changed(settings(checkpoint={"every": 1, "keep": 20}), steps=None, data={"epochs": 2})
-    assert run(done) == 0
-    lines = records(done)
-    assert [line["step"] for line in lines] == list(range(9))  # 32 examples, 8 a batch, twice
-    assert [line["step"] for line in lines if "validation/loss" in line] == [0, 2, 4, 6, 8]
-    killed = killed_after(done, 2, tmp_path / "killed")
-    with monkeypatch.context() as patch:
-        patch.setattr(SftSource, "next", damaged)
-        assert run(changed(killed, checkpoint={"every": None})) == 2
-    assert checkpoints(killed)[-1] == 4
-    assert RunStore(killed.run_dir).document(4)["score"] == -lines[4]["validation/loss"]
-    assert run(killed) == 0
-    assert_same_end(done, killed)
-
-
 @pytest.mark.slow
-def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(settings, caplog, capsys):
+def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(
+    settings, tmp_path, caplog, capsys
+):
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
@@ -193,6 +88,8 @@ def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_
     assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
     assert "validation/loss" in lines[-1]
     assert checkpoints(done) == [4]
+    with Run.build(changed(done, steps=None, run_dir=str(tmp_path / "no_steps"))) as begun:
+        assert begun.source.steps == 4
     capsys.readouterr()
     assert run(done) == 0  # and the same command has nothing to do
     assert "at step 4" in capsys.readouterr().out
@@ -200,14 +97,10 @@ def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_
 
 
 @pytest.mark.slow
-def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, tmp_path, capsys):
+def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, capsys):
     done = changed(settings(), steps=None, data={"epochs": 1}, optimizer={"warmup_steps": 5})
     assert run(done) == 2
     assert "optimizer.warmup_steps: 5 are more than the run has (data.epochs: 1 passes over" in capsys.readouterr().err
-    many = {"name": "arithmetic", "arithmetic": {"operands": 4, "digits": 3}}
-    endless = config("sft", run_dir=str(tmp_path / "run"), steps=None, task=many, data={"epochs": 1})
-    assert run(endless) == 2
-    assert "steps: set them: the task has 999999999984 problems, too many to count the" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -235,15 +128,3 @@ def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings,
         assert f"\nended              after step {len(losses) - 1} of 60: {reason}\n" in capsys.readouterr().out
         assert min(losses) == losses[-4]
         assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
-
-
-def test_what_is_held_out_has_a_name_of_its_own_and_so_has_what_is_left_by_each_share(settings):
-    """A resume tells by it that data are others."""
-    data = settings().data
-    whole = load_documents(data.model_copy(update={"validation": None}), BYTES, None)[0].content
-    names = {whole}
-    for share in (0.2, 0.3):
-        validation = data.validation.model_copy(update={"share": share})
-        parts = load_documents(data.model_copy(update={"validation": validation}), BYTES, None)
-        names |= {part.content for part in parts}
-    assert len(names) == 5

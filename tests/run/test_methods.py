@@ -1,13 +1,12 @@
 """Runs of DPO and its kin, and of distillation: validation, references and teachers. Resume: test_train.py."""
 
 import json
-import shutil
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from runs import changed, newest, records, run
+from runs import newest, records, run
 from tiny import TEACHER, config
 
 from mllm.algorithms.dpo.source import PreferenceSource
@@ -18,12 +17,10 @@ from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.plan.programs import Programs
 from mllm.run import build
-from mllm.run import folder as run_dir
 from mllm.run.build import Run
 from mllm.run.source_run import check_tokens, load_policy, load_teacher
 from mllm.sampler.schedule import Room
 from mllm.stopwatch import Stopwatch
-from mllm.store.run_store import RunStore
 
 LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
 HELD_OUT = {"share": 0.2, "every": 2}
@@ -43,9 +40,9 @@ def settings(folder, loss_type="sigmoid", **sections):
 
 
 @pytest.mark.slow
-def test_labelled_completions_are_validated(tmp_path):
+def test_labelled_completions_are_validated_and_adapters_compared_with_the_frozen_model(tmp_path):
     """Two processes: tests/parallel/test_processes.py."""
-    labelled = settings(tmp_path, "kto")
+    labelled = settings(tmp_path, "kto", model={"lora": {"rank": 4, "alpha": 8}})
     assert run(labelled) == 0
     lines = records(labelled)
     assert lines[-1]["step"] == 4
@@ -54,22 +51,7 @@ def test_labelled_completions_are_validated(tmp_path):
     assert [line["step"] for line in measured] == [0, 2, 4]
     assert measured[0]["validation/loss"] == pytest.approx(0.5, abs=1e-4)  # the policy is the reference
     assert measured[0]["validation/kl"] == pytest.approx(0, abs=1e-3)
-
-
-@pytest.mark.nightly
-def test_adapters_are_compared_with_the_frozen_model_and_pairs_are_validated(tmp_path):
-    pairs = [{"prompt": f"{n}=", "chosen": str(n), "rejected": str(n + 1)} for n in range(40)]
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(one) + "\n" for one in pairs))
-    data = {"source": str(path), "max_length": 32, "validation": HELD_OUT}
-    one = changed(settings(tmp_path, model={"lora": {"rank": 4, "alpha": 8}}, steps=3), data=data, task=None)
-    assert run(one) == 0
-    lines = records(one)
-    assert lines[1]["loss"] == pytest.approx(np.log(2), abs=1e-5)
-    assert lines[1]["rewards/margins"] == pytest.approx(0, abs=1e-5)
-    assert lines[0]["validation/loss"] == pytest.approx(np.log(2), abs=1e-5)
-    assert lines[3]["rewards/chosen"] != 0
-    assert lines[3]["validation/rewards/margins"] != 0
+    assert measured[-1]["validation/rewards/margins"] != 0
 
 
 @pytest.mark.parametrize(
@@ -90,19 +72,13 @@ def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its
     assert jax.tree.structure(batch) == jax.tree.structure(planned)
 
 
-def test_the_loss_may_change_and_the_reference_may_not(tmp_path):
-    one = settings(tmp_path)
-    Path(one.run_dir, "checkpoints", "2").mkdir(parents=True)
-    run_dir.write(RunStore(one.run_dir), one)
-    with run_dir.claim(changed(one, dpo={"loss_type": "ipo", "beta": 0.5}), change=True) as (_, found):
-        assert {change.key for change in found.changes} == {"dpo.loss_type", "dpo.beta"}
+def test_a_run_goes_on_with_no_other_reference():
     source = PreferenceSource.__new__(PreferenceSource)
     source.checksum = "one"
     with pytest.raises(UserError, match="model: the run began with another reference"):
         source.seek({"reference": "other"})
 
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 GIVEN = {"data": {"source": "task", "max_length": 32}, "grpo": None, "rollout": None}
 OWN = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "distill": {}, "teacher": TEACHER}
 
@@ -137,21 +113,6 @@ def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
         assert "reward" not in line
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_with_no_other_teacher(finished, tmp_path, capsys):
-    settings = finished("distill")
-    lines = records(settings)
-    assert all(np.isfinite(line["kl"]) and "reward" in line for line in lines)
-    assert len(RunStore(settings.run_dir).document(4)["frozen"]) > len(newest(settings).train.params)
-    other = shutil.copytree(FIXTURES / "tiny_grpo", tmp_path / "other")
-    shutil.copy(FIXTURES / "tiny_sft" / "model.safetensors", other)
-    shutil.copytree(settings.run_dir, tmp_path / "run")
-    capsys.readouterr()
-    again = changed(settings, run_dir=str(tmp_path / "run"), steps=10, teacher={"source": str(other)})
-    assert run(again) == 2
-    assert "belongs to a run with other frozen parameters" in capsys.readouterr().err
-
-
 def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
@@ -162,25 +123,26 @@ def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_every_sampled_completion_is_learned_from_with_the_teachers_term(tmp_path):
-    settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"})
+    settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"}, log={"samples": 3})
     assert run(settings) == 0
     (line,), samples = records(settings), records(settings, "samples.jsonl")
     assert line["frac_without_gradient"] == 0
     assert line["kl"] > 1
     assert line["grad_norm"] > 0
-    assert {sample["advantage"] for sample in samples} == {None}
+    assert [sample["advantage"] for sample in samples] == [None] * 3
 
 
-def test_a_tokenizer_with_another_token_is_one_line(tmp_path):
+def test_a_tokenizer_with_another_token_is_one_line():
     student = tokenizers.bytes_tokenizer()
     check_tokens("x", student, student)
     student.add_tokens(["<more>"])
     with pytest.raises(UserError, match=r"^teacher.source: x: token 260 is None there, and '<more>' of the student's"):
         check_tokens("x", student, tokenizers.bytes_tokenizer())
     check_tokens("x", tokenizers.bytes_tokenizer(), student)  # it may have more
-    settings = distilled(teacher={"source": str(tmp_path / "nothing")})
-    with pytest.raises(UserError, match=r"^teacher.source: "):
-        load_teacher(settings, make_mesh(settings.mesh), student)
-    settings = distilled(teacher={"source": str(FIXTURES / "tiny_grpo"), "step": 3})
-    with pytest.raises(UserError, match=r"^teacher.step: no run is at "):
-        load_teacher(settings, make_mesh(settings.mesh), student)
+    for teacher, message in (
+        ({"source": "nothing"}, "teacher.source: "),
+        (TEACHER | {"step": 3}, "teacher.step: no run"),
+    ):
+        settings = distilled(teacher=teacher)
+        with pytest.raises(UserError, match=f"^{message}"):
+            load_teacher(settings, make_mesh(settings.mesh), student)

@@ -1,16 +1,18 @@
-"""What a resume finds out: that its checkpoints are gone, and that what lies outside of the run is not what it was."""
+"""What a resume finds out: lost checkpoints, and that settings or what lies outside of the run are not what they were.
+
+`--change` goes on with other settings where that is sound, records it, and stays exact when the run is killed.
+"""
 
 import json
 import os
 import re
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
-from runs import ROOT, arguments, changed, checksums, run
-from states import opened
-from tiny import config
+import yaml
+from runs import ROOT, arguments, assert_same_end, changed, checksums, killed_after, records, run
+from tiny import TEACHER, config
 
 import train
 from mllm.config.load import load, read
@@ -35,20 +37,11 @@ def write_lines(path, lines):
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    """A folder with a model."""
-    settings, place = config(), tmp_path_factory.mktemp("shared")
-    policy = load_policy(settings, make_mesh(settings.mesh))
-    save = policy.tokenizer.save_pretrained
-    weights.save(place / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
-    return place
-
-
 @pytest.fixture
-def place(shared, tmp_path):
-    """A copy of the folder, to be changed."""
-    shutil.copytree(shared, tmp_path, dirs_exist_ok=True)
+def place(tmp_path):
+    """A folder with a model, to be changed."""
+    shutil.copytree(TEACHER["source"], tmp_path / "model")
+    edit(tmp_path / "model/config.json", max_position_embeddings=512)
     return tmp_path
 
 
@@ -56,11 +49,7 @@ def beginning(place, algorithm="sft", **sections):
     """The settings of a run of the model in a folder."""
     model = {"init": "pretrained", "architecture": None, "source": str(place / "model")}
     plain = {"run_dir": str(place / "run"), "model": model, "eval": None, "checkpoint": {"every": 1, "keep": 9}}
-    rollout = {} if algorithm == "grpo" else {"rollout": None}
-    return config(algorithm, **{**plain, **rollout, **({"dpo": {}} if algorithm == "dpo" else {}), **sections})
-
-
-# Checkpoints that are gone
+    return config(algorithm, **{**plain, **({} if algorithm == "grpo" else {"rollout": None}), **sections})
 
 
 @pytest.mark.slow
@@ -84,9 +73,6 @@ def test_a_run_whose_checkpoints_are_gone_stops_and_touches_no_log(finished, tmp
     assert not {*now} - {*before}
 
 
-# What lies outside of the run
-
-
 def read_json(path):
     return json.loads(path.read_text())
 
@@ -100,39 +86,8 @@ def edit_template(model):
     path.write_text("{# edited #}" + path.read_text())
 
 
-EDITS = {
-    "model.tokenizer: the tokenizer, or its chat template,": edit_template,
-    "model.source: the architecture": lambda model: edit(
-        model / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}
-    ),
-    "model.source: what ends a completion": lambda model: edit(model / "generation_config.json", eos_token_id=[43]),
-}
-
-
-def test_an_edited_model_folder_is_refused_by_the_name_of_what_was_edited(place):
-    settings = beginning(place)
-    with Run.build(settings) as begun:
-        saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
-        begun.checkpoints.check_dependencies(saved)
-        assert begun.checkpoints.digests == saved["digests"]
-    for name, spoil in EDITS.items():
-        shutil.copytree(place / "model", place / "edited")
-        spoil(place / "edited")
-        other = changed(settings, model={"source": str(place / "edited")})
-        now = Run.digests(SimpleNamespace(policy=load_policy(other, make_mesh(other.mesh)), task=begun.task))
-        assert {key for key in now if now[key] != saved["digests"][key]} == {name}
-        with opened(RunStore(place / "other")) as checkpoints:
-            checkpoints.digests = now
-            with pytest.raises(UserError, match=f"^{re.escape(name)} is not what .*other has begun with: put it back"):
-                checkpoints.check_dependencies(saved | {"frozen": {}})
-        shutil.rmtree(place / "edited")
-
-
-def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
-    EDITS["model.source: what ends a completion"](place / "model")
-    with Run.build(beginning(place, "grpo")) as begun:
-        assert 43 in begun.sampler.stop_ids
-    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
+def end_by_plus(model):
+    edit(model / "generation_config.json", eos_token_id=[43])
 
 
 def other_lines(path):
@@ -143,46 +98,45 @@ def other_weights(path):
     shutil.copy(ROOT / "tests/fixtures/tiny_sft/model.safetensors", path)
 
 
-PLACES = {
-    "model.source": (
-        "files",
-        lambda at: edit(at / "model/config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}),
-    ),
-    "model.tokenizer": ("files", lambda at: edit_template(at / "tokenizer")),
-    "task.train": ("files", lambda at: other_lines(at / "task/train.jsonl")),
-    "task.test": ("files", lambda at: other_lines(at / "task/test.jsonl")),
-    "data.source": ("files", lambda at: other_lines(at / "train.jsonl")),
-    "data.validation.source": ("files", lambda at: other_lines(at / "validation.jsonl")),
-    "task.path": ("gsm8k", lambda at: other_lines(at / "task/train.jsonl")),
-    "teacher.source": ("teacher", lambda at: other_weights(at / "teacher")),
-}
-"""A kind of run that names each place, and how what is there changes."""
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
+OTHER_EXAMPLES = "the run began with other examples"
+EDITS = (
+    ("model.source", lambda at: edit(at / "model/config.json", **ROPE), "model.source: the architecture is not what"),
+    ("model.source", lambda at: end_by_plus(at / "model"), "model.source: what ends a completion is not what"),
+    ("model.tokenizer", lambda at: edit_template(at / "tokenizer"), "or its chat template, is not what"),
+    ("task.train", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
+    ("task.test", lambda at: other_lines(at / "task/test.jsonl"), "task: the list of problems is not what"),
+    ("data.source", lambda at: other_lines(at / "train.jsonl"), OTHER_EXAMPLES),
+    ("data.validation.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
+    ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
+    ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
+)
+"""The setting that names a place, what changes there, and words of the message."""
+KINDS = {"task.path": "gsm8k", "teacher.source": "distill"}
+"""The kind of run that names a place; else "files"."""
 
 
 def settings_of(kind, at, run_dir):
     """A run of this kind, whose files are all in the folder `at`."""
-    model = {"source": str(at / "model"), "tokenizer": str(at / "tokenizer")}
     data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
-    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, **model}}
-    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    model = {"init": "pretrained", "architecture": None, "source": str(at / "model")}
+    if kind == "distill":
+        teacher = {"source": str(at / "teacher"), "dtype": "float32"}
+        parts = {"task": None, "distill": {}, "teacher": teacher, "model": model | {"source": TEACHER["source"]}}
+        return beginning(at, "distill", data=data, run_dir=str(run_dir), **parts)
+    task = {"name": "gsm8k", "path": str(at / "task"), "heldout": 2}
     if kind == "files":
-        task = {"name": "jsonl", "train": str(at / "task/train.jsonl"), "test": str(at / "task/test.jsonl")}
+        task = {"name": "jsonl", "heldout": 2, **{name: str(at / f"task/{name}.jsonl") for name in ("train", "test")}}
         data |= {"validation": {"source": str(at / "validation.jsonl")}}
-        return beginning(at, data=data, task=task | {"heldout": 2}, **common, **measured)
-    if kind == "gsm8k":
-        return beginning(
-            at, data=data, task={"name": "gsm8k", "path": str(at / "task"), "heldout": 2}, **common, **measured
-        )
-    parts = {"distill": {}, "teacher": {"source": str(at / "teacher"), "dtype": "float32"}}
-    model = ROOT / "tests/fixtures/tiny_grpo"
-    common = {"run_dir": str(run_dir), "model": {"init": "pretrained", "architecture": None, "source": str(model)}}
-    return beginning(at, "distill", data=data, task=None, **common, **parts)
+    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    model |= {"tokenizer": str(at / "tokenizer")}
+    return beginning(at, data=data, task=task, run_dir=str(run_dir), model=model, **measured)
 
 
 @pytest.mark.slow
 def test_places_may_move_and_what_is_there_may_not_change(place):
     """For each setting of `folder.PLACES`, one after the other; all move at once."""
-    assert {*PLACES} == {*folder.PLACES}
+    assert {name for name, *_ in EDITS} == {*folder.PLACES}
     here = place / "here"
     here.mkdir()
     for name in ("model", "tokenizer"):
@@ -191,8 +145,8 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
         write_lines(here / f"task/{name}.jsonl", lines)
     for name in ("train", "validation"):
         write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
-    shutil.copytree(ROOT / "tests/fixtures/tiny_grpo", here / "teacher")
-    for kind in {kind for kind, _ in PLACES.values()}:
+    shutil.copytree(TEACHER["source"], here / "teacher")
+    for kind in ("files", "gsm8k", "distill"):
         with Run.build(settings_of(kind, here, place / kind)) as begun:
             saved = {"frozen": begun.checkpoints.frozen, "digests": begun.digests()}
             position = begun.source.position()
@@ -204,14 +158,20 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
 
         shutil.copytree(here, place / "moved", dirs_exist_ok=True)
         resume(place / "moved")
-        for spoil in [spoil for of, spoil in PLACES.values() if of == kind]:
-            shutil.copytree(here, place / "changed")
-            spoil(place / "changed")
-            with pytest.raises(
-                UserError, match=r"is not what|the run began with other examples|other frozen parameters"
-            ):
-                resume(place / "changed")
-            shutil.rmtree(place / "changed")
+        for name, spoil, message in EDITS:
+            if KINDS.get(name, "files") == kind:
+                shutil.copytree(here, place / "changed")
+                spoil(place / "changed")
+                with pytest.raises(UserError, match=message):
+                    resume(place / "changed")
+                shutil.rmtree(place / "changed")
+
+
+def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
+    end_by_plus(place / "model")
+    with Run.build(beginning(place, "grpo")) as begun:
+        assert 43 in begun.sampler.stop_ids
+    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
 
 
 @pytest.mark.slow
@@ -257,7 +217,7 @@ def test_a_branch_is_the_commit_that_the_run_began_with():
 
 # A stranger's files
 
-KINDS = {
+NO_FILES = {
     "pipe": os.mkfifo,
     "device": lambda path: path.symlink_to("/dev/zero"),
     "huge": lambda path: (path.touch(), os.truncate(path, run_store.LARGEST_FILE + 1)),
@@ -267,31 +227,121 @@ KINDS = {
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("tool", "name", "kind"),
-    [
-        (plot, "metrics.jsonl", "pipe"),
-        (samples, "samples.jsonl", "device"),
-        (plot, "timings.jsonl", "huge"),
-        (export, "config.yaml", "pipe"),
-        (export, "config.yaml", "device"),
-    ],
+    [(plot, "metrics.jsonl", "pipe"), (samples, "samples.jsonl", "device"), (plot, "timings.jsonl", "huge")],
 )
 def test_what_is_no_file_of_a_bounded_size_is_refused_and_not_waited_for(tmp_path, capsys, tool, name, kind):
     (tmp_path / "config.yaml").write_text("")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
     path = tmp_path / name
     path.unlink(missing_ok=True)
-    KINDS[kind](path)
+    NO_FILES[kind](path)
     assert tool.main([str(tmp_path)]) == 2
-    said = capsys.readouterr().err
-    if name != "config.yaml":
-        assert said == f"error: {path}: is no regular file of up to 2 GiB: remove it\n"
-        return
-    assert "no config.yaml; give a run_dir" in said
+    assert capsys.readouterr().err == f"error: {path}: is no regular file of up to 2 GiB: remove it\n"
+
+
+def test_a_configuration_that_is_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.yaml")
     with pytest.raises(UserError, match=r"config.yaml: is no file"):
         folder.claim(load("tiny_sft.yaml", [f"run_dir={tmp_path}"])).__enter__()
 
 
-# The documentation
+@pytest.fixture
+def settings(tmp_path):
+    """The configuration of a run in `tmp_path`, whose newest checkpoint is that of step 4."""
+    settings = config(run_dir=str(tmp_path), steps=6, optimizer={"schedule": "linear", "warmup_steps": 2})
+    folder.write(RunStore(tmp_path), settings)
+    for checkpoint in (3, 4):
+        (tmp_path / "checkpoints" / str(checkpoint)).mkdir(parents=True)
+    return settings
+
+
+def check(place, settings, change=False):
+    """The configuration with which the run in a folder goes on."""
+    with folder.claim(changed(settings, run_dir=str(place)), change) as (_, found):
+        return found
+
+
+def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
+    how = {
+        "mesh": {"dp": 2},
+        "micro_batch_size": 2,
+        "head": {"impl": "full_logits"},
+        "checkpoint": {"every": 2, "keep": 5},
+        "log": {"samples": 1},
+        "run_dir": "elsewhere",
+        "optimizer": {"max_skipped": 1},
+    }
+    assert check(tmp_path, changed(settings, **how)).changes == ()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"steps": 5},
+        {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "final_fraction": 0.1, "max_grad_norm": 0.5}},
+        {"grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none", "baseline": "token"}},
+        {"task": {"rewards": [{"name": "exact_match", "weight": 0.5}]}},
+    ],
+    ids=str,
+)
+def test_what_a_step_computes_may_change_with_the_flag(tmp_path, settings, how):
+    other = changed(settings, **how)
+    with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new value; else give"):
+        check(tmp_path, other)
+    found = check(tmp_path, other, change=True)
+    ((section, values),) = how.items()
+    expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
+    assert {change.key for change in found.changes} == expected
+    assert {change.step for change in found.changes} == {4}
+    folder.write(RunStore(tmp_path), found)
+    assert check(tmp_path, other) == found
+    assert check(tmp_path, settings, change=True).changes == ()  # taken back before any step
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        ({"batch_size": 16}, "batch_size"),
+        ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype"),
+        ({"task": {"heldout": 8}}, "task.heldout"),
+        ({"eval": {"every": 2}}, "eval"),
+    ],
+)
+def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, settings, what, name):
+    with pytest.raises(UserError, match=f"^{name}: .*; it can't change, since the steps so far, or the position in"):
+        check(tmp_path, changed(settings, **what), change=True)
+
+
+def test_a_change_that_has_no_effect_is_refused(tmp_path, settings):
+    for place, steps, message in (("", 4, "steps: .* has done 4 already"), ("nowhere", 6, "--change: .* holds no run")):
+        with pytest.raises(UserError, match=f"^{message}"):
+            check(tmp_path / place, changed(settings, steps=steps), change=True)
+
+
+@pytest.mark.slow
+def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(
+    finished, tmp_path, capsys
+):
+    first = killed_after(finished("sft"), 4, tmp_path / "straight")
+    straight = changed(first, steps=6, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
+    capsys.readouterr()
+    assert run(straight, "--change") == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "->" in line] == [
+        "after step 4: steps 8 -> 6",
+        "after step 4: optimizer.learning_rate 0.01 -> 0.001",
+        'after step 4: optimizer.schedule "constant" -> "cosine"',
+    ]
+    killed = killed_after(straight, 4, tmp_path / "killed")
+    assert run(killed) == 0
+    assert_same_end(straight, killed)
+    lines = records(killed)
+    assert [line["step"] for line in lines if "changed" in line] == [5]
+    expected = {"steps": 6, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
+    assert lines[5]["changed"] == expected
+    assert lines[5]["learning_rate"] < 1e-3 < lines[4]["learning_rate"]
+    resolved = yaml.safe_load((tmp_path / "killed" / "config.yaml").read_text())
+    assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 8, "new": 6}
+    assert {change["key"]: change["new"] for change in resolved["changes"]} == expected
 
 
 def test_the_documentation_names_every_setting_that_may_change():

@@ -1,23 +1,20 @@
 """A stranger's run or model: what reads it runs no code of it, and writes into no folder but its own."""
 
-import glob
 import importlib.util
 import json
 from pathlib import Path
 
 import pytest
-from runs import changed
 from tiny import config
 
 from mllm.config import places
-from mllm.config.load import load_run
 from mllm.data.tasks.load import function_records
 from mllm.errors import UserError
 from mllm.model.folder import replacing
 from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
 from mllm.run import folder as run_dir
 from mllm.run.source_run import source_run
-from mllm.store.run_store import CONFIG, RunStore
+from mllm.store.run_store import RunStore
 from tools import export, plot, samples
 
 
@@ -32,37 +29,18 @@ def stranger(tmp_path):
     return folder
 
 
-def beginning_with(folder, **sections):
-    """The settings of a run whose `model.source` is a folder."""
-    return config(model={"init": "pretrained", "architecture": None, "source": str(folder)}, **sections)
-
-
-# Code
-
-
 def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
     """Neither by this process nor by the rewards', at whose start Python would look for a sitecustomize, too."""
     monkeypatch.setattr(places, "MODULES", [])
     for name in ("stranger_module", "sitecustomize"):
         (stranger / f"{name}.py").write_text("raise SystemExit('code was run')\n")
-    assert source_run(beginning_with(stranger).model)
+    assert source_run(config(model={"init": "pretrained", "architecture": None, "source": str(stranger)}).model)
     assert export.main([str(stranger), "--adapter"]) == 2  # it has none
     with places.importable():
         assert importlib.util.find_spec("stranger_module") is None
     with pytest.raises(UserError, match="No module named 'stranger_module'"):
         function_records("stranger_module:problems")
     assert str(stranger) not in places.MODULES  # the PYTHONPATH of the rewards' process
-
-
-def test_data_that_a_run_names_are_not_looked_for_when_its_model_is_read(stranger, monkeypatch):
-    settings = changed(config("sft"), data={"source": "/**/*.jsonl"}, task=None, eval=None, rollout=None)
-    run_dir.write(RunStore(stranger), settings)
-    monkeypatch.setattr(glob, "iglob", lambda *_, **__: pytest.fail("the whole disk is searched"))
-    source = source_run(beginning_with(stranger).model)
-    assert load_run(source.folder / CONFIG).data.source == "/**/*.jsonl"
-
-
-# Links, which a folder on a disk may hold
 
 
 @pytest.mark.parametrize(("tool", "name"), [(samples, "samples.html"), (plot, "curves.png")])
@@ -82,9 +60,6 @@ def test_an_export_does_not_follow_a_link_in_the_run(stranger, tmp_path, capsys,
     assert export.main([str(stranger), *options]) == 2
     assert f"error: {stranger / name}: is a link, in a run that may be another's:" in capsys.readouterr().err
     assert (tmp_path / "mine/config.json").read_text() == "mine"
-
-
-# Names
 
 
 def tokenizer_with(folder, **settings):

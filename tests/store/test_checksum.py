@@ -1,6 +1,5 @@
 """A checksum depends on every bit and its place in the array, and not on the devices that hold it."""
 
-import copy
 import json
 from itertools import product
 
@@ -67,15 +66,11 @@ def test_checksums_need_no_memory_even_for_more_elements_than_32_bits_count():
     assert program.memory_analysis().temp_size_in_bytes < 2**16
 
 
-# Documents
-
 DOCUMENT = {"position": {"data": [1, 2.5, None, "½"], "done": False}, "best": 0.1, "arrays": {"a": "0f"}}
 
 
 def test_a_sealed_document_comes_back_and_every_changed_bit_of_it_is_found():
-    sealed = seal(document := copy.deepcopy(DOCUMENT))
-    document["position"]["done"] = True
-    text = json.dumps(sealed).encode()
+    text = json.dumps(seal(DOCUMENT)).encode()
     assert unseal(json.loads(text)) == DOCUMENT
     found = 0
     for place, bit in product(range(len(text)), range(8)):

@@ -26,9 +26,6 @@ def put(url, name, content):
     (bucket_path(url) / name).write_bytes(content)
 
 
-# Objects
-
-
 def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url, monkeypatch):
     monkeypatch.setattr(fetch, "PART_BYTES", 1000)
     dice, data = Random(0), f"{url}/data"
@@ -86,9 +83,6 @@ def test_an_error_of_a_run_in_a_bucket_names_the_setting_once(server, url):
         find_run(url, "model.source")
 
 
-# A stranger's names
-
-
 def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
     """It may stand in the config.yaml of a stranger's run."""
     (mine := tmp_path / "mine").mkdir()
@@ -116,10 +110,7 @@ def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
         fetch.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
 
 
-# What copies take
-
-
-def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(server, url, monkeypatch):
+def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(url, monkeypatch):
     copies = dict[str, Path]()
 
     def get(name):
@@ -127,27 +118,19 @@ def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(s
             put(f"{url}/{name}", "a.jsonl", bytes(1000))
         [copies[name]] = fetch.fetch_files(f"{url}/{name}/a.jsonl", "data.source")
 
-    def gone():
-        return [name for name in ages if not copies[name].exists()]
-
-    ages = {"day": 0.9, "days": 2, "week": 7, "old": 31, "in_use_again": 33}
-    for name in ages:
-        get(name)
+    ages = {"day": 0.9, "week": 7, "old": 31, "in_use_again": 33}
     for name, days in ages.items():
+        get(name)
         for path in copies[name].parent.iterdir():
             os.utime(path, (time.time() - days * 86400,) * 2)
-    get("in_use_again")
-    assert gone() == ["old"]
-    monkeypatch.setattr(fetch, "MOST_BYTES", 3500)
-    get("new")  # four of more than a thousand bytes
-    assert gone() == ["week", "old"]
-    monkeypatch.setattr(fetch, "MOST_BYTES", 0)
-    get("new")
-    assert "days" in gone()
-    assert "day" not in gone()
-
-
-# Exports
+    for name, most, gone in (
+        ("in_use_again", fetch.MOST_BYTES, ["old"]),
+        ("new", 2500, ["week", "old"]),  # three of more than a thousand bytes
+        ("new", 0, ["week", "old"]),  # what was used within a day stays
+    ):
+        monkeypatch.setattr(fetch, "MOST_BYTES", most)
+        get(name)
+        assert [name for name in ages if not copies[name].exists()] == gone
 
 
 @pytest.mark.slow
@@ -164,24 +147,22 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
     same = load_weights(local_folder(url))
     assert all(map(np.array_equal, jax.tree.leaves(same), jax.tree.leaves(params)))
 
-    monkeypatch.undo()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache_folder().parent))
-        sent = []
-        server.fault = lambda method, path: "upload" in path and (sent.append(path) or "403" * (len(sent) > 4))
-        with pytest.raises(UserError, match="check the bucket and its credentials"):
-            weights.save(url, architecture, params)
-        server.fault = lambda method, path: None
-        assert names()
-        with pytest.raises(UserError, match=r"config.json: missing|nothing there is called"):
-            load_weights(local_folder(url))
-        weights.save(url, architecture, params, dtype="float32")
-        assert load_weights(local_folder(url))
-        assert not {*shards} & {path.name for path in local_folder(url).iterdir()}
+    sent = []
+    server.fault = lambda method, path: "upload" in path and (sent.append(path) or "403" * (len(sent) > 4))
+    with pytest.raises(UserError, match="check the bucket and its credentials"):
+        weights.save(url, architecture, params)
+    server.fault = lambda method, path: None
+    assert names()
+    with pytest.raises(UserError, match=r"config.json: missing|nothing there is called"):
+        load_weights(local_folder(url))
+    monkeypatch.setattr(weights, "SHARD_BYTES", 2**30)
+    weights.save(url, architecture, params, dtype="float32")
+    assert load_weights(local_folder(url))
+    assert not {*shards} & {path.name for path in local_folder(url).iterdir()}
 
-        put(url, "notes.txt", b"mine")
-        with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):
-            weights.save(url, architecture, params)
+    put(url, "notes.txt", b"mine")
+    with pytest.raises(UserError, match=rf"^{url}/notes.txt: no export wrote this, and it would be lost"):
+        weights.save(url, architecture, params)
 
 
 def test_an_export_s_files_in_a_folder_of_their_own_are_sent_and_fetched_too(server, url):

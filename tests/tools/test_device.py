@@ -1,14 +1,16 @@
-"""tools/device.py on a CPU: valid settings, what fails costs only itself, and where two trainings differ."""
+"""tools/device.py on a CPU: what fails costs only itself, where trainings differ; what tools/memory.py compares."""
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 
 from mllm.config import load as configs
+from mllm.parallel.mesh import make_mesh
 from mllm.store.run_store import seal
-from tools import device
+from tools import device, memory
 
 
 def test_the_training_has_valid_settings():
@@ -31,7 +33,6 @@ ONE, OTHER = {"a": 1, "b": 2}, {"a": 1, "b": 3, "c": 4}
     ("codes", "arrays", "exit_code", "said"),
     [
         ((0, 0, 0), (ONE, ONE), 0, "two runs: the same bits"),
-        ((1, 0, 0), (ONE, ONE), 1, "two runs: the same bits"),
         ((0, 0, 1), (ONE, ONE), 1, "--- train.py"),
         ((0, 0, 0), (ONE, OTHER), 1, "two runs: they differ in metrics.jsonl, b, c"),
     ],
@@ -53,3 +54,16 @@ def test_what_fails_costs_only_itself_and_runs_are_compared(
     assert capsys.readouterr().out.splitlines()[-1].startswith(said)
     assert device.main(["--out", str(tmp_path)]) == 2
     assert capsys.readouterr().err == f"error: --out: {tmp_path / 'one'} exists: give another folder\n"
+
+
+def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_several_micro_batches():
+    config = tiny.config(mesh={"fsdp": 2}, model={"param_dtype": "bfloat16"})
+    mesh = make_mesh(config.mesh)
+    full, chunked, fused, lora = (memory.with_head(config, head, 4, mesh) for head in memory.HEADS)
+    assert (lora.model.lora.rank, fused.model) == (32, config.model)
+    assert lora.model_copy(update={"model": config.model}) == fused
+    found = [memory.with_head(lora, head, 4, mesh).model.lora for head in memory.HEADS]
+    assert found == [None, None, None, lora.model.lora]
+    assert [full.head.impl, chunked.head.impl] == ["full_logits", "chunked_logits"]
+    assert full.model_copy(update={"head": config.head}) == chunked.model_copy(update={"head": config.head}) == fused
+    assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)

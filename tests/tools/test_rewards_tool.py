@@ -55,15 +55,15 @@ def test_without_samples_problems_are_answered_right_and_with_nothing(tried, cap
         share = ["share", "0.167", "length:", "4.0", "cut:", "True"]
         assert [line.split() for line in given] == [share, ["exact_match", "1.000"], ["reward", "2.167"]]
         assert "raised ZeroDivisionError: division by zero (rewards.py:5)  length: 1.0  cut: False" in empty
-    metrics = dict(map(str.split, blocks[4].splitlines()))
-    share = {"length": "2.5", "mean": "0.167", "std": "0", "raised": "2"}
-    exact = {"mean": "0.5", "std": "0.5"}
-    expected = {
-        f"rewards/{kind}/{name}": x
-        for kind, all_ in (("share", share), ("exact_match", exact))
-        for name, x in all_.items()
+    assert dict(map(str.split, blocks[4].splitlines())) == {
+        "rewards/share/length": "2.5",
+        "rewards/share/mean": "0.167",
+        "rewards/share/std": "0",
+        "rewards/share/raised": "2",
+        "rewards/exact_match/mean": "0.5",
+        "rewards/exact_match/std": "0.5",
     }
-    assert (code, metrics) == (1, expected)
+    assert code == 1
     assert "length and completion_ids are those of the text's bytes: model.source: ./absent: no such" in caplog.text
 
 
@@ -111,7 +111,6 @@ def test_a_prompt_of_several_problems_is_warned_of_once(tried, tmp_path, caplog)
     ("samples", "message"),
     [
         ([{"prompt": "4+4=", "completion": "8"}], "samples.jsonl: task jsonl has no problem with the prompt '4+4=':"),
-        ([], "samples.jsonl: there is no sample in it"),
         ([{"prompt": "1+1=", "text": "8"}], "SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields"),
     ],
 )
@@ -119,9 +118,3 @@ def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried, sa
     code, _, error = tried(samples)
     assert (code, error.count("\n")) == (2, 1)
     assert error.startswith(f"error: {message}")
-
-
-@pytest.mark.usefixtures("tried")
-def test_a_setting_is_not_taken_for_a_file_of_samples(capsys):
-    assert rewards.main(["config.yaml", "task.heldout=2"]) == 2
-    assert capsys.readouterr().err == "error: task.heldout=2: settings aren't taken here: change config.yaml\n"

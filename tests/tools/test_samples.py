@@ -61,30 +61,6 @@ def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
     assert samples.main([str(tmp_path), "--print", "--limit", "2"]) == 0
     printed = capsys.readouterr().out
     assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
-    assert samples.main([str(tmp_path), "--print", "--step", "9"]) == 2
-    assert capsys.readouterr().err == "error: no sample of 4 has this --step and --prompt\n"
-
-
-def test_the_turns_of_a_conversation_are_printed_with_what_each_of_them_earned(tmp_path, capsys):
-    said = turn("assistant", "3?\nreward  9", -0.5), {"role": "tool", "content": "up"}, turn("assistant", "", 0.0, 2)
-    write(tmp_path, [sample(1, turns=said)])
-    assert samples.main([str(tmp_path), "--print"]) == 0
-    assert capsys.readouterr().out.split("\n", 1)[1] == (
-        "  prompt      1+1=\n  assistant   3?\n              reward  9\n  reward      -0.500\n  tool        up\n"
-        "  assistant   \n  reward      0.000\n  errors      2\n\n1 of 1\n"
-    )
-
-
-def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):
-    lines = [sample(step, f"{step % 50}+{step % 50}=", str(i)) for step in range(1, 201) for i in range(4)]
-    write(tmp_path, lines)
-    monkeypatch.setattr(samples, "LARGEST", 20_000)
-    assert samples.main([str(tmp_path)]) == 0
-    _, data = page(tmp_path)
-    assert data["samples"] == lines[data["left_out"] :]
-    sizes = [len(samples.embedded(line)) for line in lines[::-1]]
-    assert sum(sizes[: len(data["samples"])]) <= 20_000 < sum(sizes[: len(data["samples"]) + 1])
-    assert f"({len(data['samples'])} completions, {data['left_out']} left out)" in capsys.readouterr().out
 
 
 POLICY = "model={source: tests/fixtures/tiny_grpo}"

@@ -77,9 +77,6 @@ def load(folder):
     return load_policy(settings, make_mesh(settings.mesh)).initial_params()
 
 
-# tools/export.py
-
-
 def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_it_was(trained, exported):
     jax.tree.map(np.testing.assert_array_equal, load(exported / "export"), newest(trained).train.params)
     generation = json.loads((exported / "export" / "generation_config.json").read_text())
@@ -125,9 +122,6 @@ def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_p
     assert checksums(copy / "export") == before
 
 
-# tools/generate.py
-
-
 @pytest.mark.slow
 def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_nothing(exported, tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
@@ -168,10 +162,7 @@ def test_prompts_of_the_command_line_are_answered_n_times_by_the_step_that_is_wa
     assert generate.main([str(exported), "1+2=", "3+4=", "--temperature", "1", "--n", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines() == ["Sum.1+2=", "Sum.1+2=", "Sum.3+4=", "Sum.3+4="]
-    first, *others = said.err.splitlines()
-    assert first == f"{exported}: step 8; prompts are rendered by the chat template"
-    assert others[0].startswith("4 done, ")
-    assert others[1:] == ["> 1+2=", "> 1+2=", "> 3+4=", "> 3+4="]
+    assert said.err.splitlines()[0] == f"{exported}: step 8; prompts are rendered by the chat template"
     assert generate.main([str(exported), "--step", "4", "1+2="]) == 0
     assert capsys.readouterr().err.startswith(f"{exported}: step 4;")
     newest, other = (params["embed"][...] for _, params, *_ in calls)
@@ -207,8 +198,6 @@ def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exp
     said = capsys.readouterr()
     assert said.out.splitlines() == ["Sum.one", "Sum.oneSum.onetwo"]
     assert said.err.count("prompts are rendered by the chat template") == 1
-    assert generate.main([f"{exported}/export", "--n", "2", "--temperature", "1"]) == 2
-    assert capsys.readouterr().err.startswith("error: --n: is not for a chat")
 
 
 @pytest.mark.slow
@@ -224,10 +213,9 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     trained, frozen = policy.split(params)
     assert all((leaf == 1).all() for leaf in jax.tree.leaves(trained))
     jax.tree.map(np.testing.assert_array_equal, frozen, policy.stored_params())
-    for written, said in (("{}", " names no model"), ('{"base_model_name_or_path": "x/y"}', ": x/y: no such folder")):
-        (tmp_path / peft.CONFIG).write_text(written)
-        assert generate.main([str(tmp_path), "hi"]) == 2
-        assert f"{peft.CONFIG}: base_model_name_or_path{said}" in capsys.readouterr().err
+    (tmp_path / peft.CONFIG).write_text('{"base_model_name_or_path": "x/y"}')
+    assert generate.main([str(tmp_path), "hi"]) == 2
+    assert f"{peft.CONFIG}: base_model_name_or_path: x/y: no such folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
@@ -277,13 +265,10 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
     out = tmp_path / "out.jsonl"
     assert generate.main([str(exported), "game 1", *game, "--out", str(out)]) == 0
     line = json.loads(out.read_text())
-    assert [one["content"] for one in line["messages"]] == ["Sum.", "game 1"]
     assert [one["content"] for one in line["turns"]] == ["16", said[1]] * 3
     assert (line["reward"], line["tokens"], line["finished"]) == (0, 9, True)
     for options, message in (
         (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
-        (["--environment", "nowhere:Game"], "task.environment: nowhere:Game"),
-        (["--max-turns", "2"], "--max-turns: without --environment there is one turn"),
         (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
         ([*game, "--chat-template", "never"], "--chat-template: never renders no turns, which an environment"),
     ):
@@ -302,15 +287,6 @@ def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_i
     assert capsys.readouterr().out == (shown if terminal else text) + "\n"
 
 
-# tools/plot.py
-
-
-def drawn(**runs):
-    """What the legend of each panel names."""
-    panels = plot.draw(runs).axes
-    return {panel.get_title(): [text.get_text() for text in panel.get_legend().get_texts()] for panel in panels}
-
-
 @pytest.mark.slow
 def test_the_curves_of_a_run_are_drawn_into_its_folder(finished, tmp_path, capsys):
     copy = Path(shutil.copytree(finished("sft").run_dir, tmp_path / "run"))
@@ -319,28 +295,8 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder(finished, tmp_path, capsy
         file.write('{"step": 5, "lo')
     assert plot.main([str(copy)]) == 0
     assert capsys.readouterr().out == f"curves             {copy / 'curves.png'}\n"
-    rates = ["Learning rate", "Gradient norm"]
-    topics = ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)", *rates, "Tokens per second"]
-    assert list(drawn(run=plot.read_run(RunStore(copy)))) == topics
-
-
-@pytest.mark.slow
-def test_a_panel_has_what_its_runs_have_and_a_topic_of_none_has_no_panel():
-    lengths = {f"completions/{name}_length": value for name, value in (("mean", 5.0), ("min", 2), ("max", 9))}
-    accuracies = "eval/greedy_accuracy", "eval/avg@4", "eval/pass@2", "eval/pass@4"
-    ends = (("", 0.5), ("_low", 0.4), ("_high", 0.7))
-    interval = {f"{name}{end}": value for name in accuracies for end, value in ends}
-    sft = [{"step": 0, "validation/loss": 3.0, **interval}, {"step": 1, "loss": 2.0}]
-    no_answers = [{"step": 1, "reward": 0.5, "loss": 0.0, "kl": 0.1, "eval/reward": 0.4, "test/reward": 0.3}]
-    no_answers += [{"step": step, **lengths, "rewards/a/mean": 0.5, "rewards/b/mean": 1.0} for step in (2, 3)]
-    assert drawn(sft=sft, grpo=no_answers) == {
-        "Reward": ["grpo, training", "grpo, held-out", "grpo, test"],
-        "Accuracy": ["sft, held-out", "sft, held-out, avg@4", "sft, held-out, pass@4"],
-        "Loss (nats)": ["sft, training", "sft, validation"],  # a policy's own loss says nothing
-        "Rewards": ["grpo, training, a", "grpo, training, b"],
-        "KL to reference or teacher (nats)": ["grpo, training"],
-        "Completion length (tokens)": ["grpo, training"],
-    }
+    panels = [panel.get_title() for panel in plot.draw({"run": plot.read_run(RunStore(copy))}).axes]
+    assert panels[:4] == ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)"]
 
 
 HELP = """
