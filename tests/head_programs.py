@@ -39,7 +39,9 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
     return gradients, arguments
 
 
-def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **sizes: Any) -> Program:
+def loss(
+    mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, softcap: float | None = None, **sizes: Any
+) -> Program:
     """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight."""
     options, arguments = options_and_shapes(mesh, **sizes)
 
@@ -51,7 +53,7 @@ def loss(mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, **s
     def step(hidden: Array, weight: Array, labels: Array, weights: Array, *operands: Array) -> Any:
         def total(hidden: Array, weight: Array) -> Any:
             per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
-            given = {"weights": weights, "workspace": workspace, **options}
+            given = {"weights": weights, "workspace": workspace, "softcap": softcap, **options}
             return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)

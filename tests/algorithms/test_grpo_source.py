@@ -265,6 +265,7 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, 
     assert metrics["num_tokens"] == sum(len(trajectory.tokens) for trajectory in found[0][0])
     assert metrics["rewards/exact_match/mean"] == pytest.approx(1.5 * sum(n < drawn for n in unequal) / drawn)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 - sum(n < drawn for n in unequal) / drawn)
+    assert source.updates_without_gradient == sum(step.metrics["frac_without_gradient"] == 1 for step in steps)
     if limit > 1:
         assert metrics["dynamic_sampling/rounds"] == rounds
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn

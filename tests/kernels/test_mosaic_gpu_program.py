@@ -86,7 +86,6 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
         pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
         pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
         pytest.param({"hidden": "float32", "weight": "float32", "dtype": "bfloat16"}, id="float32 masters"),
-        pytest.param({"cluster": 1}, id="blocks without a cluster"),
     ],
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options, tmp_path):
@@ -106,6 +105,6 @@ def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options, tmp_path
         dynamic = max(map(int, re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)))
         assert dynamic + (int(static[1]) if static else 0) <= gpu_tiles.SHARED_MEMORY
         products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)", ptx)
-        assert "cluster" in options or products == ["m64n256k16"] * 4, "one loop, over slabs of 64"
-        assert bool(re.search(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)) == ("cluster" not in options)
+        assert products == ["m64n256k16"] * 4, "one loop, over slabs of 64"
+        assert re.search(r"cp\.async\.bulk\.tensor\S*\.multicast::cluster", ptx)
         assert len(re.findall(r"setmaxnreg\.\w+", ptx)) == 2, "a loader gives registers, multipliers take them"

@@ -9,6 +9,8 @@ import tiny
 
 from mllm.config import load as configs
 from mllm.parallel.mesh import make_mesh
+from mllm.plan import memory as plan
+from mllm.plan.targets import Account
 from mllm.store.run_store import seal
 from tools import device, memory
 
@@ -67,3 +69,20 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert [full.head.impl, chunked.head.impl] == ["full_logits", "chunked_logits"]
     assert full.model_copy(update={"head": config.head}) == chunked.model_copy(update={"head": config.head}) == fused
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
+
+
+def test_the_table_brackets_what_does_not_fit_and_the_picture_is_written(tmp_path, monkeypatch, capsys):
+    devices, peaks = plan.find_devices(tiny.config("sft").mesh, None), iter((5, 4, 2, 1))
+    monkeypatch.setattr(plan, "find_devices", lambda *_: devices._replace(memory=3 * 2**30))
+    monkeypatch.setattr(memory, "account", lambda *_, **__: Account(0, 0))
+
+    def bar(*_):
+        return {**dict.fromkeys(memory.PARTS, 2**30), "peak": next(peaks) * 2**30, "head alone": 2**29}
+
+    monkeypatch.setattr(memory, "bar", bar)
+    assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[4:]]
+    found = [["full_logits", "8", "(5.00 GiB)"], ["chunked_logits", "8", "(4.00 GiB)"]]
+    found += [["fused", "8", "2.00 GiB"], ["lora", "8", "1.00 GiB"]]
+    assert rows == [[*row[:2], *["1.00 GiB"] * 5, row[2], "512.0 MiB"] for row in found]
+    assert (tmp_path / "memory.png").stat().st_size > 0

@@ -63,6 +63,18 @@ def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
     assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
 
 
+def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):
+    lines = [sample(step, f"{step % 50}+{step % 50}=", str(i)) for step in range(1, 201) for i in range(4)]
+    write(tmp_path, lines)
+    monkeypatch.setattr(samples, "LARGEST", 20_000)
+    assert samples.main([str(tmp_path)]) == 0
+    _, data = page(tmp_path)
+    assert data["samples"] == lines[data["left_out"] :]
+    sizes = [len(samples.embedded(line)) for line in lines[::-1]]
+    assert sum(sizes[: len(data["samples"])]) <= 20_000 < sum(sizes[: len(data["samples"]) + 1])
+    assert f"({len(data['samples'])} completions, {data['left_out']} left out)" in capsys.readouterr().out
+
+
 POLICY = "model={source: tests/fixtures/tiny_grpo}"
 
 
