@@ -10,9 +10,7 @@ import pytest
 from runs import changed, checkpoints, records, run, signal_trainer
 from tiny import config
 
-from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import ValidationConfig
-from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.run.build import Run
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.training.optimizer import make_schedule
@@ -130,15 +128,3 @@ def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings,
         assert f"\nended              after step {len(losses) - 1} of 60: {reason}\n" in capsys.readouterr().out
         assert min(losses) == losses[-4]
         assert checkpoints(done) == [losses.index(min(losses)), len(losses) - 1]
-
-
-def test_what_is_held_out_has_a_name_of_its_own_and_so_has_what_is_left_by_each_share(settings):
-    """A resume tells by it that data are others."""
-    data, renderer = settings().data, Renderer(bytes_tokenizer())
-    whole = load_documents(data.model_copy(update={"validation": None}), renderer, None)[0].content
-    names = {whole}
-    for share in (0.2, 0.3):
-        validation = data.validation.model_copy(update={"share": share})
-        parts = load_documents(data.model_copy(update={"validation": validation}), renderer, None)
-        names |= {part.content for part in parts}
-    assert len(names) == 5
