@@ -64,6 +64,7 @@ OBJECTIVES: dict[str, Objective] = {
     "smoothed label": lambda logprob, entropy, *, mean_logit, lse=0.0: -0.5 * logprob - 4 * (mean_logit - lse),
     "smoothed label, entropy": lambda logprob, entropy, *, mean_logit: 0.5 * entropy - logprob - mean_logit,
     "teacher alone": lambda logprob, entropy, *, divergence: divergence,
+    "entropy and teacher": lambda logprob, entropy, *, divergence: 0.5 * entropy + divergence,
     "label and teacher": lambda logprob, entropy, *, divergence: 0.5 * entropy - logprob + 2 * divergence,
 }
 
