@@ -51,6 +51,7 @@ def test_a_method_s_errors_say_where_it_is_wrong_and_by_how_much(call, options, 
     monkeypatch.setattr(measure, "methods", lambda _: [Method("any", 3, call, **options)])
     task = {"method": "any", "shape": [24, 16, 130], "dtype": "float32", "lives": [0.5], "rounds": 1, "least": 0.0}
     [found] = measure.main(task)
+    assert measure.live_rows(24, 0.5) == 12
     assert tuple("nan" if math.isnan(x) else x for x in found["errors"]) == expected
 
 
