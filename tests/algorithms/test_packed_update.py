@@ -1,7 +1,7 @@
 """Packed rows of two turns have the paper's loss, and the gradients of a row for each sequence in micro-batches.
 
 Most loss types differ in each token's loss or weight alone (test_objectives): `grpo` stands for them, `gspo` for the
-ratio of a sequence. tests/parallel/test_mesh_equality.py has gradients on meshes.
+ratio of a sequence. tests/parallel/test_mesh.py has gradients on meshes.
 """
 
 from functools import partial
