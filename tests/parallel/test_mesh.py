@@ -64,6 +64,13 @@ def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_t
         Layout.of(make_mesh(MeshConfig(**axes)), replace(SIZES, **change))
 
 
+@pytest.mark.parametrize(("tp", "axis"), [(2, "tp"), (4, None)])
+def test_heads_of_keys_and_values_are_whole_on_every_device_where_tp_does_not_divide_them(tp, axis):
+    assert SIZES.num_key_value_heads == 2
+    layout = Layout.of(make_mesh(MeshConfig(tp=tp)), SIZES)
+    assert layout.sharding(("kv_heads", "head_dim")).spec[0] == axis
+
+
 HIDDEN, ROWS, PROMPT, LIMIT = ARCHITECTURE["hidden_size"], 16, 16, 12
 SETTINGS = config(
     batch_size=ROWS,
