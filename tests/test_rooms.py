@@ -1,4 +1,4 @@
-"""The rooms of the house: imports run one way, and files are read in one sitting."""
+"""The rooms of the house: imports run one way, files are read in one sitting, docstrings are sentences."""
 
 import ast
 import gc
@@ -16,7 +16,8 @@ SOURCES = {"lm_head": ROOT / "kernels", "mllm": ROOT, "tools": ROOT}  # the fold
 FILES = sorted(path for name, folder in SOURCES.items() for path in (folder / name).rglob("*.py"))
 ROOMS = ("config", "parallel", "store", "model", "data", "rewards", "sampler", "training", "algorithms", "run", "plan")
 SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
-"""Those of an algorithm belong to the configuration, and import without JAX."""
+"""The settings of an algorithm belong to the configuration, and import without JAX."""
+HEADLESS = re.compile(r'^ *(?:"""|#+ )(?:Of|Those|That of) .*', re.MULTILINE)
 
 
 def module_of(path: Path) -> str:
@@ -90,3 +91,8 @@ def test_imports_form_no_circle() -> None:
 
 def test_files_are_read_in_one_sitting() -> None:
     assert [str(path) for path in FILES if len(path.read_text().splitlines()) > 400] == []
+
+
+def test_docstrings_and_comments_are_sentences() -> None:
+    for path in (*FILES, *(ROOT / "tests").rglob("*.py")):
+        assert HEADLESS.findall(path.read_text()) == [], path

@@ -151,7 +151,7 @@ def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, work
     ids=["in waves", "recomputed", "a teacher"],
 )
 def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any], passes: int) -> None:
-    """Of six blocks of 16 rows, in one pass, and once more for each tile of columns."""
+    """A pass visits blocks of 16 rows, at most six; without kept logits each tile of columns visits them again."""
     visited: list[int] = []
     block = LiveRows.block
 

@@ -33,6 +33,7 @@ from mllm.sampler.slots import CHUNK
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
 LIMIT = 6
+FIVE_SLOTS = Room(5)
 OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9)
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -64,7 +65,7 @@ def prompts():
     return random_prompts()
 
 
-def complete(model, prompts, options=OPTIONS, *, seed=0, room=Room(5), stops=STOPS, **given):  # noqa: B008
+def complete(model, prompts, options=OPTIONS, *, seed=0, room=FIVE_SLOTS, stops=STOPS, **given):
     """The completions of a sampler with this file's stop tokens; `given`: its other fields, and how it is called."""
     graphdef, params = nnx.split(model)
     fields = {name: given.pop(name) for name in ("poll", "work", "stop_texts") if name in given}

@@ -238,7 +238,7 @@ def test_lines_that_changed_are_kept_beside_and_made_again_unless_they_are_timin
 @pytest.mark.nightly
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_damage_of_any_file_of_a_checkpoint_is_found_or_changes_nothing(store, how):
-    """Of state, document and Orbax's own metadata."""
+    """The damaged file is one of the state, of the document, or of Orbax's own metadata."""
     save(store, 1, 2)
     shutil.copytree(store.folder, undamaged := store.folder.with_name("undamaged"))
     found = set()
