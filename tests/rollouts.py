@@ -94,7 +94,7 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, kind=Grpo
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
     source = kind(
         settings.grpo,
-        load_task(settings.task, seed=0),
+        load_task(settings.task),
         sampler(None, tokenizers.Renderer(BYTES), (258,), settings.rollout, 0),
         rewards or SquareRewards(),
         forward_of(None, mesh, settings),

@@ -103,7 +103,7 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
-    task = load_task(config.task.of_run(config.eval is not None), config.seed) if config.task else None
+    task = load_task(config.task.of_run(config.eval is not None)) if config.task else None
     if config.data is None or config.data.source == "task":
         assert config.task is not None
         assert task is not None

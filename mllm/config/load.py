@@ -21,7 +21,7 @@ from mllm.config.schema import Config
 from mllm.config.section import keys_of
 from mllm.errors import UserError
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
+CONFIGS = (Path(__file__).parent.parent / "recipes").resolve()  # a link to configs/, or a copy where it is installed
 LARGEST_FILE = 2**20
 DEEPEST = 20
 

@@ -36,7 +36,7 @@ class Trajectory(NamedTuple):
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
     rewards: Sequence[tuple[Any, ...]] = ()
-    """The answer of each reward function, as in `mllm.rewards.calls.Answer`."""
+    """The answer of each reward function, as in `mllm.rewards.scores.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
     """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
     and `tool_errors`; none with a single turn."""

@@ -2,7 +2,7 @@
 
 An environment is an object of a class with tools (TRL's `environment_factory`) or with `step`. Many live in a process,
 each for its conversation. A `Player` is called as a reward function is, with the trainer's moves for samples:
-reward_calls limits its time, counts its failures and awaits its coroutines. No JAX is imported.
+calls.py counts its failures and awaits its coroutines. No JAX is imported.
 """
 
 import asyncio

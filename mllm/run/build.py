@@ -84,7 +84,7 @@ class Run:
                 config = pin_all(config)
             self.config = config
             task = config.task and config.task.of_run(evaluates=config.eval is not None)
-            self.task = load_task(task, config.seed) if task else None
+            self.task = load_task(task) if task else None
             self.rewards: RewardRunner | None = None
             if config.task and self.task and config.rollout:
                 most = config.rollout.sampled_length

@@ -31,7 +31,7 @@ from mllm.training.step import NONE_FROZEN
 BYTES = bytes_tokenizer()
 START, END = BYTES.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
 SHARES = [RowShare(index, 2) for index in range(2)]
-ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32), seed=0)
+ARITHMETIC = load_task(TaskConfig(name="arithmetic", heldout=32))
 
 
 def write(folder, records, name="data.jsonl"):

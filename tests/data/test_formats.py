@@ -131,7 +131,7 @@ def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch
     with pytest.raises(UserError, match=r": a.parquet .*\[parquet\]"):
         next(records.read_parquet(Path("a.parquet"), "--prompts"))
     with pytest.raises(UserError, match=r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"):
-        load(TaskConfig(name="gsm8k"), 0)
+        load(TaskConfig(name="gsm8k"))
 
 
 # Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them

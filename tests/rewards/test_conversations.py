@@ -220,7 +220,6 @@ def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counte
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 LASTING = {
-    "if os.fork() == 0: raise ValueError": None,
     "result = 'on', 'jax' not in sys.modules, False": None,
     "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
     "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
@@ -289,14 +288,12 @@ CALLS = {
 
 
 @pytest.mark.slow
-def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_process_lasts():
+def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation():
     good = call('{"number": 4}')
     says = [says for text in CALLS for says in ([text, "pass"], [good, "pass"])]
     with opened("Hostile", tools=["own_environments:double"], reward_timeout=60) as made:
         talk = made(max_turns=2, max_total_length=10**7)
-        (process,) = [worker.process.pid for worker in talk.runner.environments]
         found = play(talk, [prompt()] * len(says), says)
-        assert [worker.process.pid for worker in talk.runner.environments] == [process]
     hostile, others = found[::2], found[1::2]
     for pattern, one in zip(CALLS.values(), hostile, strict=True):
         if pattern is None:

@@ -155,6 +155,6 @@ def test_games_that_differ_in_a_field_alone_are_problems_of_their_own(tmp_path):
     lines = [f'{{"prompt": "Guess my number.", "largest": {largest}}}\n' for largest in range(10, 30)]
     (tmp_path / "games.jsonl").write_text("".join(lines))
     config = TaskConfig(name="jsonl", train=str(tmp_path / "games.jsonl"), environment="my_env:Guess", heldout=4)
-    task = load(config, seed=0)
+    task = load(config)
     assert sorted(each.fields["largest"] for each in (*task.train, *task.heldout)) == [*range(10, 30)]
     assert len(task.heldout) == 4
