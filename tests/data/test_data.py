@@ -14,7 +14,6 @@ from tiny import config
 from mllm.algorithms.sft.source import SftBatches, SftSource, hold_out, load_documents, task_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
-from mllm.data import dataset
 from mllm.data.batch import Batch
 from mllm.data.dataset import mixed_order, training_dataset, training_order
 from mllm.data.source import Fixed
@@ -117,8 +116,7 @@ def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_
         assert restored.get_state() == unbroken.get_state()
 
 
-def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "FEW", 0)
+def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path):
     source, cache = write(tmp_path, some(23)), tmp_path / "cache"
     read = batches_of(source, packing=False, seed=5, cache=str(cache))
     for _ in range(9):
@@ -141,7 +139,7 @@ def test_the_public_data_set_is_what_training_reads(tmp_path):
     assert seen == [pipeline[place].tokens.tolist() for place in range(44)]
 
 
-@pytest.mark.parametrize("examples", [1, 2, 65, pytest.param(dataset.FEW + 1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [1, 2, 65])
 def test_each_epoch_of_the_order_has_every_example_once(examples):
     order = training_order(examples, seed=3, epochs=3)
     epochs = [[order[place] for place in range(first, first + examples)] for first in range(0, len(order), examples)]
