@@ -123,7 +123,7 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
         next(read)
     state = json.loads(json.dumps(read.get_state()))
     assert state["grain"] == {"next_index": 36}
-    records = grain.sources.ArrayRecordDataSource([str(path) for path in cache.glob("*/documents.arrayrecord")])
+    records = grain.sources.ArrayRecordDataSource([str(path) for path in cache.glob("*.arrayrecord")])
     plain = iter(grain.MapDataset.source(records).seed(5).shuffle().repeat().to_iter_dataset())
     plain.set_state(state["grain"])
     stored = [np.frombuffer(next(plain), np.int32) for _ in range(12)]

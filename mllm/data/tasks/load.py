@@ -17,7 +17,7 @@ from mllm.config import places
 from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
-from mllm.data.records import Origin, Record, Records, read_records, sound_records
+from mllm.data.records import Origin, Record, Records, read_records, shallow, sound_records
 from mllm.data.tasks.answers import HASHES, STATED, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.task import Example, Task, messages, split_task
@@ -96,7 +96,7 @@ def returned_record(row: Any) -> Record:
         raise UserError(f"can't be sent to the rewards' process: {brief(error)}") from None
     if not isinstance(row, Mapping):
         raise UserError(f"expected a mapping, got {type(row).__name__}")
-    return dict(row)
+    return shallow(dict(row))
 
 
 def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:
