@@ -53,7 +53,7 @@ class RewardRunner:
         codes: list[str] = []
         try:
             if rewards:
-                self.workers.start(poll)
+                self.workers.start()
                 self.kinds, codes = self.workers.kinds, self.workers.codes
             if converses:
                 make = partial(players, config.environment, config.tools or (), self.timeout)

@@ -11,7 +11,6 @@ import os
 import pickle
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -94,26 +93,19 @@ class Workers:
         self.make, self.count, self.key = make, count, key
         self.pool: ProcessPool | None = None
 
-    def start(self, poll: Callable[[], None] = lambda: None) -> None:
+    def start(self) -> None:
         """Start the processes; UserError where a function can't be had, or requires what there isn't."""
         initargs = pickle.dumps(self.make), MODULES
         self.pool = ProcessPool(self.count, initializer=begin, initargs=initargs, context=Context())
-        deadline = time.monotonic() + START_TIMEOUT
         try:
-            ready = self.pool.schedule(describe_functions)
-            while wait([ready], TICK).not_done:
-                poll()
-                if time.monotonic() > deadline:
-                    raise UserError(f"{self.key}: importing it took longer than {START_TIMEOUT:g} s")
-            fault, self.kinds, self.codes = ready.result()
-            if fault:
-                raise UserError(fault)
+            fault, self.kinds, self.codes = self.pool.schedule(describe_functions).result(START_TIMEOUT)
         except BrokenProcessPool:
+            fault = f"{self.key}: importing it ended its process"
+        except TimeoutError:
+            fault = f"{self.key}: importing it took longer than {START_TIMEOUT:g} s"
+        if fault:
             self.close()
-            raise UserError(f"{self.key}: importing it ended its process") from None
-        except BaseException:
-            self.close()
-            raise
+            raise UserError(fault)
 
     def schedule(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> Call:
         """Call functions, by their numbers, with samples; each call of a function may take `seconds` a sample."""
@@ -130,7 +122,7 @@ class Workers:
     def ask(self, samples: Sequence[Any], seconds: float, poll: Callable[[], None]) -> list[Answer]:
         """The only function's answers: it is called for each sample alone, or for all where it awaits something."""
         if self.pool is None:
-            self.start(poll)
+            self.start()
         parts = [samples] if self.kinds == ["async"] else [[sample] for sample in samples]
         calls = [self.schedule([0], part, seconds) for part in parts]
         while wait([call.future for call in calls], TICK).not_done:
