@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from mllm.config import load as configs
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.errors import ArgumentParser, CommonError, StepError, UserError, command, run_main
 
 
@@ -82,7 +82,7 @@ def make_parser() -> ArgumentParser:
     return parser
 
 
-def train(config: Config, change: bool = False, stall_limit: float | None = None) -> int:
+def train(config: RunConfig, change: bool = False, stall_limit: float | None = None) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
     from mllm.parallel.processes import is_writer
