@@ -1,15 +1,12 @@
 """Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
 
 import functools
-import gc
 import hashlib
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +23,6 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run import build
 from mllm.run.checkpoint import read_arrays
 from mllm.run.metrics import read_records
-from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.store.files import is_bucket, local_place
@@ -61,14 +57,6 @@ def run(config: Config, *options: str) -> int:
     return train.main([*arguments(config), *options])
 
 
-def signal_trainer(number: int) -> None:
-    """Send this process a signal; returns when the trainer in it has noted it, as a thread does."""
-    trainers = [one for one in gc.get_referrers(Interrupt) if isinstance(one, Interrupt) and not one.received]
-    signal.raise_signal(number)
-    while not any(trainer.received for trainer in trainers):
-        time.sleep(0.001)
-
-
 def environment(**variables: str) -> dict[str, str]:
     """This process's environment, in which tests' modules are found, with more variables."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*TESTS, os.environ.get("PYTHONPATH", "")]), **variables}
@@ -84,7 +72,7 @@ def start_group(command: list[str], processes: int = 2, devices: int = 4, **vari
 def join_group() -> None:
     """In a process that `start_group` started: connect to the others."""
     group = train.make_parser().parse_args(["--config", ""])
-    join((group.coordinator, group.processes, group.process), {}, 60)
+    join((group.coordinator, group.processes, group.process), {})
 
 
 def free_address() -> str:

@@ -33,9 +33,9 @@ from mllm.errors import CommonError, UserError, need
 from mllm.model.layout import Params
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
-from mllm.parallel.group import Watch
+from mllm.parallel.group import ending_together
 from mllm.parallel.mesh import make_mesh
-from mllm.parallel.processes import RowShare, from_writer, gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import RowShare, from_writer, gather_objects, is_writer
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
@@ -60,58 +60,56 @@ class Run:
 
     @classmethod
     @contextmanager
-    def build(cls, config: Config, change: bool = False, stall_limit: float | None = None) -> Iterator["Run"]:
+    def build(cls, config: Config, change: bool = False) -> Iterator["Run"]:
         """The run of a configuration, whose place is held until the end; UserError where something can't work.
 
-        All processes must enter this. `change` permits other settings than the run has had. Without a new phase for
-        `stall_limit` seconds the run ends.
+        All processes must enter this. `change` permits other settings than the run has had.
         """
-        with ExitStack() as stack, Watch(stall_limit) as watch:
-            yield cls(config, change, stack, watch)
+        with ExitStack() as stack, ending_together():
+            yield cls(config, change, stack)
 
-    def __init__(self, config: Config, change: bool, stack: ExitStack, watch: Watch) -> None:
+    def __init__(self, config: Config, change: bool, stack: ExitStack) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
-        self.stack, self.watch = stack, watch
+        self.stack = stack
         self.interrupt = stack.enter_context(Interrupt())
         self.mesh = make_mesh(config.mesh)
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
-        with raise_everywhere():
-            if config.log.wandb and is_writer():
-                need("wandb", "wandb", "log.wandb")
-            begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
-            if not begun:
-                config = pin_all(config)
-            self.config = config
-            task = config.task and config.task.of_run(evaluates=config.eval is not None)
-            self.task = load_task(task) if task else None
-            self.rewards: RewardRunner | None = None
-            if config.task and self.task and config.rollout:
-                most = config.rollout.sampled_length
-                # Several processes go on to where all of them ask.
-                poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
-                self.rewards = stack.enter_context(RewardRunner(config.task, self.task, most, poll))
-            self.policy = policy = load_policy(config, self.mesh)
-            self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
-            self.algorithm = algorithm = make_algorithm(config)
-            self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)
-            self.source, self.sampler = self.make_source()
-            self.optimizer = make_optimizer(config.optimizer, self.source.steps)
-            schedule = make_schedule(config.optimizer, self.source.steps)
-            train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
-            self.measurements = self.make_measurements()
-            # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-            needed = policy.lora is not None or not from_writer(self.store.steps)
-            initial = policy.initial_params() if algorithm.reference or needed else None
-            if initial is not None and algorithm.reference == "at_start":
-                self.set_reference(initial)
-                initial = initial if needed else None
-            self.trained, self.frozen = policy.split(initial)
-            """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
-            held = initial if algorithm.reference == "held" else None
-            self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
-            scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
-            self.train_step = partial(train_step, **scored)
+        if config.log.wandb and is_writer():
+            need("wandb", "wandb", "log.wandb")
+        begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
+        if not begun:
+            config = pin_all(config)
+        self.config = config
+        task = config.task and config.task.of_run(evaluates=config.eval is not None)
+        self.task = load_task(task) if task else None
+        self.rewards: RewardRunner | None = None
+        if config.task and self.task and config.rollout:
+            most = config.rollout.sampled_length
+            # Several processes go on to where all of them ask.
+            poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
+            self.rewards = stack.enter_context(RewardRunner(config.task, self.task, most, poll))
+        self.policy = policy = load_policy(config, self.mesh)
+        self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
+        self.algorithm = algorithm = make_algorithm(config)
+        self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)
+        self.source, self.sampler = self.make_source()
+        self.optimizer = make_optimizer(config.optimizer, self.source.steps)
+        schedule = make_schedule(config.optimizer, self.source.steps)
+        train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
+        self.measurements = self.make_measurements()
+        # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
+        needed = policy.lora is not None or not from_writer(self.store.steps)
+        initial = policy.initial_params() if algorithm.reference or needed else None
+        if initial is not None and algorithm.reference == "at_start":
+            self.set_reference(initial)
+            initial = initial if needed else None
+        self.trained, self.frozen = policy.split(initial)
+        """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
+        held = initial if algorithm.reference == "held" else None
+        self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
+        scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
+        self.train_step = partial(train_step, **scored)
         position, *others = gather_objects(self.source.position())
         if any(other != position for other in others):
             raise CommonError("data: the processes have different examples: give all the same data")
@@ -120,8 +118,7 @@ class Run:
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
         )
-        with raise_everywhere():
-            folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
+        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
 
     def digests(self) -> dict[str, str]:
         """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
@@ -198,7 +195,6 @@ class Run:
         policy = self.policy
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
         checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
-        self.watch.mark(0, "reference")
         assert isinstance(self.source, ReferencedSource)
         self.source.set_reference(initial, checksum)
 

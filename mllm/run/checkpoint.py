@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
 from mllm.config.load import read
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
 from mllm.parallel.processes import from_writer, gather_objects, is_writer, raise_everywhere

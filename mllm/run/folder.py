@@ -13,7 +13,7 @@ from typing import Any
 
 from mllm.config.load import differences, dump, read
 from mllm.config.model import LoraConfig
-from mllm.config.schema import Change, Config
+from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.model.folder import EXPORTED
 from mllm.parallel.processes import from_writer, is_writer, raise_everywhere
@@ -57,7 +57,7 @@ CHANGEABLE = {
 
 
 @contextmanager
-def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
+def claim(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, RunConfig]]:
     """Hold the place of a run; yields it, and the configuration to go on or begin with, with the record of its changes.
 
     All processes must enter this. `change` permits settings to differ as `check_changes` says. UserError is raised if
@@ -87,7 +87,7 @@ def look(store: RunStore) -> tuple[dict[str, Any], int] | None:
     return None
 
 
-def write(store: RunStore, config: Config, write_model: Callable[[Path], None] | None = None) -> None:
+def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None] | None = None) -> None:
     """Write the run's config.yaml, in the first of several processes; UserError where it can't be written.
 
     `write_model` writes the files of a model's folder, which come first: where config.yaml is, a run has begun.
@@ -102,7 +102,7 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
     store.write(CONFIG, dump(config).encode())
 
 
-def check_changes(run: object, config: Config, permitted: bool, old: dict[str, Any], newest: int) -> Config:
+def check_changes(run: object, config: RunConfig, permitted: bool, old: dict[str, Any], newest: int) -> RunConfig:
     """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
     Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for a setting that
