@@ -89,8 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     """Lines on the first examples that a configuration trains on; UserError where one is bad."""
-    from mllm.algorithms.dpo.settings import DpoConfig
     from mllm.algorithms.sft.source import load_documents, origin_of
+
     from mllm.config import load as configs
     from mllm.data.prompts import task_renderer
     from mllm.data.records import sound_records
@@ -116,31 +116,26 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return
-    form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
+    pairs = config.algorithm == "dpo"
     if config.data.source == "task":
-        documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
+        documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, pairs)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
         first = []
         for entry in config.data.mix or (config.data,):
             origin = origin_of("data.source", entry.source, entry.subset, entry.split)
             records, columns = islice(origin.records(), SEARCHED), entry.columns or config.data.columns
-            encoded = encode_records(renderer, config.data.max_length, records, form, columns)
+            encoded = encode_records(renderer, config.data.max_length, records, pairs, columns)
             sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
     if not first:
         raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
-            yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())
+            yield from described(renderer, "example", document.tokens.tolist(), document.counts.tolist())
             continue
-        names = (
-            ("chosen", "rejected")
-            if document.desirable is None
-            else ("desirable" if document.desirable else "undesirable",)
-        )
-        for name, part in zip(names, document, strict=False):
-            yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
+        for name, part in document._asdict().items():
+            yield from described(renderer, name, part.tokens.tolist(), part.counts.tolist())
 
 
 def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:

@@ -25,10 +25,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from mllm.config.data import DataConfig, PreferenceForm
+from mllm.config.data import DataConfig
 from mllm.config.task import Form
 from mllm.data.records import Origin, bad_lines
-from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipped, encode_records
+from mllm.data.tokenizing import Document, Documents, Encoded, Pair, Skipped, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
@@ -41,13 +41,10 @@ VERSION = 6
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
 """The endings of a cache's files."""
 MOST_BAD = 10_000
-LABELS = (None, True, False)
 
 
-def cached_documents(
-    origin: Origin, config: DataConfig, renderer: Renderer, form: PreferenceForm | None = None
-) -> Documents:
-    """All examples, or with a `form` preferences, of files or a hub id; a warning counts skipped and cut examples.
+def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pairs: bool = False) -> Documents:
+    """All examples, or `pairs`, of files or a hub id; a warning counts skipped and cut examples.
 
     All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad.
@@ -59,10 +56,10 @@ def cached_documents(
         raise UserError(f"{origin.key}: {difference}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form, config.columns])]
+        settings = [VERSION, content, *tokens, config.max_length, pairs, config.columns]
         cache = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         if (found := read_summary(cache)) is None:
-            encoded = encode_records(renderer, config.max_length, origin.records(), form, config.columns)
+            encoded = encode_records(renderer, config.max_length, origin.records(), pairs, config.columns)
             found = make(cache, origin, encoded, content)
     except (OSError, RuntimeError) as error:  # array_record raises RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
@@ -74,8 +71,8 @@ def cached_documents(
     for outcome, count in counts.items():
         if count:
             log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, outcome)
-    learned: Form = "texts" if summary["texts"] == len(sizes) else "chats"
-    return Documents(sizes, reader(cache.with_suffix(RECORDS), form), summary["content"], learned, form)
+    form: Form = "texts" if summary["texts"] == len(sizes) else "chats"
+    return Documents(sizes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form)
 
 
 def folder_of(config: DataConfig) -> Path:
@@ -83,17 +80,17 @@ def folder_of(config: DataConfig) -> Path:
     return Path(os.path.expanduser(config.cache)) if config.cache else cache_folder()
 
 
-def reader(path: Path, form: PreferenceForm | None) -> Callable[[Sequence[int]], list[Document | Preference]]:
+def reader(path: Path, pairs: bool) -> Callable[[Sequence[int]], list[Document | Pair]]:
     """A function that reads the documents of these indices; UserError where the file is damaged."""
     with whole(path):
         records = grain.sources.ArrayRecordDataSource([str(path)])
     lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
 
-    def read(indices: Sequence[int]) -> list[Document | Preference]:
+    def read(indices: Sequence[int]) -> list[Document | Pair]:
         with whole(path), lock:
             # A process may have no row of a last batch, and the reader takes no empty list.
             stored = records.__getitems__(indices) if indices else ()
-            return [unsigned(np.frombuffer(record, np.int32), form) for record in stored]
+            return [unsigned(np.frombuffer(record, np.int32), pairs) for record in stored]
 
     return read
 
@@ -168,28 +165,22 @@ def write_documents(
     return np.array(sizes, np.int32).reshape(-1, 2), summary
 
 
-def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:
-    """A document's tokens, with all bits inverted where one is learned.
-
-    A preference's tokens stand behind its label's index in `LABELS` and the length of its first sequence.
-    """
-    if isinstance(document, Preference):
-        first, second, label = document
-        header = np.array([LABELS.index(label), len(first.tokens)], np.int32)
-        return np.concatenate([header, signed(first), signed(second)])
-    return np.where(document.learned, ~document.tokens, document.tokens)
+def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:
+    """A document's tokens, with all bits inverted where one counts; a pair's, behind the length of the chosen one."""
+    if isinstance(document, Pair):
+        header = np.array([len(document.chosen.tokens)], np.int32)
+        return np.concatenate([header, signed(document.chosen), signed(document.rejected)])
+    return np.where(document.counts, ~document.tokens, document.tokens)
 
 
-def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None) -> Document | Preference:
-    """The document of signed tokens, or the preference where a `form` is given."""
+def unsigned(stored: Int32[np.ndarray, " T"], pairs: bool = False) -> Document | Pair:
+    """The document, or the pair, of signed tokens."""
 
     def document(stored: Int32[np.ndarray, " T"]) -> Document:
         return Document(np.where(stored < 0, ~stored, stored), stored < 0)
 
-    if form is None:
-        return document(stored)
-    end = 2 + stored[1]
-    return Preference(document(stored[2:end]), document(stored[end:]), LABELS[stored[0]])
+    end = 1 + stored[0]
+    return Pair(document(stored[1:end]), document(stored[end:])) if pairs else document(stored)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

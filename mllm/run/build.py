@@ -118,7 +118,7 @@ class Run:
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
         )
-        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
+        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
 
     def digests(self) -> dict[str, str]:
         """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
@@ -154,8 +154,8 @@ class Run:
         if config.task and task and config.data.source == "task":
             examples = task_renderer(config.task, task, renderer, learned)
         source = self.algorithm.make_source(self.parts(examples))
-        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.learned)
-        return source, self.make_sampler(renderer, source.learned, "the run")
+        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.form)
+        return source, self.make_sampler(renderer, source.form, "the run")
 
     def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
         """The parts from which the algorithm makes its source, with the renderer of examples."""
@@ -233,7 +233,7 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
+            said = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
             print(said, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
         last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written
