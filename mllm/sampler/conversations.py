@@ -121,7 +121,6 @@ class Conversations:
         self.asked: dict[int, Future[Answer]] = {}
         self.waiting = [Waiting() for _ in runner.environments]
         self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
-
         self.left = Event()
 
     def __enter__(self) -> "Conversations":
