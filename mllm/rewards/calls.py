@@ -137,6 +137,7 @@ class Reward:
     constants: Mapping[str, Any]
     file: str
     """The file that a user's function is in; empty for any other function."""
+    tools: ClassVar[Sequence[Any]] = ()
     run: ClassVar[Callable[..., Any]] = staticmethod(asyncio.run)
 
     @property

@@ -3,7 +3,6 @@
 A reward that raises, runs over its time or is not a number is counted and left out, never guessed.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
@@ -16,9 +15,8 @@ import numpy as np
 
 from mllm.config.task import ENVIRONMENT, TaskConfig
 from mllm.data.tasks.task import Task
-from mllm.errors import UserError
 from mllm.rewards.calls import PLAYED, Sample, bind_all, fields_of
-from mllm.rewards.environments import Move, players
+from mllm.rewards.environments import players
 from mllm.rewards.scores import FAILURES, NOT_APPLICABLE, NOTHING, Answer, failed
 from mllm.rewards.worker import TICK, Call, Workers
 
@@ -60,10 +58,8 @@ class RewardRunner:
                 key = "task.environment" if config.environment else "task.tools"
                 self.environments = [Workers(make, key=key) for _ in range(config.reward_workers)]
                 first = self.environments[0]
-                ((_, message, *logged),) = first.ask([Move()], self.timeout, poll)
-                if not logged:
-                    raise UserError(f"{key}: {message}")
-                self.tools, codes = json.loads(logged[0][2]), codes + first.codes
+                first.start()
+                self.tools, codes = first.tools, codes + first.codes
         except BaseException:
             self.__exit__()
             raise

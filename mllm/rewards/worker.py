@@ -87,6 +87,8 @@ class Workers:
     """For each function `Reward.kind`; known once a process has started."""
     codes: list[str]
     """For each function a checksum of the file that it is in; empty for the trainer's own functions."""
+    tools: list[dict[str, Any]]
+    """The JSON schemas of what the assistant may call."""
 
     def __init__(self, make: Callable[[], Sequence[Any]], count: int = 1, key: str = "task.rewards") -> None:
         """`key` is the setting that names the functions, for error messages."""
@@ -98,7 +100,8 @@ class Workers:
         initargs = pickle.dumps(self.make), MODULES
         self.pool = ProcessPool(self.count, initializer=begin, initargs=initargs, context=Context())
         try:
-            fault, self.kinds, self.codes = self.pool.schedule(describe_functions).result(START_TIMEOUT)
+            fault, *described = self.pool.schedule(describe_functions).result(START_TIMEOUT)
+            self.kinds, self.codes, self.tools = described
         except BrokenProcessPool:
             fault = f"{self.key}: importing it ended its process"
         except TimeoutError:
@@ -181,10 +184,10 @@ def end_with_trainer() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def describe_functions() -> tuple[str, list[str], list[str]]:
-    """Why there are no functions, or their kinds and checksums."""
+def describe_functions() -> tuple[str, list[str], list[str], list[Any]]:
+    """Why there are no functions, or their kinds, checksums and tools."""
     kinds, codes = [each.kind for each in FUNCTIONS], [each.code for each in FUNCTIONS]
-    return "".join(FAULTS), kinds, codes
+    return "".join(FAULTS), kinds, codes, [tool for each in FUNCTIONS for tool in each.tools]
 
 
 def answer(message: bytes, wanted: int) -> list[bytes]:

@@ -75,8 +75,8 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
 
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
     move = held("Echo", "double")
-    ((_, _, (_, _, schemas)),) = move(Move())
-    assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
+    (player,) = players("own_environments:Echo", ["own_environments:double"], 5.0)
+    assert [schema["function"]["name"] for schema in player.tools] == ["double", "step"]
     move(begun(answer="7", level=1))
     tagged = "<function=double><parameter=number>4</parameter></function>"
     text = f"Well. {call('step', number=2)}{call('step', number=0)}<tool_call>{{</tool_call>{tagged}{call('triple')}"
