@@ -31,6 +31,8 @@ from mllm.rewards.scores import Answer
 
 START_TIMEOUT = 120.0
 TICK = 0.1
+MOVES = 16
+"""The moves of environments in a call: each call takes about as long as ten short moves."""
 STARTING = Lock()
 
 
@@ -118,16 +120,16 @@ class Workers:
         assert self.pool is not None
         wanted = len(functions) * len(samples)
         # The process itself watches over coroutines and environments, and gets longer.
-        limit = seconds * {"played": 3, "async": wanted + 1}.get(self.kinds[functions[0]], wanted)
+        limit = seconds * (wanted + {"played": 2, "async": 1}.get(self.kinds[functions[0]], 0))
         message = pickle.dumps((functions, samples, seconds))
         return Call(self.pool.schedule(answer, args=(message, wanted), timeout=limit), wanted, limit)
 
     def ask(self, samples: Sequence[Any], seconds: float, poll: Callable[[], None]) -> list[Answer]:
-        """The only function's answers: it is called for each sample alone, or for all where it awaits something."""
+        """The only function's answers: for some samples at a time, or for all together where it awaits something."""
         if self.pool is None:
             self.start()
-        parts = [samples] if self.kinds == ["async"] else [[sample] for sample in samples]
-        calls = [self.schedule([0], part, seconds) for part in parts]
+        size = len(samples) if self.kinds == ["async"] else MOVES
+        calls = [self.schedule([0], samples[i : i + size], seconds) for i in range(0, len(samples), size)]
         while wait([call.future for call in calls], TICK).not_done:
             poll()
         return [answer for call in calls for answer in call.result()]

@@ -236,9 +236,9 @@ LASTING = {
 HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
-    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.5 s",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 2 s",
 }
-"""What ends the process, and the other environments in it."""
+"""What ends the process, and the other environments in it; what moves in the same call fails as it does."""
 
 
 def counted(found):
@@ -259,7 +259,7 @@ def test_a_hostile_environment_is_counted():
 @pytest.mark.slow
 def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
     """Even conversations are in one process, odd ones in another."""
-    late, lost = "timed_out took longer than 0.5 s", "raised LookupError: its environment was lost with its process"
+    late = "timed_out took longer than 0.5 s"
     with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:
 
         def played(*says):
@@ -267,7 +267,7 @@ def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses
 
         assert played(*HANGING, "pass", "pass") == [late] * 2 + [None] * 2
         for does, said in DEADLY.items():
-            assert played(does, "pass", "pass", "pass") == [said, None, lost, None]
+            assert played(does, "pass", "pass", "pass") == [said, None, said, None]
         assert played(*["pass"] * 4) == [None] * 4
 
 
