@@ -35,6 +35,8 @@ class Trajectory(NamedTuple):
     """The text of the prompt's last message."""
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
+    thinks: bool = False
+    """Whether what came before that text has opened a thought."""
     rewards: Sequence[tuple[Any, ...]] = ()
     """The answer of each reward function, as in `mllm.rewards.scores.Answer`."""
     turns: Sequence[dict[str, Any]] = ()

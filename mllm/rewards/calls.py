@@ -50,6 +50,8 @@ class Sample(NamedTuple):
     """The completion's tokens, the stop token included: an array, since it is sent to another process."""
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
+    thinks: bool = False
+    """Whether the prompt has opened a thought, in which the completion begins."""
     played: Played | None = None
 
 
@@ -81,6 +83,7 @@ EITHER: dict[str, Reader] = {
     "answer": lambda sample: sample.example.answer,
     "completion_ids": lambda sample: sample.tokens.tolist(),
     "length": lambda sample: len(sample.tokens),
+    "thinks": lambda sample: sample.thinks,
     "truncated": lambda sample: sample.truncated,
 }
 SINGLE: dict[str, Reader] = {

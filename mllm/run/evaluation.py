@@ -64,9 +64,9 @@ def make_evaluation(
             metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(reply.logprobs) for reply in trajectories]))
             if answered:
-                texts = [(reply.text, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
+                pairs = [(reply, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
                 correct, flexible = (
-                    np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
+                    np.array([match(one.text, each.answer, each, one.thinks) for one, each in pairs]).reshape(-1, k)
                     for match in (exact_match, flexible_match)
                 )
                 shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}

@@ -18,7 +18,7 @@ from typing import Any
 from mllm.config.rollout import RolloutConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, prompt_hash
-from mllm.data.turns import observation_tokens, prompt_tokens
+from mllm.data.turns import observation_tokens, opens_thought, prompt_tokens
 from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
@@ -49,13 +49,15 @@ class Conversation:
     `tool_calls` and the number of `tool_errors`."""
     finished: bool = True
     """Whether a stop token or text ended the last turn, and the conversation had room for another."""
+    thinks: bool = False
+    """Whether what came before the last turn has opened a thought."""
     values: Mapping[str, Any] = field(default_factory=dict)
     failure: Answer | None = None
 
     def sample(self, example: Example) -> Sample:
         """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
-        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.played)
+        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.thinks, self.played)
 
     def add(self, tokens: Sequence[int], sampled: bool) -> None:
         self.tokens += tokens
@@ -182,13 +184,13 @@ class Conversations:
         """
         for number, turn in ended.items():
             conversation = self.found[number]
-            thinks = str(self.renderer.tokenizer.decode(conversation.tokens[-16:])).rstrip().endswith("<think>")
+            conversation.thinks = opens_thought(self.renderer, conversation.tokens)
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
             conversation.finished = turn.finished
             if conversation.failure is None:
                 last = len(conversation.assistant) == self.options.turns
-                self.move(Move(number, completion=turn.text, thinks=thinks, last=last))
+                self.move(Move(number, completion=turn.text, thinks=conversation.thinks, last=last))
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
         """The token ids that follow the last turns of these conversations, None for conversations that are over."""

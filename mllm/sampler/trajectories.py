@@ -54,8 +54,10 @@ def sample_trajectories(
     talk: Conversations | None = None
 
     def sample_of(i: int, reply: Completion) -> Sample:
-        example = prompts[i].example
-        return talk.found[i].sample(example) if talk else Sample(example, reply.text, reply.tokens, not reply.finished)
+        prompt = prompts[i]
+        if talk:
+            return talk.found[i].sample(prompt.example)
+        return Sample(prompt.example, reply.text, reply.tokens, not reply.finished, prompt.thinks)
 
     with rewards.scoring(len(local)) as scoring, ExitStack() as stack:
 
@@ -98,6 +100,7 @@ def trajectory(
         held.finished if held else reply.finished,
         held.prompt[-1]["content"] if held else prompt.example.question,
         held.assistant[-1]["content"] if held else reply.text,
+        held.thinks if held else prompt.thinks,
         [tuple(answer) for answer in answers],  # lists, where another process sent them
         held.messages if held else (),
     )
