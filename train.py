@@ -155,7 +155,7 @@ def train(config: RunConfig, change: bool = False) -> int:
         print(f"stopped by a signal after step {saved_step}; {outcome}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(summary(run.store, why_ended(state, source.steps), run.algorithm.progress))
+        print(summary(run.store, why_ended(state, source.steps), run.recipe.progress))
     return 0
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mllm.config.model import MeshConfig, OptimizerConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState

@@ -109,12 +109,12 @@ def check_changes(run: object, config: RunConfig, permitted: bool, old: dict[str
     may not differ: one of `CHANGEABLE` may if it is `permitted`.
     """
     for name in ("model", "teacher"):
-        section, begun = getattr(config, name), old.get(name) or {}
+        section, begun = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
             section = section.model_copy(update={"step": begun.get("step")})
         if section and not re.fullmatch("[0-9a-f]{40}", section.revision or ""):  # the commit of this branch
             section = section.model_copy(update={"revision": begun.get("revision")})
-        config = config.model_copy(update={name: section})
+        config = config.model_copy(update={name: section} if section else {})
     if (lora := config.model.lora) and lora.source:  # what the source had when the run began
         begun = old["model"].get("lora") or {}
         known = {name: begun.get(name) for name in ("rank", "alpha", "rslora", "targets")}

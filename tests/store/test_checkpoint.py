@@ -21,7 +21,7 @@ import pytest
 from states import OPTIMIZER, POSITION, like, make_state, opened, restored, save
 
 from mllm.config.model import MeshConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints, restore_params

@@ -13,9 +13,9 @@ from states import like, make_state
 from tiny import config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
-from mllm.algorithms.grpo import source as grpo_source
+from mllm.algorithms import rollouts
 from mllm.config.model import MeshConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -124,11 +124,11 @@ def finished(request, tmp_path_factory):
     """A GRPO run with adapters and a KL penalty, and its most embeddings between two phases."""
     model = {"lora": INT8 | {"base": request.param}}
     settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), model=model, **SECTIONS)
-    counts, pack = [], grpo_source.pack
+    counts, pack = [], rollouts.pack
     embeddings = lambda: [array for array in jax.live_arrays() if array.shape == (260, 32)]  # noqa: E731
     before = embeddings()  # held, so that none of another test is freed meanwhile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_source, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
+        patch.setattr(rollouts, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
         assert run(settings) == 0
     return settings, max(counts) - len(before)
 

@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mllm.algorithms.grpo.settings import GrpoConfig, RolloutRun
+from mllm.algorithms.grpo.settings import RolloutRun
 from mllm.config.run import ExampleRun
 from mllm.config.section import Section, impossible
 from mllm.config.teacher import TeacherConfig
