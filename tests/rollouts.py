@@ -101,7 +101,7 @@ def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, logprobs=
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
     renderer = tokenizers.Renderer(BYTES)
     completing = sampler(None, renderer, (258,), settings.rollout, 0)
-    sampling = Sampling(load_task(settings.task, seed=0), completing, rewards or SquareRewards())
+    sampling = Sampling(load_task(settings.task), completing, rewards or SquareRewards())
     source = recipe_of(settings).source(Parts(mesh, forward_of(None, mesh, settings), renderer, None, sampling))
     if hasattr(source.learning.ask_policies, "logprobs"):
         source.learning.ask_policies.logprobs = logprobs or linear_logprobs

@@ -91,7 +91,6 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     """Lines on the first examples that a configuration trains on; UserError where one is bad."""
     from mllm.algorithms.documents import load_documents, origin_of
     from mllm.config import load as configs
-    from mllm.config.data import PreferenceForm
     from mllm.data.prompts import task_renderer
     from mllm.data.records import sound_records
     from mllm.data.tasks.load import load as load_task
@@ -103,7 +102,7 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
-    task = load_task(config.task.of_run(config.eval is not None), config.seed) if config.task else None
+    task = load_task(config.task.of_run(config.eval is not None)) if config.task else None
     if config.examples is None or config.examples.source == "task":
         assert config.task is not None
         assert task is not None
@@ -116,31 +115,26 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return
-    form: PreferenceForm | None = "pairs" if config.algorithm == "dpo" else None
+    pairs = config.algorithm == "dpo"
     if config.examples.source == "task":
-        documents = load_documents(config.examples.model_copy(update={"validation": None}), renderer, task, form)[0]
+        documents = load_documents(config.examples.model_copy(update={"validation": None}), renderer, task, pairs)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
         first = []
         for entry in config.examples.mix or (config.examples,):
             origin = origin_of("data.source", entry.source, entry.subset, entry.split)
             records, columns = islice(origin.records(), SEARCHED), entry.columns or config.examples.columns
-            encoded = encode_records(renderer, config.examples.max_length, records, form, columns)
+            encoded = encode_records(renderer, config.examples.max_length, records, pairs, columns)
             sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
     if not first:
         raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
-            yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())
+            yield from described(renderer, "example", document.tokens.tolist(), document.counts.tolist())
             continue
-        names = (
-            ("chosen", "rejected")
-            if document.desirable is None
-            else ("desirable" if document.desirable else "undesirable",)
-        )
-        for name, part in zip(names, document, strict=False):
-            yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
+        for name, part in document._asdict().items():
+            yield from described(renderer, name, part.tokens.tolist(), part.counts.tolist())
 
 
 def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:

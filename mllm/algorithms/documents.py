@@ -9,37 +9,37 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Int
 
-from mllm.config.data import DataConfig, PreferenceForm, SourceConfig, names_files
+from mllm.config.data import DataConfig, SourceConfig, names_files
 from mllm.data.cache import cached_documents, signed
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_preference, joined
+from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_pair, joined
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer
 
 CACHED_DOCUMENTS = 2**16
 """How many documents of a task, which are made to know their sizes, are kept until they are read."""
-MOST_PREFERENCES = 2**17
+MOST_PAIRS = 2**17
 """How many pairs of a task, which are all made at once."""
 
 
 def load_documents(
-    config: DataConfig, renderer: Renderer, task: Task | None, form: PreferenceForm | None = None
+    config: DataConfig, renderer: Renderer, task: Task | None, pairs: bool = False
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, which are preferences where a `form` is given, and the validation's, if there is one.
+    """The documents to train on, or `pairs` of them, and the validation's, if there is one.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
     if config.mix:
-        training, mix_heldout = load_mix(config, config.mix, renderer, form)
+        training, mix_heldout = load_mix(config, config.mix, renderer, pairs)
         if mix_heldout is not None:
             return training, mix_heldout
     elif task is not None and config.source == "task":
-        training = (task_preferences if form else task_documents)(task, renderer, config.max_length)
+        training = (task_pairs if pairs else task_documents)(task, renderer, config.max_length)
     else:
         origin = origin_of("data.source", config.source, config.subset, config.split)
-        training = cached_documents(origin, config, renderer, form)
+        training = cached_documents(origin, config, renderer, pairs)
     validation = config.validation
     if validation is None:
         return training, None
@@ -51,18 +51,18 @@ def load_documents(
         named = config.mix[0] if config.mix else config  # which data.source is the name of
         config = config.model_copy(update={"columns": named.columns or config.columns})
         heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
-    return training, cached_documents(heldout, config, renderer, form)
+    return training, cached_documents(heldout, config, renderer, pairs)
 
 
 def load_mix(
-    config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, form: PreferenceForm | None
+    config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, pairs: bool
 ) -> tuple[Documents, Documents | None]:
     """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
     loaded = []
     for entry in mix:
         entry_config = config.model_copy(update={"columns": entry.columns or config.columns})
         origin = origin_of("data.source", entry.source, entry.subset, entry.split)
-        loaded.append(cached_documents(origin, entry_config, renderer, form))
+        loaded.append(cached_documents(origin, entry_config, renderer, pairs))
     if config.validation is None or (share := config.validation.share) is None:
         return joined(loaded), None
     training, heldout = zip(*(hold_out(documents, share) for documents in loaded), strict=True)
@@ -91,12 +91,10 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
 
 
-def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documents:
+def task_pairs(task: Task, renderer: Renderer, max_length: int) -> Documents:
     """The right and wrong completions of a task's training problems; UserError where one lacks either, or too many."""
-    if len(task.train) > MOST_PREFERENCES:
-        fault = (
-            f"task {task.name} has {len(task.train)} problems, and at most {MOST_PREFERENCES} pairs can be made of them"
-        )
+    if len(task.train) > MOST_PAIRS:
+        fault = f"task {task.name} has {len(task.train)} problems, and at most {MOST_PAIRS} pairs can be made of them"
         raise UserError(f"data.source: {fault}: give a file")
     pairs = []
     for index, example in enumerate(task.train):
@@ -108,7 +106,7 @@ def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documen
         answers = {"chosen": example.solution, "rejected": example.rejected}
         record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
         try:
-            encoded = encode_preference("pairs", renderer, max_length, {"prompt": example.prompt, **record})
+            encoded = encode_pair(renderer, max_length, {"prompt": example.prompt, **record})
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
         if isinstance(encoded, Skipped):
@@ -116,7 +114,7 @@ def task_preferences(task: Task, renderer: Renderer, max_length: int) -> Documen
         pairs.append(encoded[0])
     content = hashlib.sha256(b"".join(signed(pair).tobytes() for pair in pairs)).hexdigest()
     sizes = np.array([pair.size for pair in pairs], np.int32)
-    return Documents(sizes, lambda indices: [pairs[index] for index in indices], content, renderer.form, "pairs")
+    return Documents(sizes, lambda indices: [pairs[index] for index in indices], content, renderer.form)
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:

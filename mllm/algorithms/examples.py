@@ -9,7 +9,6 @@ import numpy as np
 
 from mllm.algorithms.documents import load_documents
 from mllm.algorithms.rows import RowBatches
-from mllm.config.data import PreferenceForm
 from mllm.config.run import ExampleRun
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
@@ -37,13 +36,13 @@ class ExampleSource(Generic[Rows]):
         parts: Parts,
         kind: type[Rows],
         validation: Validation,
-        form: PreferenceForm | None = None,
+        pairs: bool = False,
     ) -> None:
         """UserError is raised where there is too little data, or it is bad."""
         data, steps = config.data, config.steps
         self.rows, self.forward, self.validation = RowShare.of_mesh(parts.mesh), parts.forward, validation
-        training, heldout = load_documents(data, parts.renderer, parts.examples_task, form)
-        self.learned = training.learned
+        training, heldout = load_documents(data, parts.renderer, parts.examples_task, pairs)
+        self.form = training.form
         self.batches = batches = kind(data, training, config.batch_size, config.seed, self.rows)
         self.heldout = None if heldout is None else kind(data, heldout, config.batch_size, share=self.rows)
         """The validation's batches; None: there is no validation."""
@@ -64,7 +63,7 @@ class ExampleSource(Generic[Rows]):
         self.num_tokens = 0
 
     @property
-    def counts(self) -> str:
+    def summary(self) -> str:
         heldout = f", {len(self.heldout.documents):,} for validation" if self.heldout else ""
         return f"{len(self.batches.documents):,} examples to train on{heldout}"
 

@@ -84,7 +84,7 @@ class RolloutSource:
             raise ValueError("parts: the source of completions needs `sampling`")
         self.config, self.learning, self.batch_size = config.grpo, learning, config.batch_size
         self.task, self.sampler, self.rewards = parts.sampling.task, parts.sampling.sampler, parts.sampling.rewards
-        self.learned = self.sampler.renderer.form
+        self.form = self.sampler.renderer.form
         self.steps = config.steps or 0
         self.logged_samples = config.log.samples
         self.shape = parts.forward.shape
@@ -99,7 +99,7 @@ class RolloutSource:
         """The data of the updates that share the current rollout."""
 
     @property
-    def counts(self) -> str:
+    def summary(self) -> str:
         tested = f", {len(self.task.test):,} in the test set" if self.task.test else ""
         return f"{len(self.task.train):,} problems to train on, {len(self.task.heldout):,} held out{tested}"
 

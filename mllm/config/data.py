@@ -7,12 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_valida
 from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
-"""The form of a record of preferences: a prompt with two completions, or one completion with a label."""
-
-
 Column: TypeAlias = Literal[
-    *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "label", "text", "tools")
+    *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "text", "tools")
 ]
 """The fields of an example; docs/training.md says what they hold."""
 
@@ -55,7 +51,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
+    """The examples that SFT trains on; under DPO an example is a pair."""
 
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or

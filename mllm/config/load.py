@@ -20,7 +20,7 @@ from mllm.config.run import RunConfig
 from mllm.config.section import keys_of
 from mllm.errors import UserError
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
+CONFIGS = (Path(__file__).parent.parent / "recipes").resolve()  # a link to configs/, or a copy where it is installed
 COMMENT = re.compile(r"(^|\s)#")
 
 

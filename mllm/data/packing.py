@@ -1,7 +1,7 @@
 """Packs sequences of all lengths into the rows of a batch, and spreads the rows over micro-batches and devices.
 
 First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes at most 11/9 of the fewest rows and one
-more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that are learned.
+more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that count.
 """
 
 from collections.abc import Iterable
@@ -23,21 +23,21 @@ def add_sequence(
     batch: Batch,
     row: int,
     tokens: Int[np.ndarray, " T"],
-    learned: Bool[np.ndarray, " T"],
+    counts: Bool[np.ndarray, " T"],
     weight: float | np.floating,
     length: int,
-) -> tuple[int, Int[np.ndarray, " learned"]]:
-    """Append the first `length` tokens to the row. Returns the positions that predict the learned tokens.
+) -> tuple[int, Int[np.ndarray, " counted"]]:
+    """Append the first `length` tokens to the row. Returns the positions that predict the tokens that count.
 
-    These positions have the weight. The first token is never learned.
+    These positions have the weight. The first token never counts.
     """
     start = np.count_nonzero(batch.segments[row])
     span = row, slice(start, start + length)
     batch.tokens[span] = tokens[:length]
     batch.positions[span] = np.arange(length)
     batch.segments[span] = batch.segments[row].max() + 1
-    predicts = row, start + np.flatnonzero(learned) - 1
-    batch.labels[predicts] = tokens[learned]
+    predicts = row, start + np.flatnonzero(counts) - 1
+    batch.labels[predicts] = tokens[counts]
     batch.weights[predicts] = weight
     return predicts
 

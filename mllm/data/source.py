@@ -45,11 +45,11 @@ class Source(Protocol):
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
 
     @property
-    def learned(self) -> Form:
+    def form(self) -> Form:
         """The form of its examples: texts or chats."""
 
     @property
-    def counts(self) -> str:
+    def summary(self) -> str:
         """How many examples it has, for the line that says what a run does."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:

@@ -1,6 +1,6 @@
 """The built-in reward functions, and how others are found by name.
 
-A function takes its arguments by name: see reward_calls. No JAX is imported here.
+A function takes its arguments by name: see calls.py. No JAX is imported here.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 from mllm.data.tasks.answers import final_answer, last_element
-from mllm.data.tasks.task import Example, Scorer
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError, need
 
 NUMBER = re.compile(
@@ -99,16 +99,12 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 }
 
 
-def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
+def find(name: str) -> Callable[..., Any]:
     """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if name == "task":
-        if scorer is None:
-            raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
-        return scorer
     if ":" not in name:
-        known = f"{', '.join(BUILT_IN)}, task, or package.module:function"
+        known = f"{', '.join(BUILT_IN)}, or package.module:function"
         raise UserError(f"task.rewards: there is no reward {name}: {known}")
     return imported("task.rewards", name)
 

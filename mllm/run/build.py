@@ -94,7 +94,7 @@ class Run:
             config = pin_all(config)
         self.config = config
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
-        self.task = load_task(task, config.seed) if task else None
+        self.task = load_task(task) if task else None
         self.problems = self.load_problems()
         self.policy = policy = load_policy(config, self.mesh)
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
@@ -125,7 +125,7 @@ class Run:
         self.checkpoints = stack.enter_context(
             closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
         )
-        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
+        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
 
     def digests(self) -> dict[str, str]:
         """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
@@ -171,8 +171,8 @@ class Run:
         task = self.task if config.examples.source == "task" else None
         examples = task_renderer(config.task, task, renderer, learned) if config.task and task else renderer
         source = self.recipe.source(parts(examples, task))
-        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.learned)
-        return source, self.make_sampling(renderer, source.learned, "the run")
+        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.form)
+        return source, self.make_sampling(renderer, source.form, "the run")
 
     def make_sampling(self, renderer: Renderer, learned: Form | None, who: str) -> Sampling | None:
         """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
@@ -250,7 +250,7 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.batch_shape, policy.architecture, self.mesh)
-            said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
+            said = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
             print(said, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
         last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written

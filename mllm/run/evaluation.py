@@ -13,7 +13,8 @@ from mllm.data.tasks.task import Example
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare
 from mllm.rewards.functions import exact_match, flexible_match
-from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.scores import reward_metrics, weighted_sum
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch

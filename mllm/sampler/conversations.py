@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 from mllm.config.rollout import RolloutConfig
@@ -21,13 +22,18 @@ from mllm.data.turns import observation_tokens, prompt_tokens
 from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
-from mllm.rewards.calls import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
+from mllm.rewards.calls import Played, Sample
 from mllm.rewards.environments import Move, Turn
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.worker import TICK, Worker
+from mllm.rewards.scores import NOTHING, Answer, judge
+from mllm.rewards.worker import TICK, Workers
 
 Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 """Moves for a worker, and where its answers are put."""
+
+
+class Left(Exception):
+    """The rollout was left while an environment made a move."""
 
 
 @dataclass
@@ -62,8 +68,7 @@ class Conversation:
                 if kind == "value" and self.assistant:
                     self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + reward
                 return Turn(*fields)
-        wrote = "raised", "wrote to its process's connection with the trainer"
-        self.failure = (answer[0], answer[1]) if answer[0] in FAILURES else wrote
+        self.failure = answer[:2]
         return None
 
     @property
@@ -75,7 +80,7 @@ class Conversation:
     def played(self) -> Played:
         """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
-        total: Answer = judge(float(sum(rewards))) if rewards else (NOT_APPLICABLE, "")
+        total: Answer = judge(float(sum(rewards))) if rewards else NOTHING
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
         return Played(self.messages, self.values, errors, self.failure or total)
 
@@ -116,23 +121,28 @@ class Conversations:
         self.asked: dict[int, Future[Answer]] = {}
         self.waiting = [Waiting() for _ in runner.environments]
         self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
+        self.left = Event()
 
     def __enter__(self) -> "Conversations":
-        self.runner.stopped.clear()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.runner.stopped.set()
+        self.left.set()
         for pool in self.pools:
             pool.shutdown(cancel_futures=True)
 
-    def serve(self, worker: Worker, waiting: Waiting) -> None:
-        """Have a worker make all the moves that wait for it by now, together."""
+    def check_left(self) -> None:
+        if self.left.is_set():
+            raise Left
+
+    def serve(self, workers: Workers, waiting: Waiting) -> None:
+        """Have a process make all the moves that wait for it by now."""
         batch = [waiting.get() for _ in range(waiting.qsize())]
         try:
-            answers = worker.ask([0], [move for move, _ in batch], self.runner.timeout) if batch else []
+            moves = [move for move, _ in batch]
+            answers = workers.ask(moves, self.runner.timeout, self.check_left) if batch else []
         except BaseException as error:
-            worker.kill()  # it may be in the middle of a move
+            workers.close()  # its process may be in the middle of a move
             for _, future in batch:
                 future.set_exception(error)
         else:

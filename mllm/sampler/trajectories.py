@@ -14,8 +14,9 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
-from mllm.rewards.calls import FAILURES, Sample
-from mllm.rewards.runner import RewardRunner, number, reward_metrics, weighted_sum
+from mllm.rewards.calls import Sample
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.scores import FAILURES, number, reward_metrics, weighted_sum
 from mllm.sampler.completion import Completion
 from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Sampler

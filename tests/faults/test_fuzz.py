@@ -42,7 +42,7 @@ TRAPS = (
     *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),
     *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}", "1_0"),
     *("a" * 300, "..", "../x.safetensors", "/dev/zero", "~nobody/x", "a/b", "x.jsonl", "x.zip", "pytorch_model.bin"),
-    *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "reasoning_gym:x", "os:abort"),
+    *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "os:abort"),
     *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user", "\\ud800", "\\", "\t"),
     *("{", "}", "[", "]", ",", ": ", "- ", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
     *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "{" * 30, "- " * 30, "[" * 500, "[" * 2000),

@@ -120,7 +120,7 @@ def sample(completion, *, conversational=False, answer="7", **fields) -> Sample:
 
 def bound(name, *samples, **args) -> Reward:
     task = Task("sums", [sample.example for sample in samples], [])
-    return bind(name, args, None, fields_of(task), 16)
+    return bind(name, args, fields_of(task), 16)
 
 
 def place_of(code):
@@ -226,7 +226,6 @@ def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatc
     ("name", "args", "message"),
     [
         ("exact", {}, "there is no reward exact: exact_match, .*or package.module:function"),
-        ("task", {}, "no scorer of its own"),
         ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("mine:number", {}, "is not a function"),
         ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),

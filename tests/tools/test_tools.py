@@ -258,7 +258,7 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
 
     monkeypatch.setattr(Sampler, "complete", complete)
     monkeypatch.setattr(export, "restore", knows_texts)
-    game = ["--environment", "mllm.data.tasks.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
+    game = ["--environment", "mllm.examples.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
     assert generate.main([str(exported), "game 1", *game]) == 0
     said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
     assert said

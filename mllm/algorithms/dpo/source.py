@@ -51,8 +51,8 @@ class PreferenceBatches(RowBatches):
         reference = np.zeros(batch.tokens.shape, np.float32)
         pairs = self.documents.read([index for index, _ in local])
         for (index, row), pair in zip(local, pairs, strict=True):
-            for part, (tokens, learned) in enumerate(pair[:2]):
-                _, predicts = add_sequence(batch, row, tokens, learned, 1 / len(plan), len(tokens))
+            for part, (tokens, counts) in enumerate(pair):
+                _, predicts = add_sequence(batch, row, tokens, counts, 1 / len(plan), len(tokens))
                 if self.reference is not None:
                     reference[row, predicts[0]] = self.reference[index, part]
         share = np.full(len(batch.tokens), 1 / len(plan), np.float32)
@@ -87,7 +87,7 @@ class PreferenceSource(ExampleSource[PreferenceBatches]):
 
     def __init__(self, config: DpoRun, parts: Parts, validation: Validation) -> None:
         """UserError is raised as by `ExampleSource`."""
-        super().__init__(config, parts, PreferenceBatches, validation, "pairs")
+        super().__init__(config, parts, PreferenceBatches, validation, pairs=True)
         logprobs = logprobs_of(parts.forward)
         self.logprobs: LogprobPass = lambda params, batch: local_rows(logprobs(params, batch))
         self.checksum: str | None = None

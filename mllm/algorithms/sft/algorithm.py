@@ -56,7 +56,7 @@ class DocumentBatches(RowBatches):
         weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
         documents = self.documents.read([index for index, _ in local])
         for (_, row), document in zip(local, documents, strict=True):
-            add_sequence(batch, row, document.tokens, document.learned, weight, len(document.tokens))
+            add_sequence(batch, row, document.tokens, document.counts, weight, len(document.tokens))
         return batch
 
 
