@@ -3,18 +3,21 @@
 A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: documents in an ArrayRecord file, their sizes, mapped into memory, and a summary with checksums, which is
 written last, and compared whenever the cache is opened. A lock lets one process of each machine make it while others
-wait. Whenever a cache is made, caches that nothing has used for long are removed, by the limits of `mllm.store.fetch`.
+wait. Whenever a cache is made, caches that nothing has used for long are removed, by `UNUSED_DAYS` and `MOST_BYTES`.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import sys
 import tempfile
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,7 @@ from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipp
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
-from mllm.store.fetch import LOCK, locked, prune
-from mllm.store.files import cache_folder
+from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ VERSION = 5
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
 MOST_BAD = 10_000
+UNUSED_DAYS, MOST_BYTES = 30, 200 * 10**9
+LOCK = ".lock"
 LABELS = (None, True, False)
 
 
@@ -47,7 +51,7 @@ def cached_documents(
 ) -> Documents:
     """All examples, or with a `form` preferences, of files or a hub id; a warning counts skipped and cut examples.
 
-    All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
+    All processes must call it. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad.
     """
     caches, content = folder_of(config), origin.content()
@@ -216,3 +220,35 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def prune(folders: Iterable[Path]) -> None:
+    """Remove the files in such folders as the module says, but no files in folders used within a day."""
+    entries = list[tuple[float, int, list[Path]]]()
+    for folder in folders:
+        with suppress(OSError):  # another process may be removing them, too
+            files = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
+            used = max((file.st_mtime for file in files.values()), default=0.0)
+            entries.append((used, sum(file.st_size for file in files.values()), [*files]))
+    total = sum(size for _, size, _ in entries)
+    for used, size, paths in sorted(entries):
+        days = (time.time() - used) / 86400
+        if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
+            for path in paths:
+                with suppress(OSError):
+                    if path.name != LOCK:  # others may wait for the lock
+                        path.unlink()
+            total -= size
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder, which is made, against other processes of this machine; the system releases it at their end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("w") as file:  # its time says when it was last used
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that has {folder}", file=sys.stderr)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

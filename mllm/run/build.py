@@ -10,10 +10,10 @@ A run starts in one of these ways, which `Run.start` tells apart:
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,14 @@ import jax.numpy as jnp
 
 from mllm.config.schema import Config
 from mllm.config.task import Form
-from mllm.data.cache import tokenizer_digest
 from mllm.data.prompts import task_renderer
 from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import digest
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import CommonError, UserError, need
+from mllm.model.folder import is_there
 from mllm.model.layout import Params
+from mllm.model.load import Policy
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import ending_together
@@ -39,20 +39,23 @@ from mllm.parallel.processes import RowShare, from_writer, gather_objects, is_wr
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
+from mllm.run.checksum import checksums
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
+from mllm.run.identity import dependencies
 from mllm.run.metrics import RunLog, start_lines
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy, load_teacher, pin_all
+from mllm.run.source_run import load_own_policy, load_policy, load_teacher, pin_all
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
-from mllm.store.checksum import checksums
 from mllm.training.algorithm import Parts, make_algorithm
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.room import room_that_fits
 from mllm.training.step import Forward, abstract_state, init_state, make_train_step
+
+logger = logging.getLogger(__name__)
 
 
 class Run:
@@ -89,7 +92,7 @@ class Run:
             # Several processes go on to where all of them ask.
             poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
             self.rewards = stack.enter_context(RewardRunner(config.task, self.task, most, poll))
-        self.policy = policy = load_policy(config, self.mesh)
+        self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
         self.algorithm = algorithm = make_algorithm(config)
         self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)
@@ -99,7 +102,7 @@ class Run:
         train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
         self.measurements = self.make_measurements()
         # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-        needed = policy.lora is not None or not from_writer(self.store.steps)
+        needed = policy.lora is not None or not resumes
         initial = policy.initial_params() if algorithm.reference or needed else None
         if initial is not None and algorithm.reference == "at_start":
             self.set_reference(initial)
@@ -115,23 +118,21 @@ class Run:
             raise CommonError("data: the processes have different examples: give all the same data")
         fixed: Any = self.fixed.reference or self.frozen
         fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
-        self.checkpoints = stack.enter_context(
-            closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
-        )
+        known = dependencies(policy, Renderer(policy.tokenizer, config.chat_template), self.task)
+        self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed, known)))
         folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
 
-    def digests(self) -> dict[str, str]:
-        """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
-
-        Examples are compared by the sources, and frozen parameters by their checksums.
-        """
-        policy, task = self.policy, self.task
-        hashes = {
-            "model.source: the architecture": digest(asdict(policy.architecture)),
-            "model.tokenizer: the tokenizer, or its chat template,": tokenizer_digest(policy.tokenizer),
-            "model.source: what ends a completion": digest([policy.stop_ids, policy.stop_texts]),
-        }
-        return hashes | ({"task: the list of problems": task.content} if task and task.content else {})
+    def find_policy(self, resumes: bool) -> Policy:
+        """The policy of the configuration; where its source is gone, that of the folder of a run that resumes."""
+        model = self.config.model
+        try:
+            return load_policy(self.config, self.mesh)
+        except UserError as error:
+            places = [place for place in (model.source, model.tokenizer) if place not in (None, "bytes")]
+            if not resumes or model.init != "pretrained" or all(map(is_there, places)):
+                raise
+            logger.warning("%s; going on with the model's files in %s", error, self.store)
+            return load_own_policy(self.store, self.config, self.mesh)
 
     def write_model(self, learned: Form | None, target: Path) -> None:
         """Write the files of the model's folder but its parameters, with which tools and other runs find them."""

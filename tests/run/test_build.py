@@ -15,9 +15,9 @@ from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
+from mllm.run.checksum import checksums
 from mllm.run.signals import Interrupted
 from mllm.sampler.schedule import Usual
-from mllm.store.checksum import checksums
 
 SEED = 7
 RANDOM = {"load_task", "Sampler", "make_train_step"}
