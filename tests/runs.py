@@ -21,18 +21,17 @@ from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
 from mllm.run import build
 from mllm.run.checkpoint import read_arrays
-from mllm.run.metrics import read_records
 from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
-from mllm.store.files import is_bucket, local_place
-from mllm.store.run_store import tool_run
+from mllm.run.store import tool_run
+from mllm.storage import is_bucket, local_place
 from mllm.training import step as updates
 from mllm.training.optimizer import make_optimizer
 from mllm.training.recipe import Recipe
 from mllm.training.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
-TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "store", "parallel"))]
+TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "parallel"))]
 """Where processes that tests start find modules."""
 
 
@@ -104,7 +103,7 @@ def checkpoints(config: RunConfig) -> list[int]:
 
 
 def records(config: RunConfig, name: str = "metrics.jsonl") -> list[dict]:
-    return read_records(tool_run(config.run_dir), name)
+    return tool_run(config.run_dir).records(name)
 
 
 def checksums(folder: Path) -> dict[str, str]:

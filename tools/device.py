@@ -43,7 +43,7 @@ def count(completion: str) -> float:
 
 def difference(first: Path, second: Path) -> str:
     """The names of the log and of the newest checkpoint's arrays that differ in two finished runs; "" if none does."""
-    from mllm.store.run_store import RunStore  # a machine with JAX may lack the trainer's packages
+    from mllm.run.store import RunStore  # a machine with JAX may lack the trainer's packages
 
     one, other = (
         {"metrics.jsonl": store.read_log("metrics.jsonl"), **store.document(store.steps()[-1])["arrays"]}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import CONFIG, find_run
+from mllm.run.store import CONFIG, find_run
 
 if TYPE_CHECKING:
     from mllm.config.run import RunConfig

@@ -20,7 +20,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore, tool_run
+from mllm.run.store import RunStore, tool_run
 
 if TYPE_CHECKING:
     from mllm.model.tokenizer import Renderer

@@ -10,10 +10,11 @@ A run starts in one of these ways, which `Run.start` tells apart:
 
 import hashlib
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,15 @@ from mllm.algorithms.recipes import recipe_of
 from mllm.config.rollout import RolloutConfig
 from mllm.config.run import RunConfig
 from mllm.config.task import Form, TaskConfig
-from mllm.data.cache import tokenizer_digest
 from mllm.data.prompts import task_renderer
 from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Task, digest
+from mllm.data.tasks.task import Task
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import CommonError, UserError, need
+from mllm.model.folder import is_there
 from mllm.model.layout import Params
+from mllm.model.load import Policy
 from mllm.model.tokenizer import Renderer, save_tokenizer, warn_of_mismatch
 from mllm.model.weights import write_settings
 from mllm.parallel.group import ending_together
@@ -41,20 +43,23 @@ from mllm.parallel.processes import RowShare, from_writer, gather_objects, is_wr
 from mllm.rewards.runner import RewardRunner
 from mllm.run import folder
 from mllm.run.checkpoint import Checkpoints, by_name
+from mllm.run.checksum import checksums
 from mllm.run.compiling import keep_programs
 from mllm.run.evaluation import make_evaluation
+from mllm.run.identity import dependencies
 from mllm.run.metrics import RunLog, start_lines
 from mllm.run.signals import Interrupt
-from mllm.run.source_run import load_policy, load_teacher, pin_all
+from mllm.run.source_run import load_own_policy, load_policy, load_teacher, pin_all
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
-from mllm.store.checksum import checksums
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.recipe import Parts, Sampling
 from mllm.training.room import room_that_fits
 from mllm.training.step import abstract_state, init_state, make_train_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ class Run:
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
         self.task = load_task(task) if task else None
         self.problems = self.load_problems()
-        self.policy = policy = load_policy(config, self.mesh)
+        self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
         self.recipe, demands = (recipe := recipe_of(config)), recipe.demands
         self.forward = recipe.forward(config, policy.graphdef, self.mesh, None if teacher is None else teacher.graphdef)
@@ -106,7 +111,7 @@ class Run:
         train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
         self.measurements = self.make_measurements()
         # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
-        needed = policy.lora is not None or not from_writer(self.store.steps)
+        needed = policy.lora is not None or not resumes
         initial = policy.initial_params() if demands.reference or needed else None
         if initial is not None and demands.reference == "at_start" and isinstance(self.source, ReferencedSource):
             self.set_reference(self.source, initial)
@@ -122,23 +127,21 @@ class Run:
             raise CommonError("data: the processes have different examples: give all the same data")
         fixed: Any = self.fixed.reference or self.frozen
         fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
-        self.checkpoints = stack.enter_context(
-            closing(Checkpoints(self.store, config.checkpoint, fixed, self.digests(), begun))
-        )
+        known = dependencies(policy, Renderer(policy.tokenizer, config.chat_template), self.task)
+        self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed, known)))
         folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
 
-    def digests(self) -> dict[str, str]:
-        """Hashes of what lies outside of the run and is read again when it resumes, each by its name for the user.
-
-        Examples are compared by the sources, and frozen parameters by their checksums.
-        """
-        policy, task = self.policy, self.task
-        hashes = {
-            "model.source: the architecture": digest(asdict(policy.architecture)),
-            "model.tokenizer: the tokenizer, or its chat template,": tokenizer_digest(policy.tokenizer),
-            "model.source: what ends a completion": digest([policy.stop_ids, policy.stop_texts]),
-        }
-        return hashes | ({"task: the list of problems": task.content} if task and task.content else {})
+    def find_policy(self, resumes: bool) -> Policy:
+        """The policy of the configuration; where its source is gone, that of the folder of a run that resumes."""
+        model = self.config.model
+        try:
+            return load_policy(self.config, self.mesh)
+        except UserError as error:
+            places = [place for place in (model.source, model.tokenizer) if place not in (None, "bytes")]
+            if not resumes or model.init != "pretrained" or all(map(is_there, places)):
+                raise
+            logger.warning("%s; going on with the model's files in %s", error, self.store)
+            return load_own_policy(self.store, self.config, self.mesh)
 
     def write_model(self, learned: Form | None, target: Path) -> None:
         """Write the files of the model's folder but its parameters, with which tools and other runs find them."""

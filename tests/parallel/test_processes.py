@@ -46,11 +46,10 @@ from mllm.parallel import group as group_module
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows, raise_everywhere
 from mllm.run.checkpoint import by_name
+from mllm.run.checksum import checksums
+from mllm.run.store import RunStore, hold, tool_run
 from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
-from mllm.store.checksum import checksums
-from mllm.store.holder import hold
-from mllm.store.run_store import RunStore, tool_run
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"

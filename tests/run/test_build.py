@@ -14,9 +14,9 @@ from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
+from mllm.run.checksum import checksums
 from mllm.run.signals import Interrupted
 from mllm.sampler.schedule import Usual
-from mllm.store.checksum import checksums
 
 SEED = 7
 ROWS = RowShare(0, 1)

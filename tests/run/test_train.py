@@ -23,7 +23,7 @@ from mllm.config import load as configs
 from mllm.errors import CommonError
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import Measurements, RunState
-from mllm.store.run_store import RunStore, tool_run
+from mllm.run.store import RunStore, tool_run
 from mllm.training.step import TrainState
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly

@@ -28,9 +28,9 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run.build import Run
 from mllm.run.checkpoint import restore_params
 from mllm.run.state import RunState
+from mllm.run.store import RunStore
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
-from mllm.store.run_store import RunStore
 from mllm.training.step import init_state
 from tools import export, generate, plot
 

@@ -25,8 +25,8 @@ from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_ad
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.source_run import load_policy
+from mllm.run.store import RunStore
 from mllm.sampler.decoding import decoding_graphdef, decoding_weights
-from mllm.store.run_store import RunStore
 from mllm.training.step import init_state
 from tools.export import restore
 
@@ -193,7 +193,7 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
         (base | reference, base | {"norm": second["norm"]}, refused),
     ):
         store = RunStore(tmp_path / str(len([*tmp_path.iterdir()])))
-        with closing(Checkpoints(store, CheckpointConfig(), saved, {}, False)) as checkpoints:
+        with closing(Checkpoints(store, CheckpointConfig(), saved, {})) as checkpoints:
             checkpoints.save(state, "")
-        with closing(Checkpoints(store, CheckpointConfig(), then, {}, False)) as checkpoints, expected:
+        with closing(Checkpoints(store, CheckpointConfig(), then, {})) as checkpoints, expected:
             checkpoints.restore(like())
