@@ -31,7 +31,6 @@ from jaxtyping import Array, Float
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from lm_head import TokenLogprobs
 from mllm import errors
-from mllm.algorithms.table import schema
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.schema import Config
@@ -40,7 +39,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
-from mllm.plan.programs import Program, Programs
+from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.training.algorithm import make_algorithm
 from mllm.training.head import States
@@ -138,8 +137,8 @@ def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
 
 def account(config: Config, devices: Devices, name: str, head: str) -> Account:
     """The memory of a program with one of `HEADS` or "none"."""
-    settings = {"config": config.model_dump(mode="json"), "name": name, "head": head}
-    return plan.account_of("tools.memory:program", devices, **settings)
+    shapes = Programs(config, devices.mesh, NoHead if head == "none" else Forward)
+    return plan.account_of(getattr(shapes, name)(), devices)
 
 
 class NoHead(Forward):
@@ -151,12 +150,6 @@ class NoHead(Forward):
         sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
         none = jnp.zeros_like(sums)
         return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
-
-
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
-    """The program of `Programs` with this name and this head."""
-    forward = NoHead if head == "none" else Forward
-    return getattr(Programs(schema().model_validate(config), mesh, forward), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.algorithms.table import schema
 from mllm.config.schema import Config
 from mllm.data.batch import Batch
 from mllm.model.delta_net import DeltaState
@@ -42,13 +41,6 @@ from mllm.training.step import Forward, abstract_state, make_logprob_pass, make_
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
-
-
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
-    """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
-    shapes = Programs(schema().model_validate(config), mesh)
-    shapes.tokens = tokens
-    return getattr(shapes, name)()
 
 
 class Programs:

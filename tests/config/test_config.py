@@ -16,7 +16,6 @@ from mllm.config.habits import HABITS
 from mllm.config.load import PlainDumper, PlainLoader
 from mllm.config.section import keys_of
 from mllm.errors import UserError
-from tools.settings import FILE, reference
 
 SFT = """
 algorithm: sft
@@ -154,10 +153,6 @@ def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not(
     keys = {*keys_of(schema())}
     assert named - keys == set()
     assert HABITS.keys() & (keys | {key.rpartition(".")[2] for key in keys}) == set()
-
-
-def test_the_reference_of_settings_is_what_the_schema_says_now():
-    assert FILE.read_text() == reference(), "run python tools/settings.py"
 
 
 PLAIN = {"1e-3": 1e-3, "-.5": -0.5, "010": 10, "0o10": 8, "0x1F": 31, "+7": 7, "true": True, "~": None, "": None}

@@ -123,7 +123,7 @@ def loss_and_gradients(problem: Problem, objective: Objective, operands=(), weig
 
 
 def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, impl: str, **options: Any) -> None:
-    """Checks the statistics and their gradients. Rows that don't count and their cotangents hold poison; they give 0."""
+    """Checks the statistics and their gradients. Rows that don't count hold poison, cotangents too, and give 0."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.resize(POISON, len(x))), cotangents)
