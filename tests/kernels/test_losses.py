@@ -140,17 +140,6 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
     cases.assert_as_accurate_as_rounding(got.rows, right.rows)
 
 
-@pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, (TPU, "some"), (GPU, "some")], kernels="nightly"))
-def test_whether_a_label_is_the_likeliest_is_said_beside_a_loss(engine: Engine, workspace: str) -> None:
-    (hidden, weight, labels), live = engine.problem(30.0), engine.live("most")
-    likeliest = jnp.argmax(hidden.astype(F32) @ weight.T.astype(F32), axis=1)
-    problem = Problem(hidden, weight, jnp.where(jnp.arange(len(labels)) % 2, likeliest, labels))
-    options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
-    with engine.strictly():
-        _, found = loss_and_gradients(problem, CROSS_ENTROPY, (), jnp.float32(live), **options)
-    np.testing.assert_array_equal(found.likeliest, live & (problem.labels == likeliest))
-
-
 # --- the rule of differentiation, which every engine shares ---
 
 
