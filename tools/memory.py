@@ -32,7 +32,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its 
 from lm_head import TokenLogprobs
 from mllm import errors
 from mllm.algorithms.recipes import recipe_of
-from mllm.algorithms.table import schema
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.run import RunConfig
@@ -41,7 +40,7 @@ from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
-from mllm.plan.programs import Program, Programs
+from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
 from mllm.training.head import Head, HeadInputs
 from tools.bench.frame import positive, table
@@ -137,8 +136,8 @@ def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig
 
 def account(config: RunConfig, devices: Devices, name: str, head: str) -> Account:
     """The memory of a program with one of `HEADS` or "none"."""
-    settings = {"config": config.model_dump(mode="json"), "name": name, "head": head}
-    return plan.account_of("tools.memory:program", devices, **settings)
+    shapes = Programs(config, devices.mesh, no_head if head == "none" else None)
+    return plan.account_of(getattr(shapes, name)(), devices)
 
 
 def no_head(
@@ -148,12 +147,6 @@ def no_head(
     sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
     none = jnp.zeros_like(sums)
     return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
-
-
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
-    """The program of `Programs` with this name and this head."""
-    loss = no_head if head == "none" else None
-    return getattr(Programs(schema().validate_python(config), mesh, loss), name)()
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

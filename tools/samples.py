@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
     parser.add_argument("--step", type=int, help="with --print: only this step's")
-    parser.add_argument("--prompt", metavar="TEXT", help="with --print: only prompts that contain the text")
-    parser.add_argument("--limit", type=int, help="with --print: at most so many, the newest; default: 10")
+    parser.add_argument("--limit", type=int, default=10, help="with --print: at most so many (default 10)")
     options = parser.parse_intermixed_args(arguments)
     if options.config:
         for line in examples(options.config, [*filter(None, [options.run]), *options.overrides]):
@@ -73,15 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.run is None or options.overrides:
         raise UserError("RUN: give one run_dir, or --config with a configuration's name")
-    for name in () if options.print else ("step", "prompt", "limit"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name}: is for --print; the page has filters of its own")
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit: {options.limit}: expected 1 or more")
     run = tool_run(options.run)
     samples = read(run)
     if options.print:
-        print_newest(samples, options.step, options.prompt or "", options.limit or 10)
+        print_newest(samples, options.step, max(1, options.limit))
     else:
         write_page(samples, run)
     return 0
@@ -185,11 +179,11 @@ def embedded(data: object) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
-    """Print samples of a step, or of all, whose prompt contains a text: the newest, the last one last."""
-    matching = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
+def print_newest(samples: list[Sample], step: int | None, limit: int) -> None:
+    """Print samples of a step, or of all: the newest, the last one last."""
+    matching = [sample for sample in samples if step in (None, sample.step)]
     if not matching:
-        raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")
+        raise UserError(f"--step: no sample of {len(samples):,} is of step {step}")
     for sample in matching[-limit:]:
         numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
         shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]

@@ -16,7 +16,6 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mllm.algorithms.recipes import recipe_of
-from mllm.algorithms.table import schema
 from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.model.delta_net import DeltaState
@@ -44,13 +43,6 @@ from mllm.training.step import abstract_state, make_logprob_pass, make_train_ste
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
-
-
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
-    """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
-    shapes = Programs(schema().validate_python(config), mesh)
-    shapes.tokens = tokens
-    return getattr(shapes, name)()
 
 
 class Programs:
