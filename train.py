@@ -131,7 +131,7 @@ def train(config: RunConfig, change: bool = False) -> int:
                 log.write(step, metrics, data.samples)
                 if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):
-                        checkpoints.save(state, configs.dump(config), measurements.score(metrics))
+                        checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
                     saved_step = step
                 log.write_timings(step, watch.timings(), metrics)
                 checkpoints.check()
@@ -144,7 +144,7 @@ def train(config: RunConfig, change: bool = False) -> int:
         # compare it with the others.
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
-            checkpoints.save(state, configs.dump(config), measurements.score(metrics))
+            checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
             saved_step = state.step
         checkpoints.wait()
 
@@ -155,7 +155,7 @@ def train(config: RunConfig, change: bool = False) -> int:
         print(f"stopped by a signal after step {saved_step}; {outcome}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(summary(run.store, why_ended(state, source.steps), run.algorithm.progress))
+        print(summary(run.store, why_ended(state, source.steps), run.recipe.progress))
     return 0
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore, tool_run
+from mllm.run.store import RunStore, tool_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,6 +43,8 @@ KINDS = {
     "": ("training", "-"),
 }
 """What the legend calls a metric, and its style, by how its name begins; the first that fits."""
+AS_IT_IS = ("learning_rate",)
+"""Metrics of steps that are no measurements: their mean would be another schedule."""
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
 """The ends of a metric's band, where they are not called by its name and _low or _high."""
 
@@ -72,17 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(run: RunStore) -> list[Record]:
-    """A record for each step with its metrics and timings; UserError if there are none, or a line is no such record."""
-    from mllm.run.metrics import read_records
-
+    """A record for each step with its metrics and timings; UserError if there are none."""
     steps: dict[int, Record] = {}
     for log in ("metrics.jsonl", "timings.jsonl"):
-        try:
-            for record in read_records(run, log):
-                numbers = {key: x for key, x in record.items() if isinstance(x, int | float)}
-                steps.setdefault(int(record["step"]), {}).update(numbers)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f"{run}/{log}: damaged: a line is no record of a step ({error})") from None
+        for record in run.records(log):
+            if isinstance(step := record.get("step"), int):
+                steps.setdefault(step, {}).update({key: x for key, x in record.items() if isinstance(x, int | float)})
         if not steps:
             raise UserError(f"{run}: no metrics.jsonl with a line in it; give a run_dir")
     return list(steps.values())
@@ -124,12 +121,12 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
-    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; measured ones as they are."""
+    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; all else is drawn as it is."""
     kind, style = next(meaning for begin, meaning in KINDS.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
-    if kind == "training":
+    if kind == "training" and key not in AS_IT_IS:
         axis.plot(steps, values, color=color, alpha=0.3)
         window = max(1, len(values) // 20)
         values, *band = (

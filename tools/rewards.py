@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mllm import errors
 from mllm.config import load as configs
-from mllm.config.schema import ModelConfig
+from mllm.config.model import ModelConfig
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.answers import STATED

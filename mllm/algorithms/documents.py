@@ -29,14 +29,13 @@ def load_documents(
 ) -> tuple[Documents, Documents | None]:
     """The documents to train on, or `pairs` of them, and the validation's, if there is one.
 
-    They are the solutions of the `task` where there is one.
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
     if config.mix:
         training, mix_heldout = load_mix(config, config.mix, renderer, pairs)
         if mix_heldout is not None:
             return training, mix_heldout
-    elif task is not None:
+    elif task is not None and config.source == "task":
         training = (task_pairs if pairs else task_documents)(task, renderer, config.max_length)
     else:
         origin = origin_of("data.source", config.source, config.subset, config.split)

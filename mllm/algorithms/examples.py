@@ -44,7 +44,7 @@ class ExampleSource(Generic[Rows]):
         training, heldout = load_documents(data, parts.renderer, parts.examples_task, pairs)
         self.form = training.form
         self.batches = batches = kind(data, training, config.batch_size, config.seed, self.rows)
-        self.heldout = heldout and kind(data, heldout, config.batch_size, share=self.rows)
+        self.heldout = None if heldout is None else kind(data, heldout, config.batch_size, share=self.rows)
         """The validation's batches; None: there is no validation."""
         self.data = batches.train()
         if (examples := len(next(batches.plans()))) > len(training):

@@ -79,19 +79,18 @@ class RolloutSource:
     """A `mllm.data.source.Source` over batches of completions."""
 
     def __init__(self, config: RolloutRun, parts: Parts, learning: Learning) -> None:
-        """UserError is raised as by `PromptIterator`."""
+        """UserError is raised as by `PromptIterator`, ValueError where `parts` has nothing to sample with."""
+        if parts.sampling is None:
+            raise ValueError("parts: the source of completions needs `sampling`")
         self.config, self.learning, self.batch_size = config.grpo, learning, config.batch_size
-        sampling = parts.sampling(config.task, config.rollout)
-        self.task, self.sampler, self.rewards = sampling.task, sampling.sampler, sampling.rewards
+        self.task, self.sampler, self.rewards = parts.sampling.task, parts.sampling.sampler, parts.sampling.rewards
         self.form = self.sampler.renderer.form
         self.steps = config.steps or 0
         self.logged_samples = config.log.samples
         self.shape = parts.forward.shape
         self.rows, ahead = RowShare.of_mesh(parts.mesh), 2 * self.config.groups_per_rollout(self.batch_size)
         limit, seed = config.rollout.max_prompt_length, config.seed
-        self.prompts = PromptIterator(
-            self.task, self.sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead
-        )
+        self.prompts = PromptIterator(self.task, self.sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
         self.num_tokens = 0
         self.updates_without_gradient = 0
         self.rollouts_without_signal = 0
@@ -154,7 +153,9 @@ class RolloutSource:
         self.num_tokens += sum(len(trajectory.tokens) for trajectory in sampled)
         return Rollout(sampled, rewards, rounds)
 
-    def pack_updates(self, rollout: Rollout, scored: ScoredRollout, params: Params, fixed: Fixed, watch: Stopwatch) -> list[Step]:
+    def pack_updates(
+        self, rollout: Rollout, scored: ScoredRollout, params: Params, fixed: Fixed, watch: Stopwatch
+    ) -> list[Step]:
         """The data of each update: its part of the completions in packed rows, with further policies' opinions."""
         chosen, counts = scored.trajectories, scored.counts
         if self.config.mask_truncated_completions:

@@ -34,4 +34,5 @@ def kind_of(settings: Any) -> str | None:
 def schema() -> TypeAdapter[RunConfig]:
     """The settings of any run: a union that the algorithm, and whether it learns from `data`, discriminates."""
     tagged = [Annotated[run, Tag(key)] for key, run in RUNS.items()]
-    return TypeAdapter(Annotated[reduce(or_, tagged), Discriminator(kind_of)])
+    union: Any = Annotated[reduce(or_, tagged), Discriminator(kind_of)]
+    return TypeAdapter(union)

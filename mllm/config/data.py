@@ -94,7 +94,7 @@ class DataConfig(Section):
     def check(self) -> Self:
         if self.mix is not None:
             if self.epochs is not None:
-                raise impossible("epochs", "a mix of sources has no end: remove it, and set steps")
+                raise impossible("epochs", "a mix has no end: remove it, and set steps")
             if len(self.mix) < 2 or "task" in {entry.source for entry in self.mix}:
                 raise impossible("mix", "give two sources or more, files or hub ids")
             if self.source != self.mix[0].source:

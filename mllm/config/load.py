@@ -70,7 +70,8 @@ def parser() -> YAML:
     """A reader and writer of YAML 1.2, which takes no objects of Python."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = PlainConstructor
-    yaml.default_flow_style, yaml.sort_base_mapping_type_on_output = False, False
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml
 
 
@@ -149,8 +150,8 @@ def explain(error: ValidationError) -> str:
         relative, message = problem["msg"].split("\n", 1)
         return f"{'.'.join([*location, relative])}: {message}"
     if problem["type"] == "extra_forbidden":
-        names = [part for part in problem["loc"][1:] if isinstance(part, str)]
-        return f"{key}: unknown setting{nearest(kind, names)}"
+        texts = [part for part in problem["loc"][1:] if isinstance(part, str)]
+        return f"{key}: unknown setting{nearest(kind, texts)}"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{key}: expected a section of settings, got {value!r}"
     if problem["type"] == "missing":
@@ -175,4 +176,4 @@ def nearest(kind: str, location: Sequence[str]) -> str:
     if close := difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1):
         return f"; did you mean {close[0]}?"
     close = difflib.get_close_matches(name, [key[2] for key in keys], n=1)
-    return f"; did you mean {' or '.join(''.join(key) for key in keys if [key[2]] == close)}?" if close else ""
+    return f"; did you mean {' or '.join(''.join(key) for key in keys if key[2] in close)}?" if close else ""

@@ -104,8 +104,8 @@ class HeadConfig(Section):
     impl: Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
-    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. `full_logits`, DPO,
-    GSPO and importance weights of whole completions don't use it."""
+    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. `full_logits`,
+    DPO, GSPO and importance weights of whole completions don't use it."""
 
 
 class OptimizerConfig(Section):

@@ -131,6 +131,12 @@ class RunConfig(Section, ABC):
         """The devices' shares of a batch's rows."""
         return self.mesh.dp * self.mesh.fsdp
 
+    @model_validator(mode="before")
+    @classmethod
+    def leave_out_nulls(cls, given: Any) -> Any:
+        """Take a setting or section that is null as one that is left out."""
+        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+
     @model_validator(mode="after")
     def check_run(self) -> Self:
         for key, rows in (("batch_size", self.batch_size), ("micro_batch_size", self.micro_batch_size or 0)):
@@ -154,7 +160,7 @@ class RunConfig(Section, ABC):
                 raise impossible(name, "eval needs this section")
         held_out = task is not None and task.heldout != 0
         if evaluation is not None and not held_out and (evaluation.every or not evaluation.test):
-            raise impossible("task.heldout", "0 leaves eval nothing but eval.test: set that alone, or hold problems out")
+            raise impossible("task.heldout", "0 leaves eval only eval.test: set that alone, or hold problems out")
         if not checkpoint.keep_best:
             return
         validation = data and data.validation

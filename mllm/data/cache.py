@@ -32,7 +32,7 @@ from mllm.data.tokenizing import Document, Documents, Encoded, Pair, Skipped, en
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
-from mllm.store.files import cache_folder
+from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 

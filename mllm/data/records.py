@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mllm.config import places
 from mllm.errors import UserError, brief, need
-from mllm.store.fetch import fetch_files
-from mllm.store.files import is_bucket
+from mllm.storage import fetch_files, is_bucket
 
 T = TypeVar("T")
 Record = dict[str, Any]

@@ -25,7 +25,7 @@ from mllm.model.layout import Layout, Params, count
 from mllm.model.lora import Lora, initial_adapters, split_adapters
 from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids, stop_strings
-from mllm.store.files import is_bucket
+from mllm.storage import is_bucket
 
 MOST_PARAMETERS = 10**13
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mllm.errors import CommonError, UserError
+from mllm.errors import CommonError, TemporaryError, UserError
 
 T = TypeVar("T")
 FRAME = 4096
@@ -48,11 +48,13 @@ def gather_objects(value: T) -> list[T]:
 def raise_everywhere() -> Iterator[None]:
     """A UserError that one process raises inside is raised in all as a CommonError, so that they can save.
 
-    The code inside must not wait for other processes.
+    The code inside must not wait for other processes. A TemporaryError ends this process alone.
     """
     fault = None
     try:
         yield
+    except TemporaryError:
+        raise
     except UserError as error:
         fault = str(error)
     faults = gather_objects(fault)

@@ -29,7 +29,7 @@ from mllm.model.tokenizer import Tokenizer
 from mllm.model.weights import narrow
 from mllm.parallel.processes import from_writer
 from mllm.run.checkpoint import by_name, restore_params
-from mllm.store.run_store import CONFIG, RunStore, find_run
+from mllm.run.store import CONFIG, RunStore, find_run
 
 
 def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None) -> Policy:

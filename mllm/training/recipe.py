@@ -6,16 +6,14 @@ Each algorithm has a folder in mllm/algorithms. Nothing else asks which algorith
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from mllm.config.rollout import RolloutConfig
 from mllm.config.run import RunConfig
-from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
 from mllm.data.source import Source
 from mllm.data.tasks.task import Task
@@ -26,6 +24,7 @@ from mllm.training.head import Head, HeadInputs
 from mllm.training.step import Forward, Metrics
 
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
+Made = TypeVar("Made", bound=tuple[Any, ...], covariant=True)
 """Arrays [B, T] of a micro-batch without gradient, a NamedTuple, from which the metrics are made."""
 Shape = jax.ShapeDtypeStruct
 
@@ -39,12 +38,13 @@ class Pass(NamedTuple):
     """Whether the optimizer's moments are in memory by then."""
 
 
-class Loss(Protocol[Outputs]):
+@runtime_checkable
+class Loss(Protocol[Made]):
     """The batch's share of the step's loss, and arrays without gradient for the metrics."""
 
     def __call__(
         self, head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
-    ) -> tuple[Float[Array, ""], Outputs]: ...
+    ) -> tuple[Float[Array, ""], Made]: ...
 
 
 def no_inputs(tokens: Shape, rows: Shape) -> None:
@@ -67,7 +67,7 @@ class Demands:
     """How many sequences are compared with each other: `batch_size` is a multiple of it."""
     completions: int = 0
     """The completions of a rollout; 0: nothing is sampled to learn from."""
-    inputs: Callable[[Shape, Shape], NamedTuple | None] = no_inputs
+    inputs: Callable[[Shape, Shape], tuple[Any, ...] | None] = no_inputs
     """`Batch.inputs` as shapes, from the shapes of float32 arrays [B, T] and [B]."""
 
 
@@ -90,8 +90,8 @@ class Parts:
     """The renderer of the examples; the sampler has a renderer for prompts."""
     examples_task: Task | None
     """The task whose solutions are the examples; None: `data.source` names them."""
-    sampling: Callable[[TaskConfig, RolloutConfig], Sampling]
-    """Makes the sampler, whose prompts have the form that the model has learned before the run."""
+    sampling: Sampling | None = None
+    """What completions are sampled with to learn from; None: `data` is learned from."""
 
 
 @dataclass(frozen=True)

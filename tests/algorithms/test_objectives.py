@@ -9,8 +9,8 @@ import pytest
 from tiny import with_inputs
 
 from mllm.algorithms.grpo import losses
-from mllm.algorithms.grpo.batch import PolicyInputs
 from mllm.algorithms.grpo.groups import advantages, equal_rewards, group_metrics, token_advantages
+from mllm.algorithms.grpo.inputs import PolicyInputs
 from mllm.algorithms.grpo.losses import policy_metrics, sequence_weights
 from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.data.batch import Batch

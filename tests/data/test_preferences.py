@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny import config
 
+from mllm.algorithms.documents import load_documents
 from mllm.algorithms.dpo import source
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource
-from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
@@ -22,7 +22,7 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
-from mllm.training.algorithm import Parts
+from mllm.training.recipe import Parts
 
 RENDERER = Renderer(bytes_tokenizer())
 START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])

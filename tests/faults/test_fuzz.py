@@ -18,7 +18,8 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mllm.algorithms.sft.source import SftBatches, load_documents
+from mllm.algorithms.documents import load_documents
+from mllm.algorithms.sft.algorithm import DocumentBatches
 from mllm.algorithms.table import schema
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
@@ -145,7 +146,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
     config = DataConfig(source=str(folder / "chats.jsonl"), **options)
-    batches = SftBatches(config, load_documents(config, tokenizer.Renderer(BYTES), None)[0], batch_size).train()
+    batches = DocumentBatches(config, load_documents(config, tokenizer.Renderer(BYTES), None)[0], batch_size).train()
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size

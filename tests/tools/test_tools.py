@@ -28,9 +28,9 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run.build import Run
 from mllm.run.checkpoint import restore_params
 from mllm.run.state import RunState
+from mllm.run.store import RunStore
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
-from mllm.store.run_store import RunStore
 from mllm.training.step import init_state
 from tools import export, generate, plot
 
@@ -270,7 +270,6 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
     for options, message in (
         (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
         (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
-        ([*game, "--chat-template", "never"], "--chat-template: never renders no turns, which an environment"),
     ):
         assert generate.main([str(exported), "hi", *options]) == 2
         assert f"error: {message}" in capsys.readouterr().err
@@ -307,8 +306,8 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-COMMANDS = [f"{name}.py" for name in ("device", "export", "generate", "plot", "rewards", "samples", "tune")]
-COMMANDS += ["bench", "bench head", "bench logits", "bench rollout"]
+COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples", "tune")]
+COMMANDS += ["bench", "bench head", "bench rollout"]
 
 
 @pytest.mark.slow

@@ -4,9 +4,10 @@ The sampled estimator is GRPO's objective with the teacher's opinion of the samp
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
         partial(divergence, config.distill, 0.0),
         metrics,
         lambda parts: RolloutSource(config, parts, learning),
-        grpo.rollout_demands(config, teacher_in_update=True, inputs=inputs),
+        replace(grpo.rollout_demands(config, inputs), teacher_in_update=True),
         MappingProxyType({**PROGRESS, **grpo.LENGTHS}),
     )
 
@@ -81,7 +82,11 @@ def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
         return RolloutSource(config, parts, Learning(learn_all, ask_policies, True, compares_rewards=False))
 
     passes = *((Pass("policy"),) if config.grpo.passes else ()), Pass("teacher")
-    demands = grpo.rollout_demands(config, passes=passes, inputs=partial(grpo.input_shapes, config.grpo))
+    demands = replace(
+        grpo.rollout_demands(config, partial(grpo.input_shapes, config.grpo)),
+        passes=passes,
+        group=config.grpo.num_generations,
+    )
     progress = MappingProxyType({"kl": "kl", "entropy": "entropy", **grpo.LENGTHS})
     return Recipe(partial(grpo.loss, config.grpo), partial(grpo.metrics, config.grpo), source, demands, progress)
 
@@ -109,7 +114,7 @@ def divergence(
     states, mask = jax.lax.stop_gradient(states), measured(batch)
     at_mask = batch._replace(weights=jnp.float32(mask), labels=head.likeliest(states, mask))
     student, target = head.logprobs(states, at_mask), head.logprobs(teacher, at_mask)
-    return loss, Comparison(tokens.divergence, student.entropy, target.entropy, 1.0 * target.likeliest)
+    return loss, Comparison(cast(Array, tokens.divergence), student.entropy, target.entropy, 1.0 * target.likeliest)
 
 
 def measured(batch: Batch) -> Bool[Array, "B T"]:

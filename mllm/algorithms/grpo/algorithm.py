@@ -1,5 +1,7 @@
-"""GRPO and its kin: the loss of a micro-batch of completions, its metrics, and what each completion is compared with."""
+"""GRPO and its kin: the loss of a micro-batch of completions, its metrics, and the advantages of completions."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -33,20 +35,19 @@ def make(config: GrpoRun) -> Recipe[TokenLogprobs]:
         has_gradient = bool(grpo.beta > 0 or grpo.entropy_coef)
         return RolloutSource(config, parts, Learning(score, PolicyPasses(grpo, parts.forward), has_gradient))
 
-    demands = rollout_demands(
-        config,
+    demands = replace(
+        rollout_demands(config, partial(input_shapes, grpo)),
         reference="held" if grpo.beta > 0 else None,
         passes=(Pass("policy"),) if grpo.passes else (),
-        inputs=partial(input_shapes, grpo),
+        group=grpo.num_generations,
     )
     return Recipe(partial(loss, grpo), partial(metrics, grpo), source, demands, PROGRESS)
 
 
-def rollout_demands(config: RolloutRun, **others: object) -> Demands:
-    """The demands of an algorithm that learns from completions that it samples."""
+def rollout_demands(config: RolloutRun, inputs: Callable[[Shape, Shape], PolicyInputs]) -> Demands:
+    """The demands of any algorithm that learns from completions that it samples, each for itself."""
     completions = config.grpo.updates_per_generation * config.batch_size
-    shape = {"temperature": config.rollout.temperature, "completions": completions}
-    return Demands(**shape, **others)
+    return Demands(temperature=config.rollout.temperature, completions=completions, inputs=inputs)
 
 
 def loss(

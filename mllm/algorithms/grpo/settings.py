@@ -54,8 +54,8 @@ class GrpoConfig(Section):
     num_iterations: PositiveInt = 1
     """How often each rollout is gone through."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
-    """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The first update of
-    a rollout has a ratio of 1, which no range clips. SAPO uses no clip range, CISPO only `epsilon_high`."""
+    """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The ratio of a
+    rollout's first update is 1 and never clipped. SAPO uses no clip range, CISPO only `epsilon_high`."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Upper clip range. Default: `epsilon`; 4e-4 for GSPO; 5 for CISPO, where it caps the ratio."""
     dual_clip: float | None = Field(default=None, gt=1)

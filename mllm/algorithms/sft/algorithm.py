@@ -60,9 +60,7 @@ class DocumentBatches(RowBatches):
         return batch
 
 
-def make_validation(
-    forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
-) -> Evaluate:
+def make_validation(forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]) -> Evaluate:
     """SFT's validation: the function (parameters, step) -> metrics of `batches`, which have each document once.
 
     The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
