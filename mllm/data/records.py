@@ -70,7 +70,7 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records, without the nulls of a table's row, in which every column has a value or null.
+        """All records, without the nulls of a table's rows, in which every column has a value or null.
 
         Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
         UserError, which names the setting, is raised where there is no such file or data set, or one can't be read.
@@ -81,7 +81,8 @@ class Origin(NamedTuple):
         """Lines that are not blank, in bytes, or rows, each with its place."""
         if self.split is not None:
             rows: Iterable[Record] = hub_split(self.source, self.subset, self.split, self.key)
-            yield from ((f"{self.source}[{self.split}]:{number}", row) for number, row in enumerate(rows))
+            for number, row in enumerate(rows):
+                yield f"{self.source}[{self.split}]:{number}", without_nulls(row)
             return
         for path in file_paths(self.source, self.key):
             read = READERS.get(path.suffix, read_lines)
@@ -161,7 +162,15 @@ def read_parquet(path: Path, key: str) -> Iterator[Record]:
     load = load_dataset(f"{key}: {path}")
     with open_file(path, key, Exception):  # datasets and Arrow have many kinds
         files = glob.escape(str(path.absolute()))
-        yield from load("parquet", data_files=files, split="train", streaming=True, batch_size=PARQUET_ROWS)
+        rows = load("parquet", data_files=files, split="train", streaming=True, batch_size=PARQUET_ROWS)
+        yield from map(without_nulls, rows)
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls in its objects, with which Arrow fills the fields that only other rows have."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def load_dataset(subject: str) -> Callable[..., Any]:
