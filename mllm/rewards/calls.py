@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rewards.functions import BUILT_IN, find, math
-from mllm.rewards.scores import Answer, Logged, judge
+from mllm.rewards.scores import Answer, Logged, failed, judge
 from mllm.strict_json import whole_characters
 
 LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
@@ -53,6 +53,24 @@ class Sample(NamedTuple):
     thinks: bool = False
     """Whether the prompt has opened a thought, in which the completion begins."""
     played: Played | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is a conversation whose environment failed."""
+        return self.played is not None and failed(self.played.reward)
+
+
+class Lost:
+    """Stands for the environment of a conversation that failed; all of its attributes are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def environment_of(sample: Sample) -> Any:
+    """The public attributes of a conversation's environment at its end."""
+    return Lost() if sample.failed else SimpleNamespace(**sample.played.values) if sample.played else None
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
@@ -101,7 +119,7 @@ BATCHED: dict[str, Reader] = {
 PLAYED: dict[str, Reader] = {
     "messages": lambda sample: sample.played.messages if sample.played else [],
     "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
-    "environment": lambda sample: SimpleNamespace(**sample.played.values) if sample.played else None,
+    "environment": environment_of,
 }
 PLAYED["environments"] = PLAYED["environment"]  # TRL's name, in a batched function
 """Further fields of a conversation's sample."""

@@ -17,7 +17,7 @@ from mllm.config.task import ENVIRONMENT, TaskConfig
 from mllm.data.tasks.task import Task
 from mllm.rewards.calls import PLAYED, Sample, bind_all, fields_of
 from mllm.rewards.environments import players
-from mllm.rewards.scores import FAILURES, NOT_APPLICABLE, NOTHING, Answer, failed
+from mllm.rewards.scores import FAILURES, NOT_APPLICABLE, NOTHING, Answer
 from mllm.rewards.worker import TICK, Call, Workers
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,8 @@ class RewardRunner:
 class Scoring:
     """The scores of a rollout's samples: functions of one completion are called as soon as that has ended.
 
-    Functions with all samples wait for the last of them.
+    Functions with all samples wait for the last of them. They get conversations that failed, too, since they may count
+    on the order of the groups; what they give for one is not used.
     """
 
     def __init__(self, runner: RewardRunner, count: int) -> None:
@@ -117,12 +118,9 @@ class Scoring:
         """Calls with their functions and samples, by their numbers."""
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Begin to score samples, by their numbers.
-
-        No function is called for a conversation that failed: it has no environment any more.
-        """
-        new = {i: sample for i, sample in samples.items() if not (sample.played and failed(sample.played.reward))}
-        self.samples |= new
+        """Begin to score samples, by their numbers; a conversation that failed is not scored alone."""
+        self.samples |= samples
+        new = [i for i, sample in samples.items() if not sample.failed]
         for function, kind in enumerate(self.runner.kinds):
             for numbers in [[i] for i in new] if kind == "single" else [[*new]] if kind == "quick" else []:
                 self.call([function], numbers)
@@ -144,7 +142,8 @@ class Scoring:
             self.runner.poll()
         for functions, members, call in self.calls:
             for (function, member), answer in zip(product(functions, members), call.result(), strict=True):
-                self.found[member][function] = answer
+                if not samples[member].failed:
+                    self.found[member][function] = answer
         for row, sample in zip(self.found, samples, strict=True):
             if sample.played:
                 row[-1] = sample.played.reward
