@@ -27,7 +27,7 @@ from mllm.config.model import HeadConfig, MeshConfig
 from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
 from mllm.data.packing import add_sequence, empty_batch
-from mllm.data.tokenizing import Document, Documents, Preference
+from mllm.data.tokenizing import Document, Documents, Pair
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.parallel.mesh import make_mesh, shard_batch
@@ -170,9 +170,9 @@ def documents():
     """TRL's examples."""
     given, end = measured_by_trl(), [measured_by_trl()["end"]]
     pairs = [[sequence(one["prompt"], one[part] + end) for part in ("chosen", "rejected")] for one in given["examples"]]
-    examples = [Preference(*pair) for pair in pairs]
+    examples = [Pair(*pair) for pair in pairs]
     sizes = np.array([one.size for one in examples], np.int32)
-    return Documents(sizes, lambda at: [examples[i] for i in at], "trl's", form="pairs")
+    return Documents(sizes, lambda at: [examples[i] for i in at], "trl's")
 
 
 def make_forward(config):
