@@ -33,7 +33,7 @@ def opened(tmp_path, monkeypatch):
 
 
 def contents(documents):
-    return [(document.tokens.tolist(), document.learned.tolist()) for document in documents.read(range(len(documents)))]
+    return [(document.tokens.tolist(), document.counts.tolist()) for document in documents.read(range(len(documents)))]
 
 
 def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_path, opened):

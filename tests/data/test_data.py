@@ -176,7 +176,7 @@ def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
     prompt = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "2"), ("user", "b"))]
     (document,) = task_documents(Task("shots", [Example(prompt, "4", "4")], []), Renderer(BYTES), 64).read([0])
-    assert bytes(document.tokens[document.learned].tolist()[:-1]) == b"4"  # not the answers in the prompt
+    assert bytes(document.tokens[document.counts].tolist()[:-1]) == b"4"  # not the answers in the prompt
     task = Task("judged", [Example(prompt, "", None)], [])
     with pytest.raises(UserError, match=r"judged\[0\] has no solution"):
         DocumentBatches(DataConfig(source="task", max_length=9), task_documents(task, Renderer(BYTES), 9), 1).train()
