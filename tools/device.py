@@ -46,7 +46,7 @@ def difference(first: Path, second: Path) -> str:
     from mllm.run.store import RunStore  # a machine with JAX may lack the trainer's packages
 
     one, other = (
-        {"metrics.jsonl": store.read_log("metrics.jsonl"), **store.document(store.steps()[-1])["arrays"]}
+        {"metrics.jsonl": store.read("metrics.jsonl"), **store.document(store.steps()[-1])["arrays"]}
         for store in (RunStore(first), RunStore(second))
     )
     return ", ".join(name for name in one | other if one.get(name) != other.get(name))
