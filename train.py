@@ -8,7 +8,7 @@ Several processes train one model, over the devices of all, if each gets --coord
 --processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
 --cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
 Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 or 134 another process was
-lost, 75 too where --stall-limit is reached: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
+lost: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.
@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 
 from mllm.config import load as configs
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.errors import ArgumentParser, CommonError, StepError, UserError, command, run_main
 
 
@@ -35,10 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.print_config:
         print(configs.dump(config), end="")
         return 0
-    if options.stall_limit is not None and not options.stall_limit > 0:
-        raise UserError("--stall-limit: give seconds above 0, more than the longest phase and loading take")
-    if min(options.wait, options.heartbeat) < 1:
-        raise UserError("--wait and --heartbeat: give whole seconds from 1")
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
@@ -51,8 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cluster or group != (None, None, None):
         from mllm.parallel.group import join
 
-        join(group, config.model_dump(mode="json"), options.wait, options.heartbeat)
-    return train(config, options.change, options.stall_limit)
+        join(group, config.model_dump(mode="json"), options.heartbeat)
+    return train(config, options.change)
 
 
 def make_parser() -> ArgumentParser:
@@ -62,12 +58,6 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--plan", action="store_true", help="say what the run takes: memory, disk; and exit")
     parser.add_argument("--target", metavar="SLICE", help="with --plan: for TPUs that aren't there, such as v6e:2x4")
     parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
-    parser.add_argument(
-        "--stall-limit",
-        type=float,
-        metavar="SECONDS",
-        help="end with code 75 after so long in one phase (default never)",
-    )
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     several = parser.add_argument_group("several processes")
     address, count, index = map(os.environ.get, ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
@@ -75,14 +65,13 @@ def make_parser() -> ArgumentParser:
     several.add_argument("--processes", default=count, type=int, metavar="N", help="how many train this model")
     several.add_argument("--process", default=index, type=int, metavar="I", help="which one this is, from 0")
     several.add_argument("--cluster", action="store_true", help="find what is not given in the cluster's environment")
-    several.add_argument("--wait", type=int, default=300, metavar="SECONDS", help="for the others (default 300)")
     several.add_argument(
         "--heartbeat", type=int, default=60, metavar="SECONDS", help="of silence after which one is lost (default 60)"
     )
     return parser
 
 
-def train(config: Config, change: bool = False, stall_limit: float | None = None) -> int:
+def train(config: RunConfig, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
     from mllm.parallel.processes import is_writer
@@ -93,7 +82,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
     from mllm.stopwatch import Stopwatch
 
     # Load and check every part: nothing is written before all of them are sound.
-    with Run.build(config, change, stall_limit) as run:
+    with Run.build(config, change) as run:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
         joined = partial(run.policy.join, frozen=run.frozen)
 
@@ -112,7 +101,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 log.write(state.step, metrics, pending.samples)
 
             while not (finished or stopping or fatal_error):
-                watch = Stopwatch(partial(run.watch.mark, state.step))
+                watch = Stopwatch()
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs any that teach something.
                 data = source.next(joined(state.train.params), state.step, watch, run.fixed)
@@ -142,7 +131,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
                 log.write(step, metrics, data.samples)
                 if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):
-                        checkpoints.save(state, configs.dump(config), measurements.score(metrics))
+                        checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
                     saved_step = step
                 log.write_timings(step, watch.timings(), metrics)
                 checkpoints.check()
@@ -155,7 +144,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         # compare it with the others.
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
-            checkpoints.save(state, configs.dump(config), measurements.score(metrics))
+            checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
             saved_step = state.step
         checkpoints.wait()
 
@@ -166,7 +155,7 @@ def train(config: Config, change: bool = False, stall_limit: float | None = None
         print(f"stopped by a signal after step {saved_step}; {outcome}", file=sys.stderr)
         return 128 + run.interrupt.received  # as a shell reports a process that a signal killed
     if is_writer():
-        print(summary(run.store, why_ended(state, source.steps), run.algorithm.progress))
+        print(summary(run.store, why_ended(state, source.steps), run.recipe.progress))
     return 0
 
 

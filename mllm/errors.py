@@ -18,7 +18,7 @@ LONGEST = 1500
 SECRETS = re.compile(r"""(\bhttps?://)(?:[^\s/'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
 """A URL; its groups leave out user and password, query and fragment."""
 RESTART = 75
-"""The exit code (EX_TEMPFAIL) of a process that ends because others were lost: the same command may go on."""
+"""The exit code (EX_TEMPFAIL) where the same command may go on: another process was lost, or a bucket is away."""
 
 
 class UserError(Exception):
@@ -32,6 +32,10 @@ class UserError(Exception):
         if len(message) > LONGEST:
             message = f"{message[: LONGEST // 2]} ... {message[-LONGEST // 2 :]}"
         super().__init__(printable(message))
+
+
+class TemporaryError(UserError):
+    """May pass by itself: the process ends with `RESTART`."""
 
 
 class CommonError(UserError):
@@ -81,8 +85,8 @@ class ArgumentParser(argparse.ArgumentParser):
 def command(main: Callable[P, int]) -> Callable[P, int]:
     """Decorate a command's `main`, which returns its exit code: errors become one line on stderr and a code.
 
-    A `UserError` and lack of memory return 2, Ctrl-C returns 130. Any other exception is a bug of this project and
-    passes through with its traceback.
+    A `UserError` and lack of memory return 2, a `TemporaryError` 75, Ctrl-C 130. Any other exception is a bug of this
+    project and passes through with its traceback.
     """
 
     @functools.wraps(main)
@@ -93,7 +97,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             code, line = ending(error)
             if code == 1:
                 raise
-            if code == 2:
+            if code in (2, RESTART):
                 print(f"error: {line}", file=sys.stderr)
             return code
 
@@ -103,7 +107,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 def ending(error: BaseException) -> tuple[int, str]:
     """The exit code of a process that an error ends, and the error in a line; 1 stands for a bug."""
     if isinstance(error, UserError):
-        return 2, str(error)
+        return RESTART if isinstance(error, TemporaryError) else 2, str(error)
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
     if isinstance(error, MemoryError):

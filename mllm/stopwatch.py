@@ -5,7 +5,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import jax
 
@@ -40,16 +40,13 @@ COMPILING = CompileClock()
 class Stopwatch:
     """Counts the seconds of one step by phase, without the seconds of compiling, and its tokens per second."""
 
-    def __init__(self, mark: Callable[[str], None] = lambda name: None) -> None:
-        """`mark` is called with the name of each phase that begins."""
-        self.mark = mark
+    def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.tokens_per_second = 0.0
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time that the body takes to the phase's seconds."""
-        self.mark(name)
         begin = time.perf_counter() - COMPILING.seconds
         try:
             yield

@@ -35,7 +35,7 @@ if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
 # of the configuration, nor signals. The head's entry points check their arguments themselves, and which errors they
 # raise is a part of their contract.
 ENTRY_POINTS = ("api", "divergence", "layout", "likeliest", "logits")
-UNCHECKED = {"mllm.run.signals", *(f"lm_head.{name}" for name in ENTRY_POINTS)}
+UNCHECKED = {f"lm_head.{name}" for name in ENTRY_POINTS}
 ROOT = Path(__file__).parent.parent
 SOURCES = {"mllm": ROOT, "lm_head": ROOT / "kernels"}
 FILES = [path.relative_to(root) for name, root in SOURCES.items() for path in (root / name).rglob("*.py")]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mllm.config.model import MeshConfig, OptimizerConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.parallel.mesh import make_mesh, sharding
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.state import RunState
@@ -41,7 +41,7 @@ def like(mesh_config=MeshConfig()):  # noqa: B008
 
 
 def opened(store, **settings):
-    return closing(Checkpoints(store, CheckpointConfig(**settings), frozen=None, digests={}, begun=False))
+    return closing(Checkpoints(store, CheckpointConfig(**settings), frozen=None, known={}))
 
 
 def save(store, *states, accuracies=None, **settings):
@@ -49,7 +49,7 @@ def save(store, *states, accuracies=None, **settings):
     with opened(store, **settings) as checkpoints:
         for state in states:
             state = make_state(state) if isinstance(state, int) else state
-            checkpoints.save(state, "seed: 0\n", (accuracies or {}).get(state.step))
+            checkpoints.save(state, {"seed": 0}, (accuracies or {}).get(state.step))
         checkpoints.wait()
 
 

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCES = {"lm_head": ROOT / "kernels", "mllm": ROOT, "tools": ROOT}  # the folder that each package is in
 FILES = sorted(path for name, folder in SOURCES.items() for path in (folder / name).rglob("*.py"))
-ROOMS = ("config", "parallel", "store", "model", "data", "rewards", "sampler", "training", "algorithms", "run", "plan")
+ROOMS = ("config", "parallel", "model", "data", "rewards", "sampler", "training", "algorithms", "run", "plan")
 SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
 """The settings of an algorithm belong to the configuration, and import without JAX."""
 

@@ -151,7 +151,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     from mllm.model.load import load_model
     from mllm.parallel.mesh import make_mesh
     from mllm.run.compiling import keep_programs
-    from mllm.store.run_store import find_run
+    from mllm.run.store import find_run
     from tools.export import restore
 
     mesh, dtype = make_mesh(MeshConfig()), options.dtype or "bfloat16"

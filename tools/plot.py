@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore, tool_run
+from mllm.run.store import RunStore, tool_run
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,17 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(run: RunStore) -> list[Record]:
-    """A record for each step with its metrics and timings; UserError if there are none, or a line is no such record."""
-    from mllm.run.metrics import read_records
-
+    """A record for each step with its metrics and timings; UserError if there are none."""
     steps: dict[int, Record] = {}
     for log in ("metrics.jsonl", "timings.jsonl"):
-        try:
-            for record in read_records(run, log):
-                numbers = {key: x for key, x in record.items() if isinstance(x, int | float)}
-                steps.setdefault(int(record["step"]), {}).update(numbers)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise UserError(f"{run}/{log}: damaged: a line is no record of a step ({error})") from None
+        for record in run.records(log):
+            if isinstance(step := record.get("step"), int):
+                steps.setdefault(step, {}).update({key: x for key, x in record.items() if isinstance(x, int | float)})
         if not steps:
             raise UserError(f"{run}: no metrics.jsonl with a line in it; give a run_dir")
     return list(steps.values())

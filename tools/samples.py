@@ -20,7 +20,7 @@ from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from mllm import errors
 from mllm.errors import UserError
-from mllm.store.run_store import RunStore, tool_run
+from mllm.run.store import RunStore, tool_run
 
 if TYPE_CHECKING:
     from mllm.model.tokenizer import Renderer
@@ -83,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     """Lines on the first examples that a configuration trains on; UserError where one is bad."""
-    from mllm.algorithms.dpo.settings import DpoConfig
-    from mllm.algorithms.sft.source import load_documents, origin_of
+    from mllm.algorithms.documents import load_documents, origin_of
     from mllm.config import load as configs
     from mllm.data.prompts import task_renderer
     from mllm.data.records import sound_records
@@ -97,44 +96,39 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
-    task = load_task(config.task.of_run(config.eval is not None), config.seed) if config.task else None
-    if config.data is None or config.data.source == "task":
+    task = load_task(config.task.of_run(config.eval is not None)) if config.task else None
+    if config.examples is None or config.examples.source == "task":
         assert config.task is not None
         assert task is not None
         adapters = peft.chosen(config.model.lora, ())[1] if config.model.lora else None
         learned = find_learned(config.model, folder, adapters, renderer.tokenizer)
         renderer = task_renderer(config.task, task, renderer, learned)
-    if config.data is None:
+    if config.examples is None:
         assert task is not None
         for example in task.train[:EXAMPLES]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return
-    form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
-    if config.data.source == "task":
-        documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
+    pairs = config.algorithm == "dpo"
+    if config.examples.source == "task":
+        documents = load_documents(config.examples.model_copy(update={"validation": None}), renderer, task, pairs)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
         first = []
-        for entry in config.data.mix or (config.data,):
+        for entry in config.examples.mix or (config.examples,):
             origin = origin_of("data.source", entry.source, entry.subset, entry.split)
-            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.data.columns
-            encoded = encode_records(renderer, config.data.max_length, records, form, columns)
+            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.examples.columns
+            encoded = encode_records(renderer, config.examples.max_length, records, pairs, columns)
             sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
     if not first:
         raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
-            yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())
+            yield from described(renderer, "example", document.tokens.tolist(), document.counts.tolist())
             continue
-        names = (
-            ("chosen", "rejected")
-            if document.desirable is None
-            else ("desirable" if document.desirable else "undesirable",)
-        )
-        for name, part in zip(names, document, strict=False):
-            yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
+        for name, part in document._asdict().items():
+            yield from described(renderer, name, part.tokens.tolist(), part.counts.tolist())
 
 
 def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:

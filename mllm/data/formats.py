@@ -157,14 +157,3 @@ def pair_of(record: Record) -> tuple[Record, Record]:
         chosen, rejected = ([{"role": "assistant", "content": text(record, name)}] for name in ("chosen", "rejected"))
     shared.pop("question", None)
     return {**shared, "completion": chosen}, {**shared, "completion": rejected}
-
-
-def labelled(record: Record) -> tuple[Record, bool]:
-    """The example in a record with `prompt`, `completion` and `label`, and the label as a bool; else UserError."""
-    labels = {"true": True, "1": True, "false": False, "0": False}
-    for name in ("prompt", "completion", "label"):
-        if name not in record:
-            raise UserError(f"{name} is missing")
-    if (label := str(record["label"]).lower()) not in labels:
-        raise UserError(f"label must be true or false, got {label:.20}")
-    return {name: record[name] for name in ("prompt", "completion", "tools") if name in record}, labels[label]

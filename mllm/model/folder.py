@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
-from mllm.store.fetch import OBJECTS, fetch_folder, send
-from mllm.store.files import below, bucket_path, cache_folder, failing, is_bucket
+from mllm.storage import OBJECTS, below, bucket_path, cache_folder, failing, fetch_folder, is_bucket, send
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
@@ -78,6 +77,14 @@ def local_folder(
     except Exception as error:
         reason = f"and the hub did not give it ({brief(unreachable or error)})"
         raise UserError(f"{key}: {missing(source, 'folder')}, {reason}; {way_out}") from None
+
+
+def is_there(source: str) -> bool:
+    """Whether `local_folder` finds a model's small files."""
+    try:
+        return local_folder(source, SMALL).is_dir()
+    except UserError:
+        return False
 
 
 def commit_of(source: str, revision: str | None, key: str) -> str | None:

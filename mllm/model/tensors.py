@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from mllm.errors import UserError
 from mllm.model.folder import read_json
 from mllm.model.layout import TENSORS
-from mllm.store.files import is_plain
+from mllm.storage import is_plain
 
 LEARNED = "mllm_learned"
 """The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""

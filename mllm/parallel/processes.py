@@ -8,18 +8,18 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from mllm.errors import CommonError, StepError, UserError
+from mllm.errors import CommonError, TemporaryError, UserError
 
 T = TypeVar("T")
 FRAME = 4096
-"""Bytes of the first message in `exchange`; only longer values take a second one."""
+"""Bytes of the first message in `gather_objects`; only longer values take a second one."""
 
 
 def is_writer() -> bool:
@@ -27,27 +27,11 @@ def is_writer() -> bool:
     return jax.process_index() == 0
 
 
-class SomeLeft(Exception):
-    """Other processes have left `raise_everywhere` with an error, while this one is still inside."""
-
-    def __init__(self, errors: list[Any]) -> None:
-        self.errors = errors
-
-
 def gather_objects(value: T) -> list[T]:
     """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
 
-    Values are JSON, NaN and infinities among the numbers. A tuple becomes a list, unless the process is alone. All
-    processes inside of `raise_everywhere` leave it if one of them has left it with an error.
+    Values are JSON, NaN and infinities among the numbers. A tuple becomes a list, unless the process is alone.
     """
-    pairs = exchange((value, None))
-    if any(error for _, error in pairs):
-        raise SomeLeft([error for _, error in pairs])
-    return [value for value, _ in pairs]
-
-
-def exchange(value: T) -> list[T]:
-    """The value that each process passes, in the order of the processes."""
     if jax.process_count() == 1:
         return [value]
     message, size = np.frombuffer(json.dumps([jax.process_index(), value]).encode(), np.uint8), FRAME
@@ -62,28 +46,26 @@ def exchange(value: T) -> list[T]:
 
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
-    """A UserError that one process raises inside is raised in all, so that none waits for one that has left.
+    """A UserError that one process raises inside is raised in all as a CommonError, so that they can save.
 
-    It is a StepError if all errors raised are. The code inside may wait for other processes by `gather_objects` only.
+    The code inside must not wait for other processes. A TemporaryError ends this process alone.
     """
+    fault = None
     try:
         yield
-        gather_objects(None)
-        return
+    except TemporaryError:
+        raise
     except UserError as error:
-        errors = [other for _, other in exchange((None, (str(error), isinstance(error, StepError))))]
-    except SomeLeft as left:
-        errors = left.errors
-    error_type = StepError if all(error is None or error[1] for error in errors) else CommonError
-    process, message = next((process, error[0]) for process, error in enumerate(errors) if error is not None)
-    alike = all(error == errors[0] for error in errors)
-    raise error_type(message if alike else f"process {process}: {message}")
+        fault = str(error)
+    faults = gather_objects(fault)
+    for process, fault in enumerate(faults):
+        if fault is not None:
+            raise CommonError(fault if {*faults} == {fault} else f"process {process}: {fault}")
 
 
-def from_writer(action: Callable[[], Any]) -> Any:
-    """What process 0 gets, as JSON, from an action that it alone takes, in all processes, as is its UserError."""
-    with raise_everywhere():
-        return gather_objects(action() if is_writer() else None)[0]
+def from_writer(action: Callable[[], T]) -> T:
+    """What process 0 gets from an action that it alone takes, as JSON, in all processes."""
+    return cast(T, gather_objects(action() if is_writer() else None)[0])
 
 
 @dataclass(frozen=True)

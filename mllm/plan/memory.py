@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mllm.config.model import MeshConfig
-from mllm.config.schema import Config, Rows
+from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.layout import count
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
@@ -64,14 +64,14 @@ def size(count: int) -> str:
 
 def subject(shapes: Programs) -> Iterator[str]:
     """The lines that say what is planned and what its checkpoints take on disk."""
-    config, rows, state = shapes.config, shapes.rows, shapes.state
+    config, rows, state = shapes.config, shapes.shape, shapes.state
     whole, trained = count(shapes.policy.params), count(state.params)
     adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
     yield f"{config.algorithm} of {config.model.source or 'a new model'}, {whole:,} parameters{adapters}"
-    if config.teacher and shapes.teacher:
-        yield f"teacher: {config.teacher.source}, {count(shapes.teacher.params):,} parameters in {config.teacher.dtype}"
+    if (teacher := config.frozen_teacher) and shapes.teacher:
+        yield f"teacher: {teacher.source}, {count(shapes.teacher.params):,} parameters in {teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
-    if (completions := shapes.algorithm.completions) and rollout:
+    if (completions := shapes.demands.completions) and rollout:
         limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
         batch += f", {completions} completions in a rollout, {limits} tokens at most"
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
@@ -82,7 +82,7 @@ def subject(shapes: Programs) -> Iterator[str]:
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
 
-def plan(config: Config, target: str | None, tell: Tell = print) -> None:
+def plan(config: RunConfig, target: str | None, tell: Tell = print) -> None:
     """Print what is planned, what each phase takes, and whether all phases fit.
 
     UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
@@ -98,7 +98,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        held = shapes.algorithm.reference == "held"
+        held = shapes.demands.reference == "held"
         room = room_that_fits(shapes.policy, config.rollout, config.optimizer, held, devices.memory, shapes.teacher)
         shapes.config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
@@ -107,7 +107,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     planned = phases(shapes, devices, tell)
     tell(table(planned, devices.memory))
     largest, update = max(planned, key=lambda phase: phase.peak), planned[-1]
-    fitting = fitting_micro_batches(update, config.rows, devices.memory)
+    fitting = fitting_micro_batches(update, config.batch_shape, devices.memory)
     if largest.peak > devices.memory:
         raise UserError(remedy(shapes, planned, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
@@ -133,8 +133,8 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    algorithm = shapes.algorithm
-    reference = bytes_on_device(shapes.policy.trained) if algorithm.reference == "held" else 0
+    demands = shapes.demands
+    reference = bytes_on_device(shapes.policy.trained) if demands.reference == "held" else 0
     teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
     frozen = reference + teacher  # in memory in every phase, whose program may not have them
     held = {"parameters": parameters + frozen, "optimizer": optimizer}
@@ -154,7 +154,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         )
         if config.rollout.turns > 1:
             planned.append(phase("answers", compiled("answers", shapes.extend()).peak + resident, known, 0))
-    for policy, beside_optimizer in algorithm.passes:
+    for policy, beside_optimizer in demands.passes:
         moments = optimizer if beside_optimizer else 0
         known = {**held, "optimizer": moments}
         if policy == "teacher":
@@ -166,7 +166,7 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     known = {**held, "gradients": bytes_on_device(shapes.gradients())}
     account, head = compiled("update", shapes.update()), compiled("update, head", shapes.head_of_update())
     planned.append(
-        phase("update", account.peak + (reference if algorithm.teacher_in_update else frozen), known, head.temporaries)
+        phase("update", account.peak + (reference if demands.teacher_in_update else frozen), known, head.temporaries)
     )
     return planned
 
@@ -206,7 +206,7 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": remaining - head})
 
 
-def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
+def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[int]:
     """The numbers of rows of a micro-batch that divide batch and mesh and about fit, in ascending order.
 
     Activations are taken to be proportional to the rows; the head, too, but with fewer rows it is taken as it is.
@@ -232,7 +232,7 @@ def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: i
     if worst.name in ("prefill", "decode", "answers"):
         return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); lower it, or raise mesh.tp"
     way_out = f"about {rows} would" if rows else "nor does a smaller one: raise mesh.fsdp, or take model.lora"
-    return f"micro_batch_size: {shapes.rows.micro} does not fit ({missing}); {way_out}"
+    return f"micro_batch_size: {shapes.shape.micro} does not fit ({missing}); {way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

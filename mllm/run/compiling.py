@@ -11,7 +11,7 @@ from contextlib import suppress
 import jax
 
 from mllm.stopwatch import COMPILING
-from mllm.store.files import cache_folder
+from mllm.storage import cache_folder
 
 LARGEST = 4 * 2**30
 """The most bytes of the folder; the programs that were read longest ago make room."""

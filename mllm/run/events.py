@@ -15,9 +15,9 @@ from typing import Any
 from tensorboardX import SummaryWriter, event_file_writer
 from tensorboardX.summary import Summary, scalar
 
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.errors import brief
-from mllm.store.run_store import RunStore
+from mllm.run.store import RunStore
 
 FLUSH_SECONDS = 2
 """How old events are at most when TensorBoard sees them; a killed run loses no more."""
@@ -83,7 +83,7 @@ def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float 
 
 
 @contextmanager
-def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
+def wandb_run(store: RunStore, config: RunConfig) -> Iterator[None]:
     """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
 
     What is left is sent at the end; the file of events must be closed by then.
@@ -108,15 +108,9 @@ def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
 
 
 def run_id(store: RunStore) -> str:
-    """The run's id in W&B: random, and kept in the run beside the places that it was made for.
-
-    A moved run keeps it, since its path or its folder's device and inode are known; a copied run gets another.
-    """
-    places = [store.url]
-    if not store.in_bucket:
-        about = store.folder.stat()
-        places = [str(store.folder.resolve()), f"{about.st_dev} {about.st_ino}"]
-    known = json.loads(store.read(WANDB_ID) or '{"id": null, "places": []}')
-    number = secrets.token_hex(8) if {*places}.isdisjoint(known["places"]) else known["id"]
-    store.write(WANDB_ID, json.dumps({"id": number, "places": places}).encode())
-    return number
+    """The run's id in W&B: random, and kept in the run beside its place; a run at another place gets another."""
+    known = json.loads(store.read(WANDB_ID) or "{}")
+    if known.get("place") != store.url:
+        known = {"id": secrets.token_hex(8), "place": store.url}
+        store.write(WANDB_ID, json.dumps(known).encode())
+    return str(known["id"])

@@ -19,13 +19,13 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from lm_head import EngineChoice
-from mllm.config.schema import Change, Config
+from mllm.config.run import Change, RunConfig
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
 from mllm.run.events import open_events, optional, wandb_run, write_numbers
 from mllm.run.state import RunState
-from mllm.store.run_store import Log, RunStore
+from mllm.run.store import Log, RunStore
 
 METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
@@ -45,7 +45,7 @@ class RunLog:
         store: RunStore,
         last_step: int,
         steps: int,
-        config: Config | None = None,
+        config: RunConfig | None = None,
         progress: Mapping[str, str] | None = None,
         ends: Mapping[str, int] | None = None,
     ) -> None:
@@ -67,7 +67,6 @@ class RunLog:
                 self.files[name] = self.stack.enter_context(closing(log))
             if config and config.log.wandb:
                 self.stack.enter_context(wandb_run(store, config))
-            store.check()
             with optional("TensorBoard's events"):
                 self.events = self.stack.enter_context(closing(open_events(store.folder / EVENTS, last_step + 1)))
 
@@ -144,11 +143,6 @@ def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"{start}@{k}" for start, k in largest.items()]
 
 
-def read_records(store: RunStore, name: str) -> list[dict[str, Any]]:
-    """The complete lines of a file of JSON lines, to which a run may be appending."""
-    return [json.loads(line) for line in store.read_log(name).decode().split("\n")[:-1]]
-
-
 # The terminal, at a run's start and end
 
 
@@ -191,7 +185,7 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
     What was measured beside the updates has a line each: first, last, and a loss where it was lowest. So have what they
     learned from, the mean of their first and last tenth: reward functions, and the metrics `shown`, by their names.
     """
-    metrics, timings = read_records(store, METRICS), read_records(store, TIMINGS)
+    metrics, timings = store.records(METRICS), store.records(TIMINGS)
     lines = [("ended", ended)]
     for key in dict.fromkeys(key for record in metrics for key in measured(record)):
         records = [record for record in metrics if record.get(key) is not None]

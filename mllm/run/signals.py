@@ -1,15 +1,12 @@
 """SIGTERM and SIGINT ask the loop to save and stop; a second one, or an early one, ends the process at once.
 
-A thread hears them within milliseconds: Python's own handlers wait for the main thread, which a compiled program may
-hold for minutes. A signal to one of several processes stops all of them at the same place.
+A signal to one of several processes stops all of them at the same place. Orbax's `reached_preemption` is left out: it
+knows no SIGINT and nothing between two steps, and does nothing in a process that trains alone.
 """
 
 import os
 import signal
-import socket
-import sys
-import threading
-from typing import Self
+from types import FrameType
 
 from mllm.parallel.processes import gather_objects
 
@@ -27,26 +24,17 @@ class Interrupt:
         self.received = 0
         """The signal's number; 0: none has come."""
         self.holding = False
-        self.reading_end, self.writing_end = socket.socketpair()
 
-    def __enter__(self) -> Self:
-        self.writing_end.setblocking(False)
-        # The interpreter writes each signal's number here when it comes, whatever the main thread is doing.
-        signal.set_wakeup_fd(self.writing_end.fileno(), warn_on_full_buffer=False)
-        self.previous = {number: signal.signal(number, lambda *_: None) for number in self.SIGNALS}
-        threading.Thread(target=self.listen, name="signals", daemon=True).start()
+    def __enter__(self) -> "Interrupt":
+        self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
         return self
 
-    def listen(self) -> None:
-        with self.reading_end:
-            while number := self.reading_end.recv(1):
-                if number[0] not in self.SIGNALS:
-                    continue
-                if self.received or not self.holding:
-                    os._exit(128 + number[0])
-                self.received = number[0]
-                name = signal.Signals(self.received).name
-                print(f"\n{name}: saving and stopping soon; a second signal stops at once", file=sys.stderr, flush=True)
+    def note(self, number: int, frame: FrameType | None) -> None:
+        if self.received or not self.holding:
+            os._exit(128 + number)
+        self.received = number
+        said = f"\n{signal.Signals(number).name}: saving and stopping soon; a second signal stops at once\n"
+        os.write(2, said.encode())  # print may have been interrupted in the middle of another line
 
     def agree(self) -> bool:
         """Whether any of the processes must stop; `received` is then the same in all of them."""
@@ -63,5 +51,3 @@ class Interrupt:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
-        signal.set_wakeup_fd(-1)
-        self.writing_end.close()  # which ends the thread

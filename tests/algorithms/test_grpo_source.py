@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
 
-from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.groups import token_advantages
-from mllm.algorithms.grpo.source import telling_samples
+from mllm.algorithms.rollouts import telling_samples
 from mllm.data.source import Fixed
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
@@ -93,7 +92,7 @@ def test_more_than_half_of_the_groups_may_not_fail():
 
 
 def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_no_policy():
-    step, *_ = roll_out(bad=[0, 4], kind=OwnSource, num_iterations=2)
+    step, *_ = roll_out(bad=[0, 4], algorithm="distill", num_iterations=2)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.inputs.advantages.any()
     assert step.batch.inputs.old_logprobs is None
@@ -172,8 +171,9 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
         ({"importance_sampling": "sequence_mask"}, 2),
         ({"beta": 0.1, "reference": "initial"}, 3),
     ):
-        source, calls = grpo_source(updates_per_generation=2, **settings), []
-        source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
+        calls = []
+        counted = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)  # noqa: E731
+        source = grpo_source(updates_per_generation=2, logprobs=counted, **settings)
         first, second = (next_of(source, step, frozen=Fixed(REFERENCE)).batch for step in range(2))
         assert len(calls) == passes == source.config.passes
         assert (first.inputs.is_current is not None and first.inputs.is_current.all()) == source.config.first_is_current
@@ -182,8 +182,9 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
 
 
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
-    source, calls = grpo_source(updates_per_generation=2, num_iterations=2), []
-    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
+    calls = []
+    counted = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)  # noqa: E731
+    source = grpo_source(updates_per_generation=2, num_iterations=2, logprobs=counted)
     steps = [next_of(source, step, step) for step in range(5)]
     assert calls == [0, 0, 4, 4]
     for first, again in ((0, 2), (1, 3)):
@@ -249,8 +250,8 @@ def make_source(unequal, **settings):
 )
 def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, unequal, rounds, drawn, learned):
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
-    found, draw = [], source.draw
-    source.draw = lambda *given: found.append(draw(*given)) or found[-1]
+    found, sample = [], source.sample
+    source.sample = lambda *given: found.append(sample(*given)) or found[-1]
     steps = [next_of(source, number) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))

@@ -126,12 +126,20 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
 
 
 def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch):
-    for package in ("pyarrow", "datasets"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=r": a.parquet .*\[parquet\]"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r": a.parquet .*\[hub\]"):
         next(records.read_parquet(Path("a.parquet"), "--prompts"))
     with pytest.raises(UserError, match=r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"):
-        load(TaskConfig(name="gsm8k"), 0)
+        load(TaskConfig(name="gsm8k"))
+
+
+@pytest.mark.parametrize("levels", [200, 500, 5000])
+def test_a_record_of_too_many_levels_is_a_bad_line(tmp_path: Path, levels: int) -> None:
+    said = json.dumps(SAID[1])[:-1] + ', "thoughts": ' + levels * "[" + levels * "]" + "}"
+    path = tmp_path / "deep.jsonl"
+    path.write_text(f'{{"messages": [{json.dumps(SAID[0])}, {said}]}}\n')
+    with pytest.raises(UserError, match=r"task.train: (it has more than 100 levels|not JSON .*) \(.*deep.jsonl:1\)"):
+        load(TaskConfig(name="jsonl", train=str(path)))
 
 
 # Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from tiny import config
 
+from mllm.algorithms.documents import load_documents
 from mllm.algorithms.dpo import source
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceSource
-from mllm.algorithms.sft.source import load_documents
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
@@ -22,7 +22,7 @@ from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
-from mllm.training.algorithm import Parts
+from mllm.training.recipe import Parts
 
 RENDERER = Renderer(bytes_tokenizer())
 START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -185,7 +185,7 @@ def test_what_is_drawn_from_each_source_is_counted(tmp_path, monkeypatch):
 
 def test_a_task_gives_right_and_wrong_completions():
     arithmetic = TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(operators="+-"), heldout=50)
-    task, config = load_task(arithmetic, 0), DataConfig(source="task", max_length=32)
+    task, config = load_task(arithmetic), DataConfig(source="task", max_length=32)
     for example in [*task.train, *task.heldout]:
         assert 1 <= abs(int(example.rejected) - int(example.answer)) <= 9
         assert int(example.rejected) >= min(0, int(example.answer) - 9)
@@ -194,6 +194,6 @@ def test_a_task_gives_right_and_wrong_completions():
     (chosen, rejected, _), example = documents.read([3])[0], task.train[3]
     for found, answer in ((chosen, example.answer), (rejected, example.rejected)):
         assert found.tokens.tolist() == [START, *example.question.encode(), END, START, *answer.encode(), END]
-    endless = load_task(TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(digits=6)), 0)
+    endless = load_task(TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(digits=6)))
     with pytest.raises(UserError, match=r"task .* problems, and at most"):
         load_documents(config, RENDERER, endless, "pairs")

@@ -222,7 +222,7 @@ TWO = config(
 LOST = {RESTART, -signal.SIGABRT}
 """The exit codes of a process that has lost another one: its own, or that of JAX's coordination service."""
 KILLED, MISTAKE = {-signal.SIGKILL}, {2}
-TIMES = ["--heartbeat", "10", "--wait", "15"]
+TIMES = ["--heartbeat", "10"]
 
 
 def launch(settings, program: Path = ROOT) -> list[subprocess.Popen]:

@@ -112,7 +112,7 @@ OVERRIDES = {
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
     # the run's folder, where something else is
-    "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory); check it",
+    "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory)",
 }
 """A setting that spoils a good configuration, and the message."""
 
@@ -197,7 +197,7 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
 TOOLS = (
     ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
-    ("plot", "damaged", "damaged/metrics.jsonl: damaged: a line is no record of a step"),
+    ("plot", "damaged", "damaged: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
     ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
     ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
@@ -215,7 +215,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
     files = {
         "run/config.yaml": dump(config(run_dir="run")),
         "run/metrics.jsonl": '{"step": 4, "loss": 2}\n',
-        "damaged/metrics.jsonl": '{"step": 1, "loss": 2}\n[1]\n',
+        "damaged/metrics.jsonl": "[1]\n",
         "damaged/samples.jsonl": '{"step": 1}\n',
     }
     for folder in ("run/checkpoints", "damaged"):

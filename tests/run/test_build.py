@@ -1,6 +1,5 @@
 """What a run's parts are made with: its seed, numbers of steps and tokens, signals, and what it is known again by."""
 
-import inspect
 import json
 import signal
 from functools import partial
@@ -15,22 +14,19 @@ from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
+from mllm.run.checksum import checksums
 from mllm.run.signals import Interrupted
 from mllm.sampler.schedule import Usual
-from mllm.store.checksum import checksums
 
 SEED = 7
-RANDOM = {"load_task", "Sampler", "make_train_step"}
-TIMED = {"make_optimizer", "make_schedule", "RunLog"}
-OTHERS = {"room_that_fits", "RewardRunner", "make_evaluation"}
 ROWS = RowShare(0, 1)
 """What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
 
 
 @pytest.fixture(scope="module", params=["sft", "grpo"])
 def built(request, tmp_path_factory):
-    """A run whose data end before its steps and which validates, or one with a reference; its parts' arguments."""
-    folder, given = tmp_path_factory.mktemp("built"), {}
+    """A run whose data end before its steps and which validates, or one with a reference."""
+    folder = tmp_path_factory.mktemp("built")
     lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
     (folder / "train.jsonl").write_text("".join(lines))
     data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
@@ -43,57 +39,37 @@ def built(request, tmp_path_factory):
         rollout={"temperature": 0.7, "stop": ["+"]},
         **parts,
     )
-
-    def noting(name, make):
-        def made(*args, **kwargs):
-            given[name] = inspect.signature(make).bind(*args, **kwargs).arguments
-            return make(*args, **kwargs)
-
-        return made
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in RANDOM | TIMED | OTHERS:
-            patch.setattr(build, name, noting(name, getattr(build, name)))
         patch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
         with Run.build(settings) as run:
             run.start()
-            yield run, given
+            yield run
 
 
 @pytest.mark.slow
 def test_every_random_number_depends_on_the_run_s_seed(built):
-    run, given = built
-    assert {name: given[name]["seed"] for name in RANDOM} == dict.fromkeys(RANDOM, SEED)
-    if run.config.data:
-        order = training_order(len(run.source.batches.documents), SEED, 1)
-        assert [*run.source.batches.order] == [*order]
+    if built.config.examples:
+        order = training_order(len(built.source.batches.documents), SEED, 1)
+        assert [*built.source.batches.order] == [*order]
     else:
-        first = training_order(len(run.task.train), SEED)[0]
-        position = run.source.position()
-        assert next(run.source.prompts).example == run.task.train[first]
-        run.source.seek(position)
-    assert run.policy.seed == SEED
+        first = training_order(len(built.task.train), SEED)[0]
+        position = built.source.position()
+        assert next(built.source.prompts).example == built.task.train[first]
+        built.source.seek(position)
+    assert built.policy.seed == built.sampling.sampler.seed == SEED
 
 
-def test_each_part_is_made_with_what_it_must_know_of_the_others(built):
-    """Where the data end, what training holds, the temperature as a part of GRPO's policy, the longest completion."""
-    run, given = built
-    assert {given[name]["steps"] for name in TIMED} == {run.source.steps}
-    assert (run.source.steps < run.config.steps) == (run.config.data is not None)
-    assert run.sampler.room().slots > 0
-    grpo, batch = run.config.grpo, run.config.batch_size
-    assert given["Sampler"]["usual"] == (Usual(batch // grpo.num_generations, batch) if grpo else None)
-    planned = [given["room_that_fits"][name] for name in ("policy", "rollout", "optimizer", "holds_reference")]
-    assert planned == [run.policy, run.config.rollout, run.config.optimizer, grpo is not None]
-    assert run.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
-    assert given["Sampler"]["stop_texts"] == run.policy.stop_texts == ("+",)
-    assert given["RewardRunner"]["max_completion_length"] == run.config.rollout.max_completion_length
+def test_each_part_knows_what_it_must_know_of_the_others(built):
+    """Where the data end, what training holds, the temperature as a part of GRPO's policy, the rows of a process."""
+    grpo = None if built.config.examples else built.config.grpo
+    batch, sampler = built.config.batch_size, built.sampling.sampler
+    assert (built.source.steps < built.config.steps) == (grpo is None)
+    assert sampler.usual == (Usual(batch // grpo.num_generations, batch) if grpo else None)
+    assert built.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
+    assert sampler.stop_texts == built.policy.stop_texts == ("+",)
     # A run is known again by the reference of its policy.
-    assert bool(run.checkpoints.frozen) == (grpo is not None)
-    assert run.checkpoints.frozen == (checksums(by_name(run.fixed.reference)) if grpo else {})
-    shares = [given["make_evaluation"]["rows"], run.source.rows]
-    shares += [run.source.batches.share] if run.config.data else []
-    assert all(share is ROWS for share in shares)
+    assert built.checkpoints.frozen == (checksums(by_name(built.fixed.reference)) if grpo else {})
+    assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])
 
 
 def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
@@ -104,10 +80,9 @@ def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
 
 
 def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
-    run, _ = built
-    monkeypatch.setattr(run.interrupt, "received", signal.SIGTERM)
-    validations = [partial(run.measurements.repeated[-1].measure, {}, 1)] if run.config.data else []
-    for poll in (run.sampler.poll, run.rewards.poll, *validations):
+    monkeypatch.setattr(built.interrupt, "received", signal.SIGTERM)
+    validations = [partial(built.measurements.repeated[-1].measure, {}, 1)] if built.config.examples else []
+    for poll in (built.sampling.sampler.poll, built.sampling.rewards.poll, *validations):
         with pytest.raises(Interrupted):
             poll()
 

@@ -15,7 +15,7 @@ from tiny import config
 import train
 from mllm.run.events import open_events, optional, run_id, write_numbers
 from mllm.run.metrics import RunLog, summary
-from mllm.store.run_store import RunStore
+from mllm.run.store import RunStore
 
 
 def test_tensorboard_reads_the_finite_numbers_of_all_steps_and_hides_those_that_a_resume_does_again(tmp_path):
@@ -59,6 +59,8 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
     for step, speed in (1, 1234.0), (2, 1000.0), (3, 3000.0):  # a step with a rollout, and one with the same tokens
         log.write_timings(step, {"time/update": 0.5, "tokens_per_second": speed, "memory/peak_bytes": 2**20}, {})
     log.close()
+    with (tmp_path / "timings.jsonl").open("ab") as file:  # a line that does not parse is left out
+        file.write(b'{"step": \xff}\n')
     lines = [" ".join(line.split()) for line in summary(store, "after it all", {"loss": "loss"}).splitlines()]
     assert lines[1:6] == [
         "ended after it all",
@@ -72,15 +74,12 @@ def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_an
 SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
 
 
-def test_a_moved_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
-    first, copied, moved = (RunStore(tmp_path / name) for name in ("first", "copied", "moved"))
+def test_a_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
+    first, copied = (RunStore(tmp_path / name) for name in ("first", "copied"))
     first.folder.mkdir()
     number = run_id(first)
     shutil.copytree(first.folder, copied.folder)
-    other = run_id(copied)
-    first.folder.rename(moved.folder)
-    copied.folder.rename(first.folder)
-    assert run_id(moved) == number != other == run_id(first)
+    assert run_id(first) == number != run_id(copied)
 
 
 def test_a_run_there_sees_all_events_and_its_trouble_is_a_warning(tmp_path, monkeypatch, caplog):

@@ -14,7 +14,7 @@ from mllm.model.folder import replacing
 from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
 from mllm.run import folder as run_dir
 from mllm.run.source_run import source_run
-from mllm.store.run_store import RunStore
+from mllm.run.store import RunStore
 from tools import export, plot, samples
 
 

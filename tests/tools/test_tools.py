@@ -28,9 +28,9 @@ from mllm.parallel.mesh import make_mesh
 from mllm.run.build import Run
 from mllm.run.checkpoint import restore_params
 from mllm.run.state import RunState
+from mllm.run.store import RunStore
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
-from mllm.store.run_store import RunStore
 from mllm.training.step import init_state
 from tools import export, generate, plot
 
@@ -258,7 +258,7 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
 
     monkeypatch.setattr(Sampler, "complete", complete)
     monkeypatch.setattr(export, "restore", knows_texts)
-    game = ["--environment", "mllm.data.tasks.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
+    game = ["--environment", "mllm.examples.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
     assert generate.main([str(exported), "game 1", *game]) == 0
     said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
     assert said

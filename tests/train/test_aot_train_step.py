@@ -30,14 +30,14 @@ def test_an_update_on_eight_v6e_has_kernels_fits_and_exchanges_a_weight_once_and
     overrides = ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.init=random", f"model.source={model}"]
     settings, sizes = configs.load("qwen25_0p5b_grpo.yaml", overrides), PRESETS[model]
     mesh = targets.mesh("v6e:2x4", (2, 2, 2), AXES)
-    program, length = targets.compiled(*Programs(settings, mesh).update(), mesh), settings.rows.length
+    program, length = targets.compiled(*Programs(settings, mesh).update(), mesh), settings.batch_shape.length
 
     names = kernels(program)
     assert {re.sub("_segmented.*", "", name) for name in names} == SPLASH | HEAD
     assert all("segmented" in name for name in names - HEAD)
 
     # The shape of the vocabulary's matrix that a device multiplies with, and as many logits.
-    weight, tokens = (sizes.vocab_size // 2, sizes.hidden_size), settings.rows.micro * length // 4
+    weight, tokens = (sizes.vocab_size // 2, sizes.hidden_size), settings.batch_shape.micro * length // 4
     assert targets.memory(program).peak < 32e9
     sizes_of = program.memory_analysis()
     assert (

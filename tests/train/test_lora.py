@@ -13,9 +13,9 @@ from states import like, make_state
 from tiny import config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
-from mllm.algorithms.grpo import source as grpo_source
+from mllm.algorithms import rollouts
 from mllm.config.model import MeshConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -25,8 +25,8 @@ from mllm.model.lora import Lora, initial_adapters, merge_all_adapters, split_ad
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.checkpoint import Checkpoints
 from mllm.run.source_run import load_policy
+from mllm.run.store import RunStore
 from mllm.sampler.decoding import decoding_graphdef, decoding_weights
-from mllm.store.run_store import RunStore
 from mllm.training.step import init_state
 from tools.export import restore
 
@@ -124,11 +124,11 @@ def finished(request, tmp_path_factory):
     """A GRPO run with adapters and a KL penalty, and its most embeddings between two phases."""
     model = {"lora": INT8 | {"base": request.param}}
     settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), model=model, **SECTIONS)
-    counts, pack = [], grpo_source.pack
+    counts, pack = [], rollouts.pack
     embeddings = lambda: [array for array in jax.live_arrays() if array.shape == (260, 32)]  # noqa: E731
     before = embeddings()  # held, so that none of another test is freed meanwhile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_source, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
+        patch.setattr(rollouts, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
         assert run(settings) == 0
     return settings, max(counts) - len(before)
 
@@ -193,7 +193,7 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
         (base | reference, base | {"norm": second["norm"]}, refused),
     ):
         store = RunStore(tmp_path / str(len([*tmp_path.iterdir()])))
-        with closing(Checkpoints(store, CheckpointConfig(), saved, {}, False)) as checkpoints:
+        with closing(Checkpoints(store, CheckpointConfig(), saved, {})) as checkpoints:
             checkpoints.save(state, "")
-        with closing(Checkpoints(store, CheckpointConfig(), then, {}, False)) as checkpoints, expected:
+        with closing(Checkpoints(store, CheckpointConfig(), then, {})) as checkpoints, expected:
             checkpoints.restore(like())

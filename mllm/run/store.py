@@ -2,55 +2,56 @@
 
     config.yaml                   a run has begun where this is
     config.json, tokenizer.json   and the other files of a model's folder but its parameters
-    lock                          who writes the run, or wrote it last
+    lock                          locked by the process that writes the run
     metrics.jsonl                 a log
     checkpoints/7/state           arrays, as Orbax's CheckpointManager writes them
-    checkpoints/7/document        JSON: positions, counts, and checksums of arrays and logs; sealed with its own
-    checkpoints/damaged_7         a checkpoint that was found damaged
+    checkpoints/7/document        JSON: the step, positions, counts, checksums of arrays, lengths of logs
+    checkpoints/damaged_7         a checkpoint that could not be read
 
 A run in a bucket has a copy of its files on this machine, where they are read and written; it is sent to the bucket
-with each checkpoint. Here nothing knows JAX: `mllm.run.checkpoint` writes and reads the arrays.
+with each checkpoint. This module must not import JAX: `mllm.run.checkpoint` writes and reads the arrays.
 """
 
-import hashlib
+import fcntl
 import json
 import logging
 import math
 import os
 import re
 import shutil
-import stat
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from etils import epath
 
 from mllm.errors import UserError
-from mllm.store.fetch import fetch, fetch_folder, naming, send
-from mllm.store.files import below, bucket_path, failing, is_bucket, is_plain, local_place
+from mllm.storage import (
+    below,
+    bucket_path,
+    failing,
+    fetch,
+    fetch_folder,
+    is_bucket,
+    is_plain,
+    local_place,
+    naming,
+    send,
+)
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
-LARGEST_FILE = 2**31
 UNFINISHED = ".tmp"
 """How the name of a file ends that is not whole yet."""
 MIRRORS = "runs"
 """The folder of `local_place` with the files of runs in buckets that this machine writes."""
 PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
-RECORDED = ("arrays", "logs", "digests", "frozen")
-"""What every document has: by name, the checksums of arrays, logs, and what the run depends on."""
 READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
 """The files of a run in a bucket that tools read."""
+GO_ON = "; the same command resumes from the newest checkpoint"
 logger = logging.getLogger(__name__)
-
-
-Mark = tuple[int, str]
-"""How far a log has come: its bytes, and their SHA-256."""
 
 
 class Damaged(Exception):
@@ -60,28 +61,26 @@ class Damaged(Exception):
 class Log:
     """A file that only grows, without a buffer here; a run that resumes cuts it where its checkpoint says."""
 
-    def __init__(self, path: Path, size: int, writing: Callable[[], AbstractContextManager[None]]) -> None:
-        """Open a log, of which `size` bytes stay. All that is written is written inside of `writing`."""
-        self.writing = writing
-        with writing():
+    def __init__(self, path: Path, size: int) -> None:
+        """Open a log, of which `size` bytes stay; a shorter one stays as it is, with a warning."""
+        self.subject = f"{path}: can't be written"
+        with failing(self.subject, GO_ON):
             self.file = path.open("ab", buffering=0)
-            self.file.truncate(size)
-            content = path.read_bytes()
-        self.size, self.checksum = len(content), hashlib.sha256(content)
+            if (missing := size - self.file.tell()) > 0:
+                logger.warning("%s lacks its last %s bytes before this checkpoint", path, f"{missing:,}")
+            else:
+                self.file.truncate(size)
 
     def append(self, record: bytes) -> None:
-        with self.writing():
-            left = record
-            while left:
-                left = left[self.file.write(left) :]
-        self.size += len(record)
-        self.checksum.update(record)
+        with failing(self.subject, GO_ON):
+            while record:
+                record = record[self.file.write(record) :]
 
-    def sync(self) -> Mark:
-        """Wait until all of the log survives a crash of the machine."""
-        with self.writing():
+    def sync(self) -> int:
+        """Wait until all of the log survives a crash of the machine; returns its bytes."""
+        with failing(self.subject, GO_ON):
             os.fsync(self.file.fileno())
-        return self.size, self.checksum.hexdigest()
+            return os.fstat(self.file.fileno()).st_size
 
     def close(self) -> None:
         self.sync()
@@ -100,8 +99,6 @@ class RunStore:
         self.place = bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
         """Where the run is for everybody; absolute."""
         self.checkpoints = self.place / CHECKPOINTS
-        self.check: Callable[[], None] = lambda: None
-        """Raises UserError where this process may not write any more."""
         self.logs: dict[str, Log] = {}
 
     def __str__(self) -> str:
@@ -111,13 +108,9 @@ class RunStore:
         """Turn errors of the disk or bucket into a UserError."""
         return failing(f"{self.url}/{name}: can't be read")
 
-    @contextmanager
-    def writing(self, name: str = "") -> Iterator[None]:
-        """Make sure that the run is still this process's; turn errors of the disk or bucket into a UserError."""
-        self.check()
-        end = ", and the same command goes on from the newest checkpoint"
-        with failing(f"{self.url}/{name}: can't be written", end):
-            yield
+    def writing(self, name: str = "") -> AbstractContextManager[None]:
+        """Turn errors of the disk or bucket into a UserError."""
+        return failing(f"{self.url}/{name}: can't be written", GO_ON)
 
     # Files
 
@@ -131,39 +124,21 @@ class RunStore:
         return CONFIG in self.entries()
 
     def read(self, name: str) -> bytes | None:
-        """A file's content; None where there is no such file.
-
-        UserError is raised for what is no regular file, or a huge one: the run may be a stranger's.
-        """
-        path = self.folder / name
-        with self.reading(name):
-            try:
-                handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            with open(handle, "rb") as file:
-                status = os.fstat(handle)
-                if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST_FILE:
-                    raise UserError(f"{path}: is no regular file of up to {LARGEST_FILE >> 30} GiB: remove it")
-                return file.read(status.st_size)
+        """A file's content; None where there is no such file."""
+        with self.reading(name), suppress(FileNotFoundError, NotADirectoryError):
+            return (self.folder / name).read_bytes()
+        return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file as a whole or not at all; it has survived a crash of the machine from then on."""
+        """Write a file as a whole or not at all."""
         with self.writing(name):
             path = self.folder / name
-            if path.parent != self.folder:
-                path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             unfinished = path.with_name(path.name + UNFINISHED)
             with unfinished.open("wb") as file:
                 file.write(data)
-                file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)
-            handle = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
         self.send([name])
 
     # Logs
@@ -172,37 +147,33 @@ class RunStore:
         """A log's content; empty where there is none."""
         return self.read(name) or b""
 
-    def keep_log(self, name: str, suffix: str) -> None:
-        """Copy a log, as it is, to a name that ends so and that nothing has yet."""
-        while (self.folder / f"{name}{suffix}").exists():
-            suffix += "_again"
-        self.write(f"{name}{suffix}", self.read_log(name))
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a log of JSON lines, to which a run may be appending; without lines that are no JSON object."""
+        found = []
+        for line in self.read_log(name).split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        return [record for record in found if isinstance(record, dict)]
 
     def open_log(self, name: str, size: int = 0) -> Log:
         """A log to append to, of which `size` bytes stay."""
-        self.logs[name] = log = Log(self.folder / name, size, partial(self.writing, name))
+        self.logs[name] = log = Log(self.folder / name, size)
         return log
 
-    def compare_log(self, name: str, mark: Sequence[Any]) -> str:
-        """How a log differs from what stood there when `mark` was made, in words; empty where it does not."""
-        content, (size, sha256) = self.read_log(name), mark
-        if len(content) < size:
-            return f"lacks its last {size - len(content):,} bytes"
-        return "has changed" if hashlib.sha256(content[:size]).hexdigest() != sha256 else ""
-
-    def sync(self) -> dict[str, Mark]:
-        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their marks."""
-        marks = {name: log.sync() for name, log in self.logs.items()}
+    def sync(self) -> dict[str, int]:
+        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their bytes."""
+        sizes = {name: log.sync() for name, log in self.logs.items()}
         self.send_logs()
-        return marks
+        return sizes
 
     # A bucket's copy
 
     def fetch_files(self) -> None:
         """Make this machine's folder a copy of the bucket's files but the checkpoints."""
         shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
         with self.reading():
-            names = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS, LOCK))]
+            names = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS,))]
         fetch(self.url, [*filter(is_plain, names)], "run_dir", MIRRORS)
 
     def send_logs(self) -> None:
@@ -224,18 +195,18 @@ class RunStore:
             paths = [path for path in below(self.checkpoints) if STEP.fullmatch(path.name)]
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
-    def document(self, step: int | str) -> dict[str, Any]:
-        """The document of a checkpoint; Damaged where it is missing or has changed, UserError where a disk fails."""
+    def document(self, step: int) -> dict[str, Any]:
+        """The document of a checkpoint; Damaged where it is missing or another step's, UserError where a disk fails."""
         name = f"{CHECKPOINTS}/{step}/document/metadata"
         with self.reading(name):
-            path = self.place / name
-            content = self.read(name) if not self.in_bucket else path.read_bytes() if path.exists() else None
-        try:
-            document = unseal(json.loads(content or "null"))
-        except (ValueError, RecursionError) as error:
-            raise Damaged(f"{type(error).__name__}: {error}"[:200]) from None
-        if not all(isinstance(document.get(name), dict) for name in RECORDED):
+            try:
+                document = json.loads((self.place / name).read_bytes())
+            except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError) as error:
+                raise Damaged(f"its document: {type(error).__name__}") from None
+        if not isinstance(document, dict) or "arrays" not in document:
             raise Damaged("another version of this program wrote its document")
+        if document.get("step") != step:
+            raise Damaged(f"it is a checkpoint of step {document.get('step')}")
         return document
 
     def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
@@ -250,7 +221,6 @@ class RunStore:
 
     def put_aside(self, step: int, reason: str) -> None:
         """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
-        self.check()
         path, aside = self.checkpoints / str(step), f"damaged_{step}"
         with failing(f"{path}: can't be read ({reason}), nor put aside as {aside}"):
             while (self.checkpoints / aside).exists():
@@ -266,9 +236,41 @@ def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.P
             yield from files_below(path) if path.stat().is_directory else [path]
 
 
+@contextmanager
+def hold(store: RunStore) -> Iterator[None]:
+    """Hold a run against other processes: by a lock on a disk, which the system releases when the process ends.
+
+    A file system without locks, and a bucket, leave it to the user that no two processes write the same run. A run in
+    a bucket gets its files on this machine. UserError is raised if another process holds the run.
+    """
+    if store.in_bucket:
+        store.fetch_files()
+        yield
+        store.send_logs()
+        return
+    folder = store.folder
+    with failing(f"run_dir: {folder} can't be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / LOCK).open("a")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run_dir: {folder} is in use by another process; wait for it, or give another") from None
+        except OSError as error:
+            logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
+        try:
+            yield
+        finally:
+            with suppress(OSError, UserError):
+                if not store.is_run():
+                    (folder / LOCK).unlink()
+                    folder.rmdir()
+
+
 def find_run(run: str, key: str) -> RunStore | None:
     """The store of a run, to be read; None where no run is there. Errors of a bucket name the setting `key`."""
-    with naming(key, run):
+    with naming(key):
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))
             return store if os.path.isfile(store.folder / CONFIG) else None
@@ -283,19 +285,3 @@ def tool_run(run: str) -> RunStore:
     if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")
     return store
-
-
-def seal(document: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the document, which must be JSON, with its checksum under one more key."""
-    copy = json.loads(json.dumps(document))
-    return {**copy, "crc32": f"{zlib.crc32(json.dumps(copy, sort_keys=True).encode()):08x}"}
-
-
-def unseal(sealed: Any) -> dict[str, Any]:
-    """The document that `seal` was given; Damaged where it has changed since then."""
-    if not isinstance(sealed, dict):
-        raise Damaged("it has no document, or an earlier version of this program wrote it")
-    document = {key: value for key, value in sealed.items() if key != "crc32"}
-    if sealed.get("crc32") != seal(document)["crc32"]:
-        raise Damaged("the document's checksum differs")
-    return document

@@ -1,7 +1,5 @@
 """Models and data are read from a bucket as from a disk, fetched once, and exports are written there."""
 
-import os
-import time
 from pathlib import Path
 from random import Random
 from unittest.mock import patch
@@ -11,12 +9,12 @@ import numpy as np
 import pytest
 from tiny import load_weights
 
+from mllm import storage
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.folder import SMALL, local_folder, replacing
-from mllm.store import fetch
-from mllm.store.files import bucket_path, cache_folder
-from mllm.store.run_store import find_run
+from mllm.run.store import find_run
+from mllm.storage import bucket_path, cache_folder
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 pytestmark = pytest.mark.parametrize("place", ["gs"], indirect=True)
@@ -26,23 +24,22 @@ def put(url, name, content):
     (bucket_path(url) / name).write_bytes(content)
 
 
-def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url, monkeypatch):
-    monkeypatch.setattr(fetch, "PART_BYTES", 1000)
+def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url):
     dice, data = Random(0), f"{url}/data"
     contents = {f"part-{size}.jsonl": dice.randbytes(size) for size in (1, 1000, 1001, 9999)}
     for name, content in (contents | {"part-1.txt": b"?", "old/part-2.jsonl": b"?", ".part-3.jsonl": b"?"}).items():
         put(data, name, content)
     server.fault = lambda method, path: "503" if dice.random() < 0.05 else None  # and is repeated
-    fetched = fetch.fetch_files(f"{data}/part-*.jsonl", "data.source")
+    fetched = storage.fetch_files(f"{data}/part-*.jsonl", "data.source")
     assert {path.name: path.read_bytes() for path in fetched} == contents
     assert fetched == sorted(fetched)
 
     requests, changing = [], fetched[-1]
     server.fault = lambda method, path: requests.append(path)
-    assert fetch.fetch_files(f"{data}/{changing.name}", "data.source") == [changing]
+    assert storage.fetch_files(f"{data}/{changing.name}", "data.source") == [changing]
     assert not [path for path in requests if "alt=media" in path]  # only whether it has changed
     put(data, changing.name, b"new")
-    fetch.fetch_files(f"{data}/{changing.name}", "data.source")
+    storage.fetch_files(f"{data}/{changing.name}", "data.source")
     assert changing.read_bytes() == b"new"
 
 
@@ -53,11 +50,10 @@ def test_what_was_half_fetched_is_never_taken_for_whole(server, url):
         target.write(source.read(1000))
         raise KeyboardInterrupt
 
-    with patch.object(fetch.shutil, "copyfileobj", killed), pytest.raises(KeyboardInterrupt):
-        fetch.fetch_files(f"{url}/train.jsonl", "data.source")
-    [folder] = {path.parent for path in cache_folder().rglob("*.unfinished")}
-    assert not (folder / "train.jsonl").exists()
-    [path] = fetch.fetch_files(f"{url}/train.jsonl", "data.source")
+    with patch.object(storage.shutil, "copyfileobj", killed), pytest.raises(KeyboardInterrupt):
+        storage.fetch_files(f"{url}/train.jsonl", "data.source")
+    assert not [*cache_folder().rglob("train.jsonl")]
+    [path] = storage.fetch_files(f"{url}/train.jsonl", "data.source")
     assert path.read_bytes() == content
 
 
@@ -67,13 +63,13 @@ def test_what_was_half_fetched_is_never_taken_for_whole(server, url):
         ("nowhere.jsonl", None, "there is no such object: correct the URL"),
         ("nowhere-*.jsonl", None, "nothing there is called"),
         ("nowhere/*/a.jsonl", None, "a pattern is only for the last part of a name in a bucket"),
-        ("train.jsonl", "403", "check the bucket and its credentials"),
+        ("train.jsonl", "403", "can't be had .*Forbidden"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(server, url, source, answer, message):
     server.fault = lambda method, path: answer
     with pytest.raises(UserError, match=rf"^data.source: [^\n]*{message}"):
-        fetch.fetch_files(f"{url}/{source}", "data.source")
+        storage.fetch_files(f"{url}/{source}", "data.source")
 
 
 def test_an_error_of_a_run_in_a_bucket_names_the_setting_once(server, url):
@@ -92,8 +88,8 @@ def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
         for read in (
             lambda url: local_folder(url, SMALL),
             lambda url: find_run(url, "model.source"),
-            lambda url: fetch.fetch_files(f"{url}/config.json", "model.source"),
-            lambda url: fetch.fetch_files(f"{url}/*.json", "model.source"),
+            lambda url: storage.fetch_files(f"{url}/config.json", "model.source"),
+            lambda url: storage.fetch_files(f"{url}/*.json", "model.source"),
         ):
             with pytest.raises(UserError, match=r"^model.source: .* is no place in a bucket: give gs://bucket/"):
                 read(f"{url}/{name}")
@@ -105,32 +101,9 @@ def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
     hostile = ("a\\b.jsonl", "..\\b.jsonl", "\x1b[2J.jsonl", ".a.jsonl", "../b.jsonl", "b/../c.jsonl")
     for name in ("a.jsonl", *hostile):
         server.objects[f"{key}/data/{name}"] = b"theirs", "1"
-    assert [path.name for path in fetch.fetch_files(f"{url}/data/*.jsonl", "data.source")] == ["a.jsonl"]
+    assert [path.name for path in storage.fetch_files(f"{url}/data/*.jsonl", "data.source")] == ["a.jsonl"]
     with pytest.raises(UserError, match="is no place in a bucket"):
-        fetch.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
-
-
-def test_copies_that_nothing_uses_any_more_are_removed_by_age_and_then_by_size(url, monkeypatch):
-    copies = dict[str, Path]()
-
-    def get(name):
-        if name not in copies:
-            put(f"{url}/{name}", "a.jsonl", bytes(1000))
-        [copies[name]] = fetch.fetch_files(f"{url}/{name}/a.jsonl", "data.source")
-
-    ages = {"day": 0.9, "week": 7, "old": 31, "in_use_again": 33}
-    for name, days in ages.items():
-        get(name)
-        for path in copies[name].parent.iterdir():
-            os.utime(path, (time.time() - days * 86400,) * 2)
-    for name, most, gone in (
-        ("in_use_again", fetch.MOST_BYTES, ["old"]),
-        ("new", 2500, ["week", "old"]),  # three of more than a thousand bytes
-        ("new", 0, ["week", "old"]),  # what was used within a day stays
-    ):
-        monkeypatch.setattr(fetch, "MOST_BYTES", most)
-        get(name)
-        assert [name for name in ages if not copies[name].exists()] == gone
+        storage.fetch(f"{url}/data", ["../b.jsonl"], "data.source")
 
 
 @pytest.mark.slow
@@ -149,7 +122,7 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
 
     sent = []
     server.fault = lambda method, path: "upload" in path and (sent.append(path) or "403" * (len(sent) > 4))
-    with pytest.raises(UserError, match="check the bucket and its credentials"):
+    with pytest.raises(UserError, match=r"can't be written .*Forbidden"):
         weights.save(url, architecture, params)
     server.fault = lambda method, path: None
     assert names()

@@ -3,18 +3,16 @@
 import pytest
 from object_store import object_store
 
-from mllm.store import holder
-from mllm.store.run_store import RunStore
+from mllm.run.store import RunStore
 
 
 @pytest.fixture(params=["disk", pytest.param("gs", marks=pytest.mark.slow)])
 def place(request, tmp_path, monkeypatch):
-    """A run's empty place: its URL, and the object store if it is in a bucket, whose leases last for five seconds."""
+    """A run's empty place: its URL, and the object store if it is in a bucket."""
     if request.param == "disk":
         yield str(tmp_path / "run"), None
         return
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(holder, "SECONDS", 5.0)
     with object_store() as server:
         yield f"{server.url}/run", server
 

@@ -1,0 +1,200 @@
+"""Places on disks and in buckets, gs://bucket/path: their names, their errors, and copies of a bucket's objects.
+
+All other code reads models, data and runs from a disk. An object is copied to a folder of this machine once, and again
+when its size or time says that it has changed. A file has its name only when it is whole. The copies may be deleted
+whenever nothing uses them. Buckets are read through etils and gcsfs, with the credentials and retries that it has.
+"""
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from etils import epath
+from tqdm import tqdm
+
+from mllm.errors import TemporaryError, UserError, brief, need
+
+SCHEME = "gs://"
+PLAIN = re.compile(r"([^./\\][^/\\]*/)*[^./\\][^/\\]*")
+CLIENTS = ("gcsfs", "aiohttp", "fsspec", "google")
+"""The packages of a bucket's client, whose errors are kinds of their own."""
+NO_ANSWER = (
+    *("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
+    *("ABORTED", "INTERNAL"),
+)
+"""How tensorstore's errors begin, ValueErrors, that say nothing of what is stored."""
+AT_ONCE = 8
+"""Objects that are read at a time."""
+OBJECTS = "objects"
+"""The folder of `local_place` for objects."""
+TEMPLATES = "additional_chat_templates"
+"""transformers' folder for the templates that a tokenizer has beside the default one."""
+
+
+# Names
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name with slashes, which may be a stranger's, leads to a file below its folder and prints as it is.
+
+    Absolute paths, backslashes, control characters and parts that begin with a dot, as `..` does, are refused.
+    """
+    return bool(PLAIN.fullmatch(name)) and name.isprintable()
+
+
+def is_bucket(place: object) -> bool:
+    """Whether a path of a configuration names something in a bucket; UserError for a storage that isn't known."""
+    if not isinstance(place, str) or "://" not in place:
+        return False
+    if not place.startswith(SCHEME):
+        way_out = "mount it as a file system, or copy the folder after the run"
+        raise UserError(f"{place}: of buckets only {SCHEME} is known: {way_out}")
+    return True
+
+
+def bucket_path(url: str) -> epath.Path:
+    """The path of a URL, which may be a stranger's; UserError if it names no place in a bucket, or gcsfs is missing."""
+    path = url.removeprefix(SCHEME).strip("/")
+    if not is_plain(path):  # copies of its objects are below a folder of that name
+        raise UserError(f"{url}: is no place in a bucket: give {SCHEME}bucket/path")
+    need("gcsfs", "gcs", SCHEME)
+    return epath.Path(f"{SCHEME}{path}")
+
+
+def below(folder: epath.Path) -> list[epath.Path]:
+    """The files and folders just below a folder; none where there is no folder. Raises where a disk or bucket fails.
+
+    `is_dir` raises nothing: for it, a bucket that refuses or fails is empty.
+    """
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def local_place(url: str, root: str) -> Path:
+    """This machine's folder for the files of a URL: in `root`, in mllm's folder in $XDG_CACHE_HOME or ~/.cache."""
+    scheme, _, path = url.rstrip("/").partition("://")
+    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / path
+
+
+def cache_folder() -> Path:
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")).absolute() / "mllm"
+
+
+# Errors
+
+
+@contextmanager
+def failing(subject: str, end: str = "") -> Iterator[None]:
+    """Turn errors of a disk or bucket into a UserError: `subject`, such as `a.txt: can't be read`, why, and `end`.
+
+    A bucket that does not answer may do so later: TemporaryError.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or not is_of_storage(error):
+            raise
+        reason = getattr(error, "strerror", None) or brief(error)
+        if isinstance(error, ValueError):  # tensorstore's: where it failed, ": ", why, and details in brackets
+            reason = reason.partition(" [")[0].rpartition(": ")[2]
+        # gcsfs says that something is forbidden or missing by a plain OSError.
+        answered = isinstance(error, OSError) and not isinstance(error, ConnectionError | TimeoutError)
+        kind = UserError if answered or SCHEME not in subject else TemporaryError
+        raise kind(f"{subject} ({reason}){end}") from None
+
+
+def is_of_storage(error: BaseException) -> bool:
+    """Whether an error is that of a disk or a bucket, and says nothing of what is stored there."""
+    of_client = type(error).__module__.partition(".")[0] in CLIENTS
+    return of_client or isinstance(error, OSError) or (type(error) is ValueError and str(error).startswith(NO_ANSWER))
+
+
+# Copies
+
+
+def fetch_files(source: str, key: str) -> list[Path]:
+    """The object of a URL, or all that match a pattern, in the order of their names, as files.
+
+    UserError, which names the setting `key`, is raised where there is none, or it can't be had.
+    """
+    url, _, pattern = source.rpartition("/")
+    if "*" in url or "?" in url or "[" in url:
+        raise UserError(f"{key}: {source}: a pattern is only for the last part of a name in a bucket")
+    is_pattern = any(sign in pattern for sign in "*?[")
+    return fetch(url, matching(url, [pattern], key) if is_pattern else [pattern], key)
+
+
+def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
+    """A folder with the objects just below a URL whose names match one of the patterns, and with a tokenizer's further
+    templates; UserError as `fetch_files`."""
+    wanted = matching(url, patterns, key)
+    with failing(f"{key}: {url}: can't be had"):
+        names = [f"{TEMPLATES}/{path.name}" for path in below(bucket_path(f"{url}/{TEMPLATES}"))]
+    wanted += [name for name in names if is_plain(name) and any(map(Path(name).match, patterns))]
+    folder = fetch(url, wanted, key)[0].parent
+    for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # what has been removed from the bucket
+        name = str(path.relative_to(folder))
+        if name not in wanted and path.is_file() and any(map(path.match, patterns)):
+            path.unlink()
+    return folder
+
+
+def matching(url: str, patterns: Sequence[str], key: str) -> list[str]:
+    """The names of the objects just below a URL that match one of the patterns, in order; UserError if none does."""
+    with naming(key), failing(f"{url}: can't be had"):
+        names = [path.name for path in below(bucket_path(url))]
+    if found := sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns))):
+        return found
+    raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
+
+
+def fetch(url: str, names: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
+    """Objects below a URL as files in `root`; UserError as `fetch_files`."""
+    folder = local_place(url.rstrip("/"), root)
+    with naming(key), failing(f"{url}: can't be had"):
+        sources = [bucket_path(f"{url}/{name}") for name in names]  # before a folder of such a name is made
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            fetched = pool.map(fetch_object, sources, [folder / name for name in names])
+            return list(tqdm(fetched, f"fetching {url}", len(names), unit="file", delay=1, disable=None))
+
+
+def fetch_object(source: epath.Path, path: Path) -> Path:
+    """The file of an object, at a path where an earlier version may be."""
+    try:
+        stat = source.stat()
+    except FileNotFoundError:
+        stat = None
+    if stat is None or stat.is_directory:
+        raise UserError(f"{source}: there is no such object: correct the URL")
+    with suppress(OSError):
+        if (path.stat().st_size, path.stat().st_mtime) == (stat.length, stat.mtime):
+            return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with source.open("rb") as content, unfinished.open("wb") as file:
+        shutil.copyfileobj(content, file, 2**23)
+    os.utime(unfinished, (stat.mtime, stat.mtime))  # which says what version of the object the file is
+    return unfinished.replace(path)
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Let errors begin with a setting."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(f"{key}: {error}") from None
+
+
+def send(folder: Path, url: str, names: Sequence[str]) -> None:
+    """Write files of a folder as objects below a URL, in order; raises what gcsfs raises."""
+    for name in names:
+        with (folder / name).open("rb") as source, (bucket_path(url) / name).open("wb") as target:
+            shutil.copyfileobj(source, target, 2**23)

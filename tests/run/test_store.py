@@ -1,0 +1,177 @@
+"""A run's files, logs and holder are the same on a disk and in a bucket; a failure of either is one line."""
+
+import asyncio
+import errno
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from runs import spawn
+
+from mllm.errors import RESTART, TemporaryError, UserError, ending
+from mllm.run.metrics import RunLog
+from mllm.run.store import CONFIG, LOCK, RunStore, hold, tool_run
+from mllm.storage import bucket_path, failing
+
+real_sleep = asyncio.sleep
+disk = pytest.mark.parametrize("place", ["disk"], indirect=True)
+google = pytest.mark.parametrize("place", ["gs"], indirect=True)
+
+# Files
+
+
+def test_files_are_written_whole_and_read_by_others(store):
+    assert (store.entries(), store.is_run()) == ([], False)
+    with hold(store):
+        for name in ("skipped/step_2.npz", CONFIG):
+            store.write(name, name.encode())
+            store.write(name, name.encode() * 2)
+        assert store.read("skipped/step_2.npz") == b"skipped/step_2.npz" * 2
+    assert store.is_run()
+    assert {*store.entries()} - {LOCK} == {CONFIG, "skipped"}
+    assert tool_run(store.url).read(CONFIG) == CONFIG.encode() * 2
+
+
+def tensorstore_error(number, text):
+    return ValueError(f"RESOURCE_EXHAUSTED: Failed to open: {text} [os_error_code='{number}'] [spec]")
+
+
+@pytest.mark.parametrize("error", [OSError, tensorstore_error])
+def test_the_line_says_why_and_what_goes_on(tmp_path, error):
+    with pytest.raises(UserError) as failure, RunStore(tmp_path).writing("checkpoints"):
+        raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    line = f"{tmp_path}/checkpoints: can't be written (No space left on device); the same command resumes"
+    assert str(failure.value) == f"{line} from the newest checkpoint"
+    with pytest.raises(ValueError, match="shape"), failing("a: can't be read"):
+        raise ValueError("INVALID_ARGUMENT: shape")  # no fault of the disk
+
+
+def test_a_log_grows_and_is_cut_anywhere(store):
+    with hold(store):
+        assert store.read_log("metrics.jsonl") == b""
+        log = store.open_log("metrics.jsonl")
+        log.append(b"1\n2\n")
+        assert store.sync() == {"metrics.jsonl": 4}
+        log.append(b"3\n")
+        log.close()
+        store.write(CONFIG, b"")
+    with hold(again := RunStore(store.url)):
+        assert again.read_log("metrics.jsonl") == b"1\n2\n3\n"
+        again.open_log("metrics.jsonl", 4).append(b"x\n")
+        assert again.read_log("metrics.jsonl") == b"1\n2\nx\n"
+
+
+def test_lines_that_do_not_parse_are_left_out(tmp_path):
+    (tmp_path / "timings.jsonl").write_bytes(b'{"step": 1}\n\xff\n[]\n' + b"[" * 9999 + b'\n{"step": 2}\n{"st')
+    assert RunStore(tmp_path).records("timings.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+@google
+def test_a_bucket_has_the_logs_with_each_checkpoint_and_at_the_end(store, server):
+    with hold(store):
+        store.write(CONFIG, b"{}")
+        log = store.open_log("metrics.jsonl")
+        log.append(b"1\n")
+        assert "metrics.jsonl" not in store.entries()
+        store.sync()
+        assert (store.place / "metrics.jsonl").read_bytes() == b"1\n"
+        log.append(b"2\n")
+    assert (store.place / "metrics.jsonl").read_bytes() == b"1\n2\n"
+
+
+def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
+    log = RunLog(RunStore(tmp_path), -1, 1)
+    with open("/dev/full", "wb") as full:
+        os.dup2(full.fileno(), log.files["metrics.jsonl"].file.fileno())
+    place = r"metrics.jsonl: can't be written \(No space left on device\); .* checkpoint$"
+    with pytest.raises(UserError, match=place):
+        log.write(1, {"loss": 1.0}, [{"completion": "1"}])
+    # The line must be the last: where it stands, the step's samples stand, too.
+    assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
+    with pytest.raises(UserError, match=r"metrics.jsonl: can't be written \(Invalid argument\)"):
+        log.close()  # no buffer tries to write a second time; /dev/full can't be synced
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_only_a_disk_or_a_bucket_that_fails_is_said_to(store):
+    for error in (TypeError("a bug"), MemoryError(), jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo closed")):
+        with pytest.raises(type(error)), store.writing("checkpoints"):
+            raise error
+
+
+HOLDER = """
+import sys, time
+from mllm.run.store import RunStore, hold
+with hold(RunStore(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@disk
+def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url):
+    process = spawn(["-c", HOLDER, url], subprocess.DEVNULL)
+    try:
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=r"^run_dir: .* is in use by another process; wait for"):
+            hold(store).__enter__()
+    finally:
+        process.kill()
+        process.communicate()
+    with hold(store):
+        pass
+
+
+def test_a_run_that_did_not_begin_leaves_no_file(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there/mine").write_text("")
+    for folder in (tmp_path / "there", tmp_path / "new"):
+        with hold(RunStore(folder)):
+            assert (folder / LOCK).exists()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there", tmp_path / "there/mine"]
+
+
+@disk
+def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch, caplog):
+    def refuse(file, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with caplog.at_level(logging.WARNING), hold(store):
+        store.write(CONFIG, b"{}")
+        assert tool_run(store.url).read(CONFIG) == b"{}"
+    assert f"can't be locked ({os.strerror(errno.ENOLCK)}): let no other run write it" in caplog.text
+
+
+def test_a_bucket_needs_gcsfs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(UserError, match=r"needs the package gcsfs: pip install -e '\.\[gcs\]'"):
+        bucket_path("gs://a/b")
+
+
+@google
+def test_a_bucket_that_refuses_is_one_line_and_not_taken_for_an_empty_one(store, server):
+    """Else a run in it would begin anew."""
+    with hold(store):
+        store.write(CONFIG, b"{}")
+    looks = (store.steps, store.entries, store.is_run, lambda: tool_run(store.url))
+    server.fault = lambda method, path: "403"
+    for look in looks:
+        with pytest.raises(UserError, match=r"can't be (read|had) \(.*Forbidden"):
+            look()
+    server.fault = lambda method, path: "404"
+    with pytest.raises(UserError, match=r"no config\.yaml; give a run_dir"):
+        tool_run(store.url)
+
+
+@google
+def test_a_bucket_that_is_away_ends_a_run_with_the_code_that_starts_it_again(store, server, monkeypatch):
+    monkeypatch.setattr("gcsfs.retry.asyncio.sleep", lambda seconds: real_sleep(0))
+    server.fault = lambda method, path: "503"
+    with pytest.raises(TemporaryError) as failure:
+        store.entries()
+    assert ending(failure.value)[0] == RESTART
