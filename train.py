@@ -86,14 +86,13 @@ def train(config: RunConfig, change: bool = False) -> int:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
         joined = partial(run.policy.join, frozen=run.frozen)
 
-        # Begin, or go on from the newest checkpoint: mllm/run/build.py lists the ways in which a run starts.
+        # Begin, or go on from the newest checkpoint: mllm/run/build.py lists the ways in which a run starts. Signals
+        # are noticed from here on, between two steps and in the middle of rollouts and evaluations.
         state = run.start()
-        log, pending = run.log, state.pending_evaluation
+        log, pending, settings = run.log, state.pending_evaluation, config.model_dump(mode="json")
         finished = state.step == source.steps or measurements.end_early(state)
         saved_step, stopping, fatal_error = state.step, False, ""
 
-        # Signals are noticed from here on, between two steps and in the middle of rollouts and evaluations.
-        run.interrupt.holding = True
         try:
             # Make up for the evaluation that a new run begins with, or that a kill has cut off.
             if pending:
@@ -131,7 +130,7 @@ def train(config: RunConfig, change: bool = False) -> int:
                 log.write(step, metrics, data.samples)
                 if finished or stopping or config.checkpoint.is_due(step):
                     with watch.phase("save"):
-                        checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
+                        checkpoints.save(state, settings, log.sync(), measurements.score(metrics))
                     saved_step = step
                 log.write_timings(step, watch.timings(), metrics)
                 checkpoints.check()
@@ -144,7 +143,7 @@ def train(config: RunConfig, change: bool = False) -> int:
         # compare it with the others.
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
-            checkpoints.save(state, config.model_dump(mode="json"), measurements.score(metrics))
+            checkpoints.save(state, settings, log.sync(), measurements.score(metrics))
             saved_step = state.step
         checkpoints.wait()
 

@@ -80,7 +80,7 @@ def below(folder: epath.Path) -> list[epath.Path]:
 def local_place(url: str, root: str) -> Path:
     """This machine's folder for the files of a URL: in `root`, in mllm's folder in $XDG_CACHE_HOME or ~/.cache."""
     scheme, _, path = url.rstrip("/").partition("://")
-    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.encode()).hexdigest()[:8]}" / path
+    return cache_folder() / root / f"{scheme}-{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:8]}" / path
 
 
 def cache_folder() -> Path:
@@ -125,54 +125,42 @@ def fetch_files(source: str, key: str) -> list[Path]:
     UserError, which names the setting `key`, is raised where there is none, or it can't be had.
     """
     url, _, pattern = source.rpartition("/")
-    if "*" in url or "?" in url or "[" in url:
+    if any(sign in url for sign in "*?["):
         raise UserError(f"{key}: {source}: a pattern is only for the last part of a name in a bucket")
-    is_pattern = any(sign in pattern for sign in "*?[")
-    return fetch(url, matching(url, [pattern], key) if is_pattern else [pattern], key)
+    return fetch(url, [pattern], key)
 
 
-def fetch_folder(url: str, patterns: Sequence[str], key: str) -> Path:
-    """A folder with the objects just below a URL whose names match one of the patterns, and with a tokenizer's further
-    templates; UserError as `fetch_files`."""
-    wanted = matching(url, patterns, key)
-    with failing(f"{key}: {url}: can't be had"):
-        names = [f"{TEMPLATES}/{path.name}" for path in below(bucket_path(f"{url}/{TEMPLATES}"))]
-    wanted += [name for name in names if is_plain(name) and any(map(Path(name).match, patterns))]
-    folder = fetch(url, wanted, key)[0].parent
+def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> Path:
+    """A folder with the objects below a URL, as `fetch` finds them, and no others whose names match."""
+    fetched, folder = fetch(url, patterns, key, root), local_place(url, root)
     for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # what has been removed from the bucket
-        name = str(path.relative_to(folder))
-        if name not in wanted and path.is_file() and any(map(path.match, patterns)):
+        if path not in fetched and path.is_file() and any(map(path.match, patterns)):
             path.unlink()
     return folder
 
 
-def matching(url: str, patterns: Sequence[str], key: str) -> list[str]:
-    """The names of the objects just below a URL that match one of the patterns, in order; UserError if none does."""
+def fetch(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
+    """The objects just below a URL whose names match one of the patterns, and a tokenizer's further templates, as files
+    below `root`, in the order of their names; UserError as `fetch_files`."""
+    folder, wanted = local_place(url, root), dict[Path, epath.Path]()
     with naming(key), failing(f"{url}: can't be had"):
-        names = [path.name for path in below(bucket_path(url))]
-    if found := sorted(name for name in names if is_plain(name) and any(map(Path(name).match, patterns))):
-        return found
+        for part in ("", f"/{TEMPLATES}"):
+            for path in below(bucket_path(url + part)):
+                if is_plain(path.name) and any(map(Path(path.name).match, patterns)):
+                    wanted[folder / part[1:] / path.name] = path
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            copies = pool.map(fetch_object, wanted.values(), wanted)
+            bar = tqdm(copies, f"fetching {url}", len(wanted), unit="file", delay=1, disable=None)
+            if fetched := sorted(path for path in bar if path is not None):
+                return fetched
     raise UserError(f"{key}: {url}: nothing there is called {' or '.join(patterns)}; correct the URL")
 
 
-def fetch(url: str, names: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
-    """Objects below a URL as files in `root`; UserError as `fetch_files`."""
-    folder = local_place(url.rstrip("/"), root)
-    with naming(key), failing(f"{url}: can't be had"):
-        sources = [bucket_path(f"{url}/{name}") for name in names]  # before a folder of such a name is made
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            fetched = pool.map(fetch_object, sources, [folder / name for name in names])
-            return list(tqdm(fetched, f"fetching {url}", len(names), unit="file", delay=1, disable=None))
-
-
-def fetch_object(source: epath.Path, path: Path) -> Path:
-    """The file of an object, at a path where an earlier version may be."""
-    try:
-        stat = source.stat()
-    except FileNotFoundError:
-        stat = None
-    if stat is None or stat.is_directory:
-        raise UserError(f"{source}: there is no such object: correct the URL")
+def fetch_object(source: epath.Path, path: Path) -> Path | None:
+    """The file of an object, at a path where an earlier version may be; None where it is a folder."""
+    stat = source.stat()
+    if stat.is_directory:
+        return None
     with suppress(OSError):
         if (path.stat().st_size, path.stat().st_mtime) == (stat.length, stat.mtime):
             return path

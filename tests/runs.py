@@ -20,7 +20,7 @@ from mllm.config.run import RunConfig
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
 from mllm.run import build
-from mllm.run.checkpoint import read_arrays
+from mllm.run.checkpoint import read_checkpoint
 from mllm.run.source_run import load_own_policy
 from mllm.run.state import RunState
 from mllm.run.store import tool_run
@@ -127,8 +127,8 @@ def newest(config: RunConfig) -> RunState:
     store = tool_run(config.run_dir)
     policy = load_own_policy(store, config, make_mesh(config.mesh))
     like = abstract_state(policy.trained, make_optimizer(config.optimizer, config.steps or 1))
-    document = store.document(step := store.steps()[-1])
-    return RunState.from_document(step, read_arrays(store, step, like, document), document)
+    document, train = read_checkpoint(store, step := store.steps()[-1], like)
+    return RunState.from_document(step, train, document)
 
 
 def assert_same_end(one: RunConfig, other: RunConfig) -> None:
@@ -140,7 +140,7 @@ def assert_same_end(one: RunConfig, other: RunConfig) -> None:
     for (path, leaf), same in zip(leaves, jax.tree.leaves(yours.train), strict=True):
         assert np.asarray(leaf).tobytes() == np.asarray(same).tobytes(), jax.tree_util.keystr(path)
     for name in ("metrics.jsonl", "samples.jsonl"):
-        assert tool_run(one.run_dir).read_log(name) == tool_run(other.run_dir).read_log(name), name
+        assert tool_run(one.run_dir).read(name) == tool_run(other.run_dir).read(name), name
 
 
 def assert_same_metrics(mine: RunConfig, yours: RunConfig, rtol: float = 1e-5, atol: float = 1e-6) -> None:

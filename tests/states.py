@@ -49,7 +49,7 @@ def save(store, *states, accuracies=None, **settings):
     with opened(store, **settings) as checkpoints:
         for state in states:
             state = make_state(state) if isinstance(state, int) else state
-            checkpoints.save(state, {"seed": 0}, (accuracies or {}).get(state.step))
+            checkpoints.save(state, {"seed": 0}, {}, (accuracies or {}).get(state.step))
         checkpoints.wait()
 
 

@@ -144,7 +144,7 @@ def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: S
 
 def read(run: RunStore) -> list[Sample]:
     """The complete lines of a run's samples.jsonl; UserError where there are none, or one is damaged."""
-    if not (lines := run.read_log("samples.jsonl").split(b"\n")[:-1]):
+    if not (lines := run.read("samples.jsonl").split(b"\n")[:-1]):
         way_out = "give the run_dir of a GRPO run whose log.samples is not 0"
         raise UserError(f"{run}: no samples.jsonl with a line in it; {way_out}")
     samples = []

@@ -46,7 +46,7 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """In waves where the workspace has room for their logits, else with logits computed again."""
-    plan = make_plan(inputs)
+    plan = waves_plan(inputs)
     wave = wave_rows(plan, inputs, options)
     if wave:
         return _waves(plan._replace(block=wave), inputs, terms, options)
@@ -197,16 +197,26 @@ def make_plan(inputs: Inputs) -> Tiling:
     return Tiling(min(block, round_up(tokens, 8)), tile, -(-vocabulary // tile), vocabulary)
 
 
+def waves_plan(inputs: Inputs) -> Tiling:
+    """The plan of waves: on a GPU one tile, since cuBLAS multiplies all columns in half the time of many tiles."""
+    plan = make_plan(inputs)
+    return plan._replace(tile=plan.vocabulary, tiles=1) if target.platform() == "gpu" else plan
+
+
 def wave_rows(plan: Tiling, inputs: Inputs, options: Options) -> int:
     """The number of rows whose logits are kept at a time, or 0 to compute them again."""
-    rows = round_up(len(inputs.labels), 8)
-    bytes_a_row = 4 * len(_models(inputs)) * plan.tiles * plan.tile
-    room = plan.block * 4 * plan.tiles * plan.tile if options.workspace is None else options.workspace
-    wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
-    if options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
-        # Several waves are summed in float32, which is no gradient then but one more array.
-        room = 0 if options.workspace is None else max(0, options.workspace - 4 * inputs.weight.size)
-        wave = min(wave, room // bytes_a_row // 8 * 8)
+    rows, room = round_up(len(inputs.labels), 8), options.workspace
+    models, on_gpu = len(_models(inputs)), target.platform() == "gpu"
+    bytes_a_row = 4 * models * plan.tiles * plan.tile
+    if on_gpu:  # dy of all columns, in the products' dtype, is an array, too
+        bytes_a_row += options.dtype.itemsize * plan.tile
+    wave = min(rows, _MOST_WAVE, (plan.block // models if room is None else room // bytes_a_row) // 8 * 8)
+    narrow = options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32
+    if narrow and wave < rows and not (room is None and on_gpu):
+        # Several waves are summed in float32, which is no gradient then but one more array. On a GPU the default takes
+        # it all the same, as chunks of logits do: computing logits twice costs more time there.
+        left = 0 if room is None else max(0, room - 4 * inputs.weight.size)
+        wave = min(wave, left // bytes_a_row // 8 * 8)
     return wave if wave >= min(rows, _LEAST_WAVE) else 0
 
 
@@ -233,7 +243,8 @@ def columns_of(plan: Tiling, part: Inputs, c: Array) -> Columns:
 
 
 def weight_tile(plan: Tiling, weight: Float[Array, "V D"], c: Array) -> Float[Array, "T D"]:
-    return lax.dynamic_slice_in_dim(weight, start_of(plan, c), plan.tile)
+    # A slice of all rows would be a copy where its start is traced.
+    return weight if plan.tile == len(weight) else lax.dynamic_slice_in_dim(weight, start_of(plan, c), plan.tile)
 
 
 def product(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:

@@ -66,7 +66,7 @@ def ending_together() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         if jax.process_count() == 1 or isinstance(error, CommonError):
             raise
         code, line = ending(error)

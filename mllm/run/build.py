@@ -88,7 +88,7 @@ class Run:
     def __init__(self, config: RunConfig, change: bool, stack: ExitStack) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
         self.stack = stack
-        self.interrupt = stack.enter_context(Interrupt())
+        self.interrupt = Interrupt()
         self.mesh = make_mesh(config.mesh)
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
@@ -259,4 +259,5 @@ class Run:
         last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written
         log = RunLog(self.store, last_step, steps, self.config, self.recipe.progress, ends)
         self.log = self.stack.enter_context(closing(log))
+        self.stack.enter_context(self.interrupt)
         return state

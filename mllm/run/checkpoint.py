@@ -13,8 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
-from mllm.parallel.processes import from_writer, gather_objects, is_writer, raise_everywhere
+from mllm.parallel.processes import from_writer, gather_objects, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import checksums
 from mllm.run.metrics import TIMINGS
@@ -94,13 +93,15 @@ class Checkpoints:
                 ),
             )
 
-    def save(self, state: RunState, config: Mapping[str, Any], score: float | None = None) -> None:
+    def save(
+        self, state: RunState, config: Mapping[str, Any], logs: Mapping[str, int], score: float | None = None
+    ) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is JSON.
 
-        The checkpoint with the highest `score` is the best. The logs are synced before. UserError is raised if the
-        checkpoint before can't be written.
+        `logs` are the lengths of the logs, which are on the disk already. The checkpoint with the highest `score` is
+        the best. UserError is raised if the checkpoint before can't be written.
         """
-        arrays, logs = by_name(state.train), from_writer(self.store.sync)
+        arrays = by_name(state.train)
         document = {"step": state.step, **state.document(), "config": config, "score": score, "logs": logs}
         document |= {"known": self.known, "frozen": self.frozen, "arrays": checksums(arrays)}
         tree = unflatten_dict(arrays, sep=".")
@@ -120,9 +121,7 @@ class Checkpoints:
         damaged: dict[int, str] = {}
         for step in reversed(from_writer(self.store.steps)):
             try:
-                document = read_document(self.store, step)
-                self.check_dependencies(document)
-                state = RunState.from_document(step, read_arrays(self.store, step, like, document), document)
+                document, train = read_checkpoint(self.store, step, like, self.check_dependencies)
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
@@ -132,8 +131,8 @@ class Checkpoints:
             if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
                 self.close()
                 self.manager = self.open_manager()
-            self.ends = ends_of_logs(self.store, document["logs"], step) if is_writer() else None
-            return state
+            self.ends = ends_of_logs(self.store, document["logs"], step)
+            return RunState.from_document(step, train, document)
         if damaged:
             fault = f"none of its {len(damaged)} checkpoints can be read ({damaged[max(damaged)]})"
             raise UserError(f"{self.store}/{CHECKPOINTS}: {fault}; put back what is missing, or take another run_dir")
@@ -180,7 +179,7 @@ def ends_of_logs(store: RunStore, sizes: Mapping[str, int], step: int) -> dict[s
 
     The timings of the step itself, with the seconds of the save, are written after the checkpoint.
     """
-    line, end, _ = store.read_log(TIMINGS)[sizes.get(TIMINGS, 0) :].partition(b"\n")
+    line, end, _ = store.read(TIMINGS)[sizes.get(TIMINGS, 0) :].partition(b"\n")
     own = end and line.startswith(f'{{"step": {step},'.encode())
     return {**sizes, TIMINGS: sizes.get(TIMINGS, 0) + (len(line) + 1 if own else 0)}
 
@@ -190,23 +189,42 @@ def handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=1)
 
 
-def read_document(store: RunStore, step: int) -> dict[str, Any]:
-    """The document of a checkpoint, as process 0 reads it; Damaged, or UserError, in all processes alike."""
-    document: dict[str, Any] = {}
-    with damaged_everywhere(store, step):
-        document = store.document(step) if is_writer() else {}
-    return gather_objects(document)[0]
+def read_checkpoint(
+    store: RunStore, step: int, like: Any, check: Callable[[dict[str, Any]], None] = lambda document: None, at: str = ""
+) -> tuple[dict[str, Any], Any]:
+    """The document of a checkpoint, after `check`, and the tree of its arrays, or its part `at`, sharded as `like`.
 
-
-def read_arrays(store: RunStore, step: int, like: Any, document: Mapping[str, Any], prefix: str = "") -> Any:
-    """A tree of arrays of a checkpoint, with the shardings of `like`; `prefix` is where the tree is in the state.
-
-    All processes must call this. Damaged is raised in all of them alike where an array is missing, has another shape or
-    dtype, or another checksum than the document says; UserError where a disk or bucket fails.
+    All processes must call this. Damaged is raised in all of them alike where something is missing, can't be read, has
+    another shape or dtype, or another checksum than the document says; UserError where a disk or bucket does not
+    answer, or this machine lacks memory or open files: the checkpoint may be sound.
     """
-    path, named = store.checkpoints / str(step) / "state", {f"{prefix}{name}": x for name, x in by_name(like).items()}
+    reason, document, arrays = "", dict[str, Any](), dict[str, Any]()
+    with raise_everywhere(), store.reading(f"{CHECKPOINTS}/{step}"):
+        try:
+            document = store.document(step)
+            check(document)
+            arrays = read_arrays(store.checkpoints / str(step) / "state", like, at)
+        except Damaged as error:
+            reason = str(error)
+        except Exception as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
+            if isinstance(error, MemoryError | UserError) or (is_of_storage(error) and not missing):
+                raise
+            reason = f"{type(error).__name__}: {brief(error)[:200]}"
+    if reasons := [reason for reason in gather_objects(reason) if reason]:
+        raise Damaged(reasons[0])
+    sums = checksums(arrays)
+    if wrong := [name for name in sums if sums[name] != document["arrays"].get(name)]:
+        more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
+        raise Damaged(f"the checksum of {wrong[0]}{more} differs")
+    return document, jax.tree.unflatten(jax.tree.structure(like), arrays.values())
+
+
+def read_arrays(path: Any, like: Any, at: str) -> dict[str, Any]:
+    """The arrays of `like` by their names in a state, in which the tree is `at`."""
+    named = {f"{at}{name}": leaf for name, leaf in by_name(like).items()}
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in named.values())
-    with damaged_everywhere(store, step), transfer_bar(f"checkpoint {step}", nbytes) as bar:
+    with transfer_bar(f"checkpoint {path.parent.name}", nbytes) as bar:
         stored = by_name(handler().metadata(path).tree)
         for name, leaf in named.items():
             if name not in stored:
@@ -218,43 +236,16 @@ def read_arrays(store: RunStore, step: int, like: Any, document: Mapping[str, An
         restore = ocp.checkpoint_utils.construct_restore_args(tree)
         args = ocp.args.PyTreeRestore(item=tree, restore_args=restore, partial_restore=True)
         arrays = by_name(handler().restore(path, args=args))
-        arrays = {name: arrays[name] for name in named}
         bar.update(bar.total)
-    sums, recorded = checksums(arrays), document["arrays"]
-    if wrong := [name for name in sums if sums[name] != recorded.get(name)]:
-        more = f" and of {len(wrong) - 1} others" if wrong[1:] else ""
-        raise Damaged(f"the checksum of {wrong[0]}{more} differs")
-    return jax.tree.unflatten(jax.tree.structure(like), arrays.values())
+    return {name: arrays[name] for name in named}
 
 
 def restore_params(store: RunStore, like: Params, step: int) -> Params:
     """The parameters of a checkpoint; UserError where it can't be read."""
     try:
-        return read_arrays(store, step, like, read_document(store, step), "params.")
+        return read_checkpoint(store, step, like, at="params.")[1]
     except Damaged as error:
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
-
-
-@contextmanager
-def damaged_everywhere(store: RunStore, step: int) -> Iterator[None]:
-    """Raise damage that one process finds as Damaged in all, and an error of the disk or bucket as a UserError.
-
-    What a file or object holds, or lacks, is damage. An error of the machine is not: too many open files, a disk or
-    bucket that does not answer, no memory. The checkpoint may be sound.
-    """
-    reason = None
-    with raise_everywhere(), store.reading(f"{CHECKPOINTS}/{step}"):
-        try:
-            yield
-        except Damaged as error:
-            reason = str(error)
-        except Exception as error:
-            missing = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-            if isinstance(error, MemoryError | UserError) or (is_of_storage(error) and not missing):
-                raise
-            reason = f"{type(error).__name__}: {brief(error)[:200]}"
-    if reasons := [reason for reason in gather_objects(reason) if reason is not None]:
-        raise Damaged(reasons[0])
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

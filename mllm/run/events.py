@@ -23,7 +23,7 @@ FLUSH_SECONDS = 2
 """How old events are at most when TensorBoard sees them; a killed run loses no more."""
 WANDB_LIMITS = {"init_timeout": 60, "finish_timeout": 60}
 """The most seconds that a run waits for W&B: for an answer when it begins, and for the upload when it ends."""
-WANDB_ID = "wandb/id"
+WANDB_ID = "wandb.json"
 """The file of a run with its identity in W&B."""
 logger = logging.getLogger(__name__)
 

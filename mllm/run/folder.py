@@ -119,8 +119,9 @@ def check_changes(
             raise UserError(f"steps: {run} has done {newest} already; give more, or another run_dir")
         # With a constant learning rate the steps so far are the same in a longer run.
         extends = key == "steps" and isinstance(before, int) and (config.steps or 0) > before
-        longer = extends and config.optimizer.schedule == "constant"
-        if not (permitted or longer or (key in known and known[key] == after)):
+        if not (permitted or (key in known and known[key] == after)):
+            if extends and config.optimizer.schedule == "constant":
+                continue
             refused.append(f"{key} {before!r}, not {after!r}")
         changes.append(Change(step=newest, key=key, old=before, new=after))
     if refused:

@@ -6,11 +6,14 @@ all processes, but its own seconds and memory. A line that can't be written is a
 """
 
 import json
+import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from io import FileIO
 from statistics import fmean, harmonic_mean
 from typing import Any
 
@@ -25,11 +28,12 @@ from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
 from mllm.run.events import open_events, optional, wandb_run, write_numbers
 from mllm.run.state import RunState
-from mllm.run.store import Log, RunStore
+from mllm.run.store import RunStore
 
 METRICS, TIMINGS, SAMPLES = RECORDS = ("metrics.jsonl", "timings.jsonl", "samples.jsonl")
 EVENTS = "tensorboard"
 Scalars = Mapping[str, float | int]
+logger = logging.getLogger(__name__)
 MEASURED = (
     *("eval/reward", "eval/greedy_accuracy", "validation/loss", "validation/rewards/accuracies"),
     *("test/reward", "test/greedy_accuracy"),
@@ -58,17 +62,37 @@ class RunLog:
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
-        self.files, self.events, self.stack = dict[str, Log](), None, ExitStack()
+        self.store, self.events, self.stack = store, None, ExitStack()
+        self.files: dict[str, FileIO] = {}
         self.steps, self.said, self.progress = steps, -1.0, progress or {"loss": "loss"}
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if is_writer():
             for name in RECORDS:
-                log = store.open_log(name, ends[name] if ends else 0)
-                self.files[name] = self.stack.enter_context(closing(log))
+                self.files[name] = self.stack.enter_context(self.open(name, ends[name] if ends else 0))
+            self.stack.callback(self.sync)
             if config and config.log.wandb:
                 self.stack.enter_context(wandb_run(store, config))
             with optional("TensorBoard's events"):
                 self.events = self.stack.enter_context(closing(open_events(store.folder / EVENTS, last_step + 1)))
+
+    def open(self, name: str, size: int) -> FileIO:
+        """A log to append to, without a buffer, of which `size` bytes stay; a shorter one is kept, with a warning."""
+        with self.store.writing(name):
+            file = FileIO(self.store.folder / name, "a")
+            if file.tell() < size:
+                logger.warning("%s/%s lacks %d bytes from before this checkpoint", self.store, name, size - file.tell())
+            else:
+                file.truncate(size)
+            return file
+
+    def sync(self) -> dict[str, int]:
+        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their bytes."""
+        for name, file in self.files.items():
+            with self.store.writing(name):
+                os.fsync(file.fileno())
+        events = sorted(self.store.folder.glob(f"{EVENTS}/*"))[-1:]
+        self.store.send(*self.files, *(f"{EVENTS}/{path.name}" for path in events))
+        return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
         """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
@@ -106,7 +130,10 @@ class RunLog:
             return
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
         finite = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self.files[name].append((json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode())
+        left = (json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n").encode()
+        with self.store.writing(name):
+            while left:
+                left = left[self.files[name].write(left) :]
         if name != SAMPLES and self.events:
             numbers = {key: value for key, value in finite.items() if value is not None and key != "changed"}
             write_numbers(self.events, step, numbers)

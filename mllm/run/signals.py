@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask the loop to save and stop; a second one, or an early one, ends the process at once.
+"""SIGTERM and SIGINT ask the loop to save and stop; a second one ends the process at once.
 
 A signal to one of several processes stops all of them at the same place. Orbax's `reached_preemption` is left out: it
 knows no SIGINT and nothing between two steps, and does nothing in a process that trains alone.
@@ -16,21 +16,20 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Hears signals while it is entered. The first one while it is `holding` is noted in `received`; others kill."""
+    """Hears signals while it is entered. The first one is noted in `received`; others kill."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.received = 0
         """The signal's number; 0: none has come."""
-        self.holding = False
 
     def __enter__(self) -> "Interrupt":
         self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        if self.received or not self.holding:
+        if self.received:
             os._exit(128 + number)
         self.received = number
         said = f"\n{signal.Signals(number).name}: saving and stopping soon; a second signal stops at once\n"

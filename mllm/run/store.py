@@ -31,10 +31,8 @@ from mllm.storage import (
     below,
     bucket_path,
     failing,
-    fetch,
     fetch_folder,
     is_bucket,
-    is_plain,
     local_place,
     naming,
     send,
@@ -42,49 +40,17 @@ from mllm.storage import (
 
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
-UNFINISHED = ".tmp"
-"""How the name of a file ends that is not whole yet."""
 MIRRORS = "runs"
 """The folder of `local_place` with the files of runs in buckets that this machine writes."""
 PUBLISHED = "commit_success.txt"
 """Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
 READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
-"""The files of a run in a bucket that tools read."""
-GO_ON = "; the same command resumes from the newest checkpoint"
+"""The files of a run in a bucket that are read."""
 logger = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
     """The data that was read is not what was written."""
-
-
-class Log:
-    """A file that only grows, without a buffer here; a run that resumes cuts it where its checkpoint says."""
-
-    def __init__(self, path: Path, size: int) -> None:
-        """Open a log, of which `size` bytes stay; a shorter one stays as it is, with a warning."""
-        self.subject = f"{path}: can't be written"
-        with failing(self.subject, GO_ON):
-            self.file = path.open("ab", buffering=0)
-            if (missing := size - self.file.tell()) > 0:
-                logger.warning("%s lacks its last %s bytes before this checkpoint", path, f"{missing:,}")
-            else:
-                self.file.truncate(size)
-
-    def append(self, record: bytes) -> None:
-        with failing(self.subject, GO_ON):
-            while record:
-                record = record[self.file.write(record) :]
-
-    def sync(self) -> int:
-        """Wait until all of the log survives a crash of the machine; returns its bytes."""
-        with failing(self.subject, GO_ON):
-            os.fsync(self.file.fileno())
-            return os.fstat(self.file.fileno()).st_size
-
-    def close(self) -> None:
-        self.sync()
-        self.file.close()
 
 
 class RunStore:
@@ -99,7 +65,6 @@ class RunStore:
         self.place = bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
         """Where the run is for everybody; absolute."""
         self.checkpoints = self.place / CHECKPOINTS
-        self.logs: dict[str, Log] = {}
 
     def __str__(self) -> str:
         return self.url
@@ -110,7 +75,7 @@ class RunStore:
 
     def writing(self, name: str = "") -> AbstractContextManager[None]:
         """Turn errors of the disk or bucket into a UserError."""
-        return failing(f"{self.url}/{name}: can't be written", GO_ON)
+        return failing(f"{self.url}/{name}: can't be written", "; the same command resumes from the newest checkpoint")
 
     # Files
 
@@ -123,65 +88,31 @@ class RunStore:
         """Whether a run has begun there."""
         return CONFIG in self.entries()
 
-    def read(self, name: str) -> bytes | None:
-        """A file's content; None where there is no such file."""
+    def read(self, name: str) -> bytes:
+        """A file's content; empty where there is no such file."""
         with self.reading(name), suppress(FileNotFoundError, NotADirectoryError):
             return (self.folder / name).read_bytes()
-        return None
+        return b""
+
+    def records(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a log of JSON lines, to which a run may be appending; without lines that are no JSON object."""
+        found = []
+        for line in self.read(name).split(b"\n"):
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line))
+        return [record for record in found if isinstance(record, dict)]
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file as a whole or not at all."""
         with self.writing(name):
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
-            unfinished = path.with_name(path.name + UNFINISHED)
-            with unfinished.open("wb") as file:
-                file.write(data)
-                os.fsync(file.fileno())
+            unfinished = path.with_name(f".{path.name}.tmp")
+            unfinished.write_bytes(data)
             unfinished.replace(path)
-        self.send([name])
+        self.send(name)
 
-    # Logs
-
-    def read_log(self, name: str) -> bytes:
-        """A log's content; empty where there is none."""
-        return self.read(name) or b""
-
-    def records(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a log of JSON lines, to which a run may be appending; without lines that are no JSON object."""
-        found = []
-        for line in self.read_log(name).split(b"\n"):
-            with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [record for record in found if isinstance(record, dict)]
-
-    def open_log(self, name: str, size: int = 0) -> Log:
-        """A log to append to, of which `size` bytes stay."""
-        self.logs[name] = log = Log(self.folder / name, size)
-        return log
-
-    def sync(self) -> dict[str, int]:
-        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their bytes."""
-        sizes = {name: log.sync() for name, log in self.logs.items()}
-        self.send_logs()
-        return sizes
-
-    # A bucket's copy
-
-    def fetch_files(self) -> None:
-        """Make this machine's folder a copy of the bucket's files but the checkpoints."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        with self.reading():
-            names = [str(path.relative_to(self.place)) for path in files_below(self.place, (CHECKPOINTS,))]
-        fetch(self.url, [*filter(is_plain, names)], "run_dir", MIRRORS)
-
-    def send_logs(self) -> None:
-        """Send the logs, and the newest file of events, to the bucket."""
-        events = sorted(self.folder.glob("tensorboard/*"))[-1:]
-        self.send([*self.logs, *(str(path.relative_to(self.folder)) for path in events)])
-
-    def send(self, names: Sequence[str]) -> None:
+    def send(self, *names: str) -> None:
         """Send files to the bucket; nothing where the run is on a disk."""
         if self.in_bucket:
             with self.writing():
@@ -205,7 +136,7 @@ class RunStore:
                 raise Damaged(f"its document: {type(error).__name__}") from None
         if not isinstance(document, dict) or "arrays" not in document:
             raise Damaged("another version of this program wrote its document")
-        if document.get("step") != step:
+        if document.get("step", step) != step:
             raise Damaged(f"it is a checkpoint of step {document.get('step')}")
         return document
 
@@ -229,13 +160,6 @@ class RunStore:
         logger.warning("checkpoint %d can't be read (%s); put aside as %s/%s", step, reason, CHECKPOINTS, aside)
 
 
-def files_below(folder: epath.Path, but: Sequence[str] = ()) -> Iterator[epath.Path]:
-    """All files below a folder, none where it is missing, without the folders and files of some names just in it."""
-    for path in below(folder):
-        if path.name not in but:
-            yield from files_below(path) if path.stat().is_directory else [path]
-
-
 @contextmanager
 def hold(store: RunStore) -> Iterator[None]:
     """Hold a run against other processes: by a lock on a disk, which the system releases when the process ends.
@@ -243,12 +167,11 @@ def hold(store: RunStore) -> Iterator[None]:
     A file system without locks, and a bucket, leave it to the user that no two processes write the same run. A run in
     a bucket gets its files on this machine. UserError is raised if another process holds the run.
     """
-    if store.in_bucket:
-        store.fetch_files()
-        yield
-        store.send_logs()
-        return
     folder = store.folder
+    if store.in_bucket:
+        shutil.rmtree(folder, ignore_errors=True)
+        if store.is_run():
+            fetch_folder(store.url, READ, "run_dir", MIRRORS)
     with failing(f"run_dir: {folder} can't be written"):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / LOCK).open("a")
@@ -263,7 +186,7 @@ def hold(store: RunStore) -> Iterator[None]:
             yield
         finally:
             with suppress(OSError, UserError):
-                if not store.is_run():
+                if not store.in_bucket and not store.is_run():
                     (folder / LOCK).unlink()
                     folder.rmdir()
 

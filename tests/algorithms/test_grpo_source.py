@@ -35,7 +35,7 @@ def roll_out(bad=(), weight=1.0, **options):
 
 @pytest.mark.parametrize("baseline", ["group", "token"])
 def test_each_completion_has_its_weight_advantages_and_log_probabilities(baseline):
-    step, prompts, completions = roll_out(baseline=baseline, scale_rewards="mean")
+    step, prompts, completions = roll_out(loss_type="grpo", baseline=baseline, scale_rewards="mean")
     found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
     advantages = advantages_of(rewards, "mean").reshape(-1)
     if baseline == "token":
@@ -74,6 +74,12 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         if loss_type == "dapo":  # the mean over the tokens that are left
             expected[4] = (expected[4] > 0) * np.float32(1 / sum(len(one.tokens) for one in completions[GROUP:]))
         np.testing.assert_array_equal(fields, expected)
+
+
+def test_by_default_every_token_of_an_update_weighs_the_same():
+    step, _, completions = roll_out()
+    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
+    assert weights == {np.float32(1 / sum(len(one.tokens) for one in completions))}
 
 
 @pytest.mark.parametrize("turns", [1, 4])

@@ -1,6 +1,6 @@
-"""Runs that are killed at random moments end like one that nothing disturbed, to the bit; so do two processes."""
+"""Runs that are killed in each of their phases end like one that nothing disturbed, to the bit; so do two processes."""
 
-import itertools
+import json
 import os
 import random
 import shutil
@@ -8,16 +8,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from object_store import BUCKET, ObjectStore, object_store
 from runs import ROOT, arguments, assert_same_end, changed, environment, free_address, outputs, run, spawn
 from tiny import METHODS, config
 
@@ -26,187 +23,83 @@ from mllm.run.metrics import RunLog
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 EVEN = {"heldout": 8, "rewards": [{"name": "user_rewards:even_characters"}]}
-LONGER = {"steps": 12, "checkpoint": {"every": 2}}
+LONGER = {"steps": 16, "checkpoint": {"every": 2}, "eval": {"every": 4}}
 RUNS = {
-    "sft": config("sft", **LONGER, eval={"every": 4}),
-    "grpo": config("grpo", **LONGER, eval={"every": 4, "samples": 1}, task=EVEN),
-    **{name: changed(METHODS[name], **LONGER) for name in ("turns", "dpo", "distill")},
+    "sft": config("sft", **LONGER),
+    "grpo": config("grpo", **LONGER, task=EVEN),
+    "turns": changed(METHODS["turns"], **LONGER),
+    "distill": changed(METHODS["distill"], **LONGER),
+    "dpo": changed(METHODS["dpo"], **LONGER | {"eval": None}, data={"validation": {"share": 0.2, "every": 4}}),
 }
-KILL, TERM = signal.SIGKILL, signal.SIGTERM
-AIMS = [(KILL, "start"), (KILL, "any time"), (KILL, "step"), (KILL, "save"), (KILL, "save"), (TERM, "any time")]
-STOPPED = {KILL: [-KILL], TERM: [-TERM, 128 + TERM]}
-"""Exit codes of a process that such a signal has ended."""
-REQUESTS = ["503", "reset", "lost", "late"]
-"""How requests to a bucket fail."""
-LEASE = 6
-"""Seconds for which a bucket's lease lasts here."""
-TRAIN = f"""
-import sys, train
-from mllm.store import holder
-holder.SECONDS = {LEASE}
+STRIKES = [
+    *((signal.SIGKILL, phase) for phase in ("start", "update", "eval", "save", "save", "after a save")),
+    (signal.SIGTERM, "update"),
+]
+TRAIN = """
+import json, os, sys, threading
+number, phase, seconds = json.loads(os.environ["STRIKE"])
+def strike():
+    threading.Timer(seconds, os.kill, [os.getpid(), number]).start()
+if phase == "start":
+    strike()
+import train
+from mllm.stopwatch import Stopwatch
+entered, enter = ["nothing"], Stopwatch.phase
+def entering(self, name):
+    global phase
+    if phase == name or (phase == "after a save" and entered[-1] == "save"):
+        phase = "done"
+        strike()
+    entered.append(name)
+    return enter(self, name)
+Stopwatch.phase = entering
 sys.exit(train.main(sys.argv[1:]))
 """
+"""A trainer that gets a signal some seconds after it has entered a phase for the first time."""
 PATIENCE = 10.0
 """Seconds within which all that a trainer has started must end after it."""
 
 
-def lines(log: Path, since: float = 0.0) -> int:
-    """The lines of a log; -1 where it has not been there, or not been written, since a time."""
-    with suppress(OSError):
-        if log.stat().st_mtime > since:
-            return log.read_bytes().count(b"\n")
-    return -1
+def trained(settings: Any, folder: Path, strike: tuple[int, str, float] = (0, "never", 0.0)) -> int:
+    """Run the command once in a process of its own; returns its exit code, when all that it has started has ended."""
+    variables = {"XDG_CACHE_HOME": str(folder), "FAULTS_TOKEN": str(folder), "STRIKE": json.dumps(strike)}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "said").open("wb") as file:
+        command = [sys.executable, "-c", TRAIN, *arguments(settings)]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=file, stderr=file)
+    code, said = process.wait(300), (folder / "said").read_text(errors="replace")
+    assert "Traceback" not in said, said[-3000:]
+    assert "put aside" not in said, said[-3000:]
+    deadline = time.monotonic() + PATIENCE
+    while left := orphans(folder):
+        assert time.monotonic() < deadline, (left, said[-3000:])
+        time.sleep(0.05)
+    return code
 
 
-@dataclass
-class Run:
-    """A run of a method on a disk, or in a bucket, and the processes that have trained it."""
-
-    settings: Any
-    folder: Path
-    server: ObjectStore | None = None
-    starts: int = 0
-    begun: float = 0.0
-    """When the last process was started, as the file system counts."""
-    said: list[str] = field(default_factory=list)
-
-    def start(self) -> subprocess.Popen:
-        """The same command once more; for a run in a bucket on another machine, which has no copy of anything."""
-        self.starts += 1
-        machine = self.folder / f"machine_{self.starts if self.server else 1}"
-        machine.mkdir(parents=True, exist_ok=True)
-        variables = self.server.environment if self.server else {}
-        variables = environment(XDG_CACHE_HOME=str(machine), FAULTS_TOKEN=str(self.folder), **variables)
-        command = [sys.executable, "-c", TRAIN, *arguments(self.settings)]
-        self.begun = time.time()
-        with (self.folder / "said").open("wb") as file:
-            return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=file, stderr=file)
-
-    def end(self, process: subprocess.Popen) -> int:
-        """Wait for the end; returns the exit code, when all that the process has started has ended, too."""
-        code = process.wait(300)
-        self.said.append((self.folder / "said").read_text(errors="replace"))
-        deadline = time.monotonic() + PATIENCE
-        while left := self.orphans():
-            assert time.monotonic() < deadline, (left, self.said[-1][-3000:])
-            time.sleep(0.05)
-        return code
-
-    def orphans(self) -> list[str]:
-        """The processes that trainers of this run have started, directly or not."""
-        left = []
-        for entry in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is another user's
-                if f"FAULTS_TOKEN={self.folder}\0".encode() in (entry / "environ").read_bytes():
-                    left.append(entry.name)
-        return left
-
-    def lines(self) -> int:
-        """The steps that the last process has found, or written, in metrics.jsonl; -1 before it has opened the log."""
-        copies = self.folder / f"machine_{self.starts}" / "mllm" / "runs"
-        logs = copies.rglob("metrics.jsonl") if self.server else [Path(self.settings.run_dir, "metrics.jsonl")]
-        return max((lines(log, self.begun) for log in logs), default=-1)
-
-    def saving(self) -> bool:
-        """Whether there is a checkpoint that is not whole."""
-        if not self.server:
-            return any(Path(self.settings.run_dir, "checkpoints").glob("*orbax-checkpoint-tmp*"))
-        names = [*self.server.objects]
-        root = self.settings.run_dir.removeprefix(f"gs://{BUCKET}/") + "/checkpoints/"
-        steps = {name.removeprefix(root).partition("/")[0] for name in names if name.startswith(root)}
-        return any(f"{root}{step}/commit_success.txt" not in names for step in steps if step.isdecimal())
-
-    def disturb(self, process: subprocess.Popen, number: int, aim: str, seconds: float, dice: random.Random) -> bool:
-        """Signal the process at a moment; returns whether that came before its end."""
-        steps = self.settings.steps
-
-        def until(there: Callable[[], bool]) -> None:
-            while process.poll() is None and not there():
-                time.sleep(0.001)
-
-        if aim in ("step", "save"):
-            until(lambda: self.lines() > -1)
-            target = dice.randrange(max(0, self.lines()), steps)
-            until(lambda: self.lines() >= target)
-            until(self.saving if aim == "save" else lambda: True)
-            time.sleep(dice.uniform(0, 0.03))
-        else:
-            imports = seconds / 3
-            time.sleep(dice.uniform(imports, seconds) if aim == "any time" else dice.uniform(0, imports))
-        process.send_signal(number)
-        code = self.end(process)
-        if code == 0 or (code == 2 and self.server):
-            return False
-        assert code in STOPPED[number], self.said[-1][-3000:]
-        return True
-
-    def finish(self) -> None:
-        """Let the run go on to its end; requests to a bucket that fail for long may end it several times before."""
-        for _ in range(10):
-            code = self.end(self.start())
-            if code != 2 or not self.server:
-                break
-        assert code == 0, self.said[-1][-3000:]
-
-
-def campaign(settings: Any, undisturbed: Any, seconds: float, aims: list[tuple[int, str]], place: Any) -> None:
-    """Disturb runs of these settings, each until it ends by itself."""
-    dice, aims = random.Random(f"{settings.algorithm} {aims}"), [*aims]
-    dice.shuffle(aims)
-    run = None
-    while aims or run:
-        run = run or next(place)
-        if aims and run.disturb(run.start(), *aims[-1], seconds, dice):
-            aims.pop()
-            if aims:
-                continue
-        run.finish()
-        assert_same_end(run.settings, undisturbed)
-        for said in run.said:
-            assert "Traceback" not in said, said[-3000:]
-            assert "put aside" not in said, said[-3000:]
-        run = None
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Any, float]]]:
-    """Gives the settings of a method's run that nothing has disturbed, and the seconds that it has taken."""
-    made: dict[str, tuple[Any, float]] = {}
-
-    def train(method: str) -> tuple[Any, float]:
-        if method not in made:
-            for name in ("first", "second"):  # the first one compiles
-                folder = tmp_path_factory.mktemp(method)
-                run = Run(changed(RUNS[method], run_dir=str(folder / name)), folder)
-                run.finish()
-                made[method] = run.settings, time.time() - run.begun
-        return made[method]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        yield train
+def orphans(folder: Path) -> list[str]:
+    """The processes that trainers of a folder have started, directly or not."""
+    left = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if f"FAULTS_TOKEN={folder}\0".encode() in (entry / "environ").read_bytes():
+                left.append(entry.name)
+    return left
 
 
 @pytest.mark.parametrize("method", RUNS)
-def test_a_killed_run_on_a_disk_loses_nothing(method, undisturbed, tmp_path):
-    expected, seconds = undisturbed(method)
-    folders = (tmp_path / str(number) for number in itertools.count())
-    runs = (Run(changed(RUNS[method], run_dir=str(folder / "run")), folder) for folder in folders)
-    campaign(RUNS[method], expected, seconds, AIMS, runs)
-
-
-@pytest.mark.parametrize("method", ["sft", "grpo"])
-def test_a_killed_run_in_a_bucket_whose_requests_fail_loses_nothing(method, undisturbed, tmp_path, monkeypatch):
-    expected, seconds = undisturbed(method)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    dice = random.Random(method)
-    with object_store() as server:
-        runs = (
-            Run(changed(RUNS[method], run_dir=f"{server.url}/{number}"), tmp_path / str(number), server)
-            for number in itertools.count()
-        )
-        server.fault = lambda *_: dice.choice(REQUESTS) if dice.random() < 0.01 else None
-        campaign(RUNS[method], expected, 2 * seconds + LEASE, AIMS[1:], runs)
+def test_a_run_that_is_killed_in_every_phase_loses_nothing(method, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    undisturbed, disturbed = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "other"))
+    assert trained(undisturbed, tmp_path / "machine") == 0
+    dice, strikes = random.Random(method), [*STRIKES]
+    dice.shuffle(strikes)
+    for number, phase in strikes:
+        seconds = dice.uniform(0, 4) if phase == "start" else dice.choice([0, dice.uniform(0, 0.05)])
+        code = trained(disturbed, tmp_path / "machine", (number, phase, seconds))
+        assert code in ((-number,) if number == signal.SIGKILL else (-number, 128 + number)), (phase, code)
+    assert trained(disturbed, tmp_path / "machine") == 0
+    assert_same_end(disturbed, undisturbed)
 
 
 # Two processes that train together. What a fault adds to one of them is gone when the run is started again.
@@ -245,7 +138,7 @@ def strike(fault: str, settings, rng: random.Random, folder: Path) -> list[subpr
         return launch(settings, program=folder)
     processes = launch(settings)
     metrics, steps = Path(settings.run_dir, "metrics.jsonl"), rng.randrange(1, 35)
-    while lines(metrics) < steps:
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
         time.sleep(0.001)
     time.sleep(rng.uniform(0, 0.1))
     name, _, number = fault.split()

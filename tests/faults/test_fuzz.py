@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from mllm.algorithms.documents import load_documents
 from mllm.algorithms.sft.algorithm import DocumentBatches
-from mllm.algorithms.table import schema
+from mllm.algorithms.table import RUNS
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.section import keys_of
@@ -115,7 +115,7 @@ contents = st.one_of(
     spliced(CONFIGS),
     changed([yaml.safe_load(text) for text in CONFIGS]).map(lambda tree: yaml.safe_dump(tree).encode()),
 )
-keys = st.sampled_from([*keys_of(schema())])
+keys = st.sampled_from(sorted({key for run in RUNS.values() for key in keys_of(run)}))
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),

@@ -18,7 +18,7 @@ from cases import OBJECTIVES, Problem, assert_near, check_loss, loss_and_gradien
 from engines import BF16, F32, GPU, KERNELS, NARROW, PLAIN, TPU, TPU_F32, XLA, XLA_BF16, Engine, every, parameter
 from oracle import Objective, Slopes, exact, exact_loss
 
-from lm_head import token_loss
+from lm_head import target, token_loss
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.gpu.tiles import Sizes, Tiles
 
@@ -63,6 +63,16 @@ def test_any_loss_with_any_workspace_is_float64_s(engine, workspace, objective, 
         got = check_loss(problem, OBJECTIVES[objective], weights, largest=largest, **options)
     assert live.any() or (got.loss == 0 and not np.any(got.rows.weight))
     assert not np.any(got.rows.weight[common:])
+
+
+@pytest.mark.parametrize("engine", [XLA, pytest.param(XLA_BF16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workspace", [None, 30 * 301 * 6, 0])
+def test_waves_of_all_columns_which_xla_takes_on_gpus_are_float64_s(engine, workspace, monkeypatch):
+    """Traced as for a GPU. A wave has 16 rows by default; without a workspace logits are computed twice, in tiles."""
+    monkeypatch.setattr(target, "platform", lambda *_: "gpu")
+    weights = sparse_weights(engine.shape[0])
+    with engine.strictly():
+        check_loss(engine.problem(), OBJECTIVES["entropy bonus"], weights, impl="xla", workspace=workspace)
 
 
 def test_a_sum_over_many_waves_does_not_wear_down_in_bfloat16() -> None:

@@ -116,7 +116,7 @@ def test_two_processes_log_what_one_logs(method, tmp_path):
     outputs(start_group(["train.py", *arguments(two)], 2, devices))
     assert run(one) == 0
     assert_same_metrics(two, one)
-    assert tool_run(one.run_dir).read_log("samples.jsonl") == tool_run(two.run_dir).read_log("samples.jsonl")
+    assert tool_run(one.run_dir).read("samples.jsonl") == tool_run(two.run_dir).read("samples.jsonl")
     if method == "grpo":
         lines = records(one)
         assert max(line["dynamic_sampling/rounds"] for line in lines) == 3

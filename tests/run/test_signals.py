@@ -1,4 +1,4 @@
-"""The first signal is noted the second ends the process, and so does one with nothing to save."""
+"""The first signal is noted the second ends the process."""
 
 import os
 import signal
@@ -13,7 +13,6 @@ from mllm.run.signals import Interrupt, Interrupted
 def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(number):
     before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
     with Interrupt() as interrupt:
-        interrupt.holding = True
         interrupt.poll()
         assert interrupt.received == 0
         signal.raise_signal(number)
@@ -25,7 +24,6 @@ def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(numbe
 
 def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monkeypatch):
     with Interrupt() as interrupt:
-        interrupt.holding = True
 
         def gather(own):
             interrupt.received = signal.SIGTERM  # as the handler notes it
@@ -37,13 +35,11 @@ def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monk
         assert interrupt.agree()
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_second_signal_and_one_with_nothing_to_save_end_the_process(holds, monkeypatch):
+def test_a_second_signal_ends_the_process(monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
-    with Interrupt() as interrupt:
-        interrupt.holding = holds
+    with Interrupt():
         signal.raise_signal(signal.SIGTERM)
-        assert ended == ([] if holds else [143])
+        assert ended == []
         signal.raise_signal(signal.SIGINT)
-        assert ended[-1] == 130
+        assert ended == [130]

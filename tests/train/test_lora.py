@@ -194,6 +194,6 @@ def test_adapters_of_another_model_or_with_another_reference_are_refused(tmp_pat
     ):
         store = RunStore(tmp_path / str(len([*tmp_path.iterdir()])))
         with closing(Checkpoints(store, CheckpointConfig(), saved, {})) as checkpoints:
-            checkpoints.save(state, "")
+            checkpoints.save(state, {}, {})
         with closing(Checkpoints(store, CheckpointConfig(), then, {})) as checkpoints, expected:
             checkpoints.restore(like())

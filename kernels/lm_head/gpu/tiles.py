@@ -77,7 +77,7 @@ class Sizes:
     tiles: Tiles
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
-    default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
+    default_rows: int = 2048  # rows whose logits are kept where the caller names no workspace
     wave_rows: tuple[int, int] = (896, 2239)  # rows as slow as a wave's sum of dW: of a bfloat16 weight, a float32 one
 
     def __post_init__(self) -> None:

@@ -44,8 +44,8 @@ class GrpoConfig(Section):
     num_generations: PositiveInt = 8
     """Completions of each prompt: the group whose rewards are compared, so 2 or more where they are learned from. It
     divides `batch_size`."""
-    loss_type: LossType = "grpo"
-    """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), or as a sum
+    loss_type: LossType = "dapo"
+    """How tokens are averaged: over all tokens of the update (`dapo`), first over each completion (`grpo`), or as a sum
     over a constant (`dr_grpo`); `gspo` is `grpo` with the probability ratio of whole completions, `cispo` `dapo` with
     the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip.
     With one update per rollout, whose ratios are 1, `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
