@@ -36,16 +36,22 @@ PROBLEMS, MOST_SEARCHED, SHOWN = 4, 10**6, 8
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
-    parser.add_argument("samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; else right and empty ones")
+    more = "completions (else right and empty ones), and settings that replace the file's"
+    parser.add_argument("more", metavar="SAMPLES.jsonl | key.sub=value", nargs="*", help=more)
     options = parser.parse_args(arguments)
-    if options.samples and "=" in options.samples and not Path(options.samples).exists():
-        raise UserError(f"{options.samples}: settings aren't taken here: change {options.config}")
-    config = configs.load(options.config)
+    overrides = [word for word in options.more if "=" in word and not Path(word).exists()]
+    file, *others = [word for word in options.more if word not in overrides] or [None]
+    if others:
+        raise UserError(f"{others[0]}: give one file of samples")
+    config = configs.load(options.config, overrides)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
+    if config.task.environment and not config.task.rewards:
+        play = f"tools/generate.py --environment {config.task.environment} plays one"
+        raise UserError(f"task.environment: its reward is given in a conversation, and no function gives one; {play}")
     task = load_task(config.task.of_run(config.eval is not None))
     most = config.rollout.sampled_length
-    pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
+    pairs = completed(task, file) if file else answered(task.train[:PROBLEMS])
     tokens = token_ids(config.model, [completion for _, completion in pairs])
     samples = [
         Sample(example, completion, array("i", ids[:most]), len(ids) > most)
