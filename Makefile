@@ -5,17 +5,17 @@
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
-# make device [OUT=runs/device]    what only a TPU or GPU can tell: kernels, times, whether two trainings are the same
+# make device                      what only a TPU or GPU can tell: the kernels' tests there, and the head's times
+# make docs                        writes docs/settings.md from the schema
 # make bench                       the head beside full logits and other libraries' heads, on this machine
 
 PYTHON ?= python3
 SEED ?= 0
 WORKERS ?= 2
-OUT ?= runs/device
 BIN := .venv/bin
 RUNS := runs/demo_seed$(SEED)
 
-.PHONY: setup demo test faults aot aot-gpu check device bench
+.PHONY: setup demo test faults aot aot-gpu check docs device bench
 
 setup: .venv/installed
 
@@ -74,6 +74,11 @@ check: setup
 bench: setup
 	$(BIN)/python tools/bench head
 
+docs: setup
+	$(BIN)/python tools/settings.py
+
 # Where nothing was set up, as on a machine that has its own JAX, that machine's Python.
+DEVICE = $(or $(wildcard $(BIN)/python),$(PYTHON))
 device:
-	$(or $(wildcard $(BIN)/python),$(PYTHON)) tools/device.py --out $(OUT)
+	JAX_PLATFORMS= $(DEVICE) -m pytest -v -m "gpu or tpu" tests/kernels/test_on_device.py
+	$(DEVICE) tools/bench head --live 1

@@ -1,4 +1,4 @@
-"""Programs of the head to compile, here or, by this file's path, in another process, on meshes with dp, fsdp and tp."""
+"""Programs of the head to compile, on meshes with dp, fsdp and tp."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from lm_head import HeadSharding, divergence_loss, token_logprobs, token_loss
+from lm_head import HeadSharding, token_logprobs, token_loss
 
 Program = tuple[Callable[..., Any], Sequence[jax.ShapeDtypeStruct]]
 
@@ -59,26 +59,6 @@ def loss(
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
 
     return step, arguments
-
-
-def divergence(
-    mesh: Mesh, *, kind: Any, teacher_features: int = 3584, workspace: int | None = None, **sizes: Any
-) -> Program:
-    """The divergence of a teacher, whose vocabulary is a little larger, and its gradients by student and weight."""
-    options, (hidden, weight, _, weights, *_) = options_and_shapes(mesh, **sizes)
-    teacher = [
-        jax.ShapeDtypeStruct((rows, teacher_features), x.dtype, sharding=x.sharding)
-        for rows, x in ((hidden.shape[0], hidden), (weight.shape[0] + 128, weight))
-    ]
-
-    def step(hidden: Array, weight: Array, teacher_hidden: Array, teacher_weight: Array, weights: Array) -> Any:
-        def total(hidden: Array, weight: Array) -> Any:
-            given = {"weights": weights, "workspace": workspace, "kind": kind, **options}
-            return divergence_loss(hidden, weight, teacher_hidden, teacher_weight, **given)
-
-        return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)
-
-    return step, (hidden, weight, *teacher, weights)
 
 
 def options_and_shapes(

@@ -123,5 +123,9 @@ def by_environment(environments, **kwargs):
     return [environment.reward for environment in environments]
 
 
+def numbered(completions):
+    return range(len(completions))
+
+
 def errors(tool_errors, messages, length):
     return tool_errors + len(messages) / 10 + length / 1000

@@ -7,15 +7,16 @@ from typing import ClassVar
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from tiny import config, forward_of
+from tiny import TEACHER, config, forward_of
 
-from mllm.algorithms.grpo.source import GrpoSource
+from mllm.algorithms.recipes import recipe_of
 from mllm.data.tasks.load import load as load_task
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.mesh import AXES
 from mllm.rewards.runner import RewardRunner
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler
+from mllm.training.recipe import Parts, Sampling
 
 BYTES = tokenizers.bytes_tokenizer()
 GROUP, LIMIT = 4, 4
@@ -88,20 +89,20 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return result
 
 
-def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, kind=GrpoSource, **grpo):
+def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, logprobs=None, algorithm="grpo", **grpo):
     """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
-    settings = config(grpo={"num_generations": GROUP, **grpo}, rollout={"max_completion_length": 2 * LIMIT})
-    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
-    source = kind(
-        settings.grpo,
-        load_task(settings.task, seed=0),
-        sampler(None, tokenizers.Renderer(BYTES), (258,), settings.rollout, 0),
-        rewards or SquareRewards(),
-        forward_of(None, mesh, settings),
-        batch_size=settings.batch_size,
-        steps=settings.steps,
-        seed=0,
-        logged_samples=samples,
+    settings = config(
+        algorithm,
+        grpo={"num_generations": GROUP, **grpo},
+        rollout={"max_completion_length": 2 * LIMIT},
+        log={"samples": samples},
+        **({"distill": {}, "teacher": TEACHER} if algorithm == "distill" else {}),
     )
-    source.logprob_pass = linear_logprobs
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), AXES)  # also where there are several processes
+    renderer = tokenizers.Renderer(BYTES)
+    completing = sampler(None, renderer, (258,), settings.rollout, 0)
+    sampling = Sampling(load_task(settings.task), completing, rewards or SquareRewards())
+    source = recipe_of(settings).source(Parts(mesh, forward_of(None, mesh, settings), renderer, None, sampling))
+    if hasattr(source.learning.ask_policies, "logprobs"):
+        source.learning.ask_policies.logprobs = logprobs or linear_logprobs
     return source

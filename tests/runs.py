@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ import numpy as np
 import train
 from mllm.algorithms.table import schema
 from mllm.config.load import dump
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.parallel.group import join
 from mllm.parallel.mesh import make_mesh
 from mllm.run import build
@@ -28,6 +27,7 @@ from mllm.run.store import tool_run
 from mllm.storage import is_bucket, local_place
 from mllm.training import step as updates
 from mllm.training.optimizer import make_optimizer
+from mllm.training.recipe import Recipe
 from mllm.training.step import abstract_state
 
 ROOT = Path(__file__).parent.parent
@@ -35,15 +35,15 @@ TESTS = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("", "run", "parall
 """Where processes that tests start find modules."""
 
 
-def changed(config: Config, **sections) -> Config:
+def changed(config: RunConfig, **sections) -> RunConfig:
     """The configuration with settings of some sections replaced, a level deep."""
     settings = config.model_dump()
     for name, value in sections.items():
         settings[name] = {**(settings[name] or {}), **value} if isinstance(value, dict) else value
-    return schema().model_validate(settings)
+    return schema().validate_python(settings)
 
 
-def arguments(config: Config) -> list[str]:
+def arguments(config: RunConfig) -> list[str]:
     """The arguments of train.py; the configuration's file is written beside the run's folder, not into a bucket."""
     folder = local_place(config.run_dir, "configs") if is_bucket(config.run_dir) else Path(config.run_dir)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def arguments(config: Config) -> list[str]:
     return ["--config", str(path)]
 
 
-def run(config: Config, *options: str) -> int:
+def run(config: RunConfig, *options: str) -> int:
     return train.main([*arguments(config), *options])
 
 
@@ -97,12 +97,12 @@ def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
     return said
 
 
-def checkpoints(config: Config) -> list[int]:
+def checkpoints(config: RunConfig) -> list[int]:
     """The steps of the run's checkpoints."""
     return tool_run(config.run_dir).steps()
 
 
-def records(config: Config, name: str = "metrics.jsonl") -> list[dict]:
+def records(config: RunConfig, name: str = "metrics.jsonl") -> list[dict]:
     return tool_run(config.run_dir).records(name)
 
 
@@ -112,7 +112,7 @@ def checksums(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def killed_after(config: Config, last: int, folder: Path) -> Config:
+def killed_after(config: RunConfig, last: int, folder: Path) -> RunConfig:
     """The configuration of a copy of a finished run, as a kill after checkpoint `last` would have left it."""
     copy = changed(config, run_dir=str(folder))
     shutil.copytree(config.run_dir, folder)
@@ -122,7 +122,7 @@ def killed_after(config: Config, last: int, folder: Path) -> Config:
     return copy
 
 
-def newest(config: Config) -> RunState:
+def newest(config: RunConfig) -> RunState:
     """The state in the run's newest checkpoint."""
     store = tool_run(config.run_dir)
     policy = load_own_policy(store, config, make_mesh(config.mesh))
@@ -131,7 +131,7 @@ def newest(config: Config) -> RunState:
     return RunState.from_document(step, train, document)
 
 
-def assert_same_end(one: Config, other: Config) -> None:
+def assert_same_end(one: RunConfig, other: RunConfig) -> None:
     """The same newest checkpoint to the bit; metrics and samples to the byte."""
     mine, yours = newest(one), newest(other)
     # Not the whole document: a run that was stopped in its last evaluation keeps a checkpoint that says so.
@@ -143,7 +143,7 @@ def assert_same_end(one: Config, other: Config) -> None:
         assert tool_run(one.run_dir).read(name) == tool_run(other.run_dir).read(name), name
 
 
-def assert_same_metrics(mine: Config, yours: Config, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+def assert_same_metrics(mine: RunConfig, yours: RunConfig, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """The same lines of metrics, to rounding."""
     assert len(records(mine)) == len(records(yours)) > 1
     for line, expected in zip(records(mine), records(yours), strict=True):
@@ -159,15 +159,15 @@ def share_programs() -> None:
     Tracing and lowering are half of a small run's seconds.
     """
     others = dict.fromkeys(("run_dir", "steps", "checkpoint", "log", "eval", "changes"))
-    made: dict[Any, updates.Forward] = {}
+    own, made = Recipe.forward, {}
 
-    def forward_of(algorithm: Any, graphdef: Any, mesh: Any, teacher: Any = None) -> updates.Forward:
-        key = str({**algorithm.config.model_dump(), **others}), graphdef, mesh, teacher
+    def forward(self: Recipe, config: RunConfig, graphdef: Any, mesh: Any, teacher: Any = None) -> updates.Forward:
+        key = str({**config.model_dump(), **others}), graphdef, mesh, teacher
         if key not in made:
-            made[key] = updates.Forward.of(algorithm, graphdef, mesh, teacher)
+            made[key] = own(self, config, graphdef, mesh, teacher)
         return made[key]
 
-    build.Forward = SimpleNamespace(of=forward_of)
+    Recipe.forward = forward
     updates.make_logprob_pass = functools.cache(updates.make_logprob_pass)
     for name in ("make_optimizer", "make_schedule", "make_train_step"):
         setattr(build, name, functools.cache(getattr(build, name)))

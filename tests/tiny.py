@@ -8,17 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mllm.algorithms.grpo.batch import PolicyInputs
+from mllm.algorithms.grpo.inputs import PolicyInputs
+from mllm.algorithms.recipes import recipe_of
 from mllm.algorithms.table import schema
 from mllm.config.model import MeshConfig
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.training.algorithm import make_algorithm
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.step import Forward, make_train_step
 
@@ -48,7 +48,7 @@ QWEN35 = {
 """A model with delta nets."""
 
 
-def config(algorithm: str = "grpo", **sections) -> Config:
+def config(algorithm: str = "grpo", **sections) -> RunConfig:
     """A valid configuration of two-digit sums on 8 rows; `sections` replace or extend settings, a level deep."""
     settings = {
         "algorithm": algorithm,
@@ -57,16 +57,18 @@ def config(algorithm: str = "grpo", **sections) -> Config:
         "batch_size": 8,
         "model": {"init": "random", "architecture": ARCHITECTURE, "dtype": "float32", "remat": "none"},
         "optimizer": {"learning_rate": 1e-2},
+        "mesh": {"fsdp": 1},
         "task": {"name": "arithmetic", "heldout": 16},
         "rollout": {"max_prompt_length": 16, "max_completion_length": 4},
     }
-    if algorithm == "grpo":
+    own = "grpo" in sections or algorithm == "grpo"
+    if own:
         settings["grpo"] = {"num_generations": 4}
     else:
         settings |= {"data": {"source": "task", "max_length": 32}, "eval": {}}
     for name, value in sections.items():
         settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
-    return schema().model_validate(settings)
+    return schema().validate_python(settings)
 
 
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
@@ -108,7 +110,6 @@ METHODS = {
         **FOUR_STEPS,
         mesh={"dp": 2},
         model={"lora": {"rank": 2, "alpha": 2}},
-        data=None,
         grpo={"num_generations": 2},
         distill={},
         teacher=TEACHER,
@@ -118,7 +119,7 @@ METHODS = {
 """Runs with several checkpoints, which `finished` in conftest.py makes once a session."""
 
 
-def make_trainer(settings: Config, mesh=None):
+def make_trainer(settings: RunConfig, mesh=None):
     """Policy, optimizer and jitted update of a run."""
     mesh = mesh or make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
@@ -128,9 +129,9 @@ def make_trainer(settings: Config, mesh=None):
     return policy, optimizer, make_train_step(forward, optimizer, schedule, settings.seed)
 
 
-def forward_of(graphdef, mesh, settings: Config) -> Forward:
+def forward_of(graphdef, mesh, settings: RunConfig) -> Forward:
     """The model and the head of a run."""
-    return Forward.of(make_algorithm(settings), graphdef, mesh)
+    return recipe_of(settings).forward(settings, graphdef, mesh)
 
 
 def random_batch(rows: int, length: int, seed: int = 0) -> Batch:
@@ -173,5 +174,5 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, tokens, positions=None, se
 def load_weights(folder: Path) -> nnx.State:
     """The parameters in a model's folder, float32 on one device."""
     sizes = weights.read_config(folder)
-    layout = Layout.of(make_mesh(MeshConfig()), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=1)), sizes)
     return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)

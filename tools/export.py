@@ -18,7 +18,7 @@ from mllm.errors import UserError
 from mllm.run.store import CONFIG, find_run
 
 if TYPE_CHECKING:
-    from mllm.config.schema import Config
+    from mllm.config.run import RunConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
     from mllm.model.original import Original
@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def save_model(config: "Config", policy: "Policy", step: int, params: "Params", dtype: str, run: str, out: str) -> str:
+def save_model(
+    config: "RunConfig", policy: "Policy", step: int, params: "Params", dtype: str, run: str, out: str
+) -> str:
     """Write the model's folder; returns a line of its README for who samples from it."""
     from mllm.model import weights
     from mllm.model.compute_copy import Rounding
@@ -90,7 +92,7 @@ def save_model(config: "Config", policy: "Policy", step: int, params: "Params", 
     return line
 
 
-def find_original(config: "Config", policy: "Policy") -> "Original | None":
+def find_original(config: "RunConfig", policy: "Policy") -> "Original | None":
     """The folder with images that a Qwen3.5 was trained from: an export has its names and its other tensors.
 
     UserError is raised if it is not there any more.
@@ -112,7 +114,7 @@ def find_original(config: "Config", policy: "Policy") -> "Original | None":
 
 def restore(
     run: str, step: int | None, dtype: str | None = None, adapter: bool = False
-) -> "tuple[Config, Policy, int, Params]":
+) -> "tuple[RunConfig, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
     With a `dtype` the policy computes in this one. With `adapter` the parameters are the adapters alone.
@@ -131,13 +133,13 @@ def restore(
     config = configs.load_run(store.folder / CONFIG, overrides)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
-    policy = load_own_policy(store, config, make_mesh(MeshConfig()))
+    policy = load_own_policy(store, config, make_mesh(MeshConfig(fsdp=1)))
     step = choose_step(store, step, "--step")
     params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)
 
 
-def save_adapter(config: "Config", policy: "Policy", adapters: "Params", out: str) -> str:
+def save_adapter(config: "RunConfig", policy: "Policy", adapters: "Params", out: str) -> str:
     """Write the adapters' folder; returns the model without adapters, in words."""
     from mllm.model import peft
 

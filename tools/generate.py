@@ -99,19 +99,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(arguments)
     if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
-    if not options.prompt and not options.prompts and sys.stdin.isatty():
-        for name in ("out", "n", "environment"):
-            if getattr(options, name) != parser.get_default(name):
-                raise UserError(f"--{name}: is not for a chat: give a PROMPT or --prompts FILE")
-    for name in ("n", "top_p", "top_k", "min_p"):
-        if not options.temperature and getattr(options, name) != parser.get_default(name):
-            raise UserError(f"--{name.replace('_', '-')}: the likeliest tokens are always the same: give --temperature")
-    if options.max_turns and not options.environment:
-        raise UserError("--max-turns: without --environment there is one turn: leave it out")
-    if options.environment and options.max_turns != 1 and options.chat_template == "never":
-        raise UserError("--chat-template: never renders no turns, which an environment needs: leave it out")
-    if "" in options.stop:
-        raise UserError("--stop: it is empty: give a text")
     return options
 
 
@@ -167,7 +154,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     from mllm.run.store import find_run
     from tools.export import restore
 
-    mesh, dtype = make_mesh(MeshConfig()), options.dtype or "bfloat16"
+    mesh, dtype = make_mesh(MeshConfig(fsdp=1)), options.dtype or "bfloat16"
     keep_programs()
     if find_run(options.model, "MODEL_OR_RUN") is not None:
         config, policy, step, params = restore(options.model, options.step, options.dtype)
@@ -198,8 +185,6 @@ def complete(
 
     Unless it is to be `quiet`, a line says how prompts are rendered.
     """
-    from tqdm import tqdm
-
     from mllm.config.rollout import RolloutConfig
     from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
     from mllm.sampler.completion import RolloutWork
@@ -226,32 +211,27 @@ def complete(
         settings |= {"max_prompt_length": most - limit} | (turns if turns["max_turns"] > 1 else {})
     settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p")}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
-    alone = len(prompts) == 1
     start, work = time.monotonic() - COMPILING.seconds, RolloutWork()
-    with tqdm(total=len(prompts), unit=" prompts", leave=False, dynamic_ncols=True, disable=alone or None) as bar:
-        sampler = Sampler(
-            policy.graphdef,
-            renderer,
-            (*policy.stop_ids, *stops),
-            RolloutConfig(temperature=options.temperature or 1.0, **settings),
-            options.seed,
-            room=lambda: options.slots and Room(options.slots),
-            poll=lambda: bar.update(work.completions - bar.n),
-            work=work,
-            stop_texts=(*policy.stop_texts, *options.stop),
-        )
-        if options.environment:
-            result = converse(options, sampler, params, chats, prompts, task)
-        else:
-            completions = sampler.complete(params, prompts, step=0, greedy=not options.temperature)
-            result = [
-                (
-                    made.text,
-                    {"messages": chat, "completion": made.text, "tokens": len(made.tokens), "finished": made.finished},
-                )
-                for chat, made in zip(chats, completions, strict=True)
-            ]
-    if not alone:
+    sampler = Sampler(
+        policy.graphdef,
+        renderer,
+        (*policy.stop_ids, *stops),
+        RolloutConfig(temperature=options.temperature or 1.0, **settings),
+        options.seed,
+        room=lambda: options.slots and Room(options.slots),
+        work=work,
+        stop_texts=(*policy.stop_texts, *options.stop),
+    )
+    if options.environment:
+        result = converse(options, sampler, params, chats, prompts, task)
+    else:
+        result = []
+        for chat, made in zip(
+            chats, sampler.complete(params, prompts, step=0, greedy=not options.temperature), strict=True
+        ):
+            line = {"messages": chat, "completion": made.text, "tokens": len(made.tokens), "finished": made.finished}
+            result.append((made.text, line))
+    if len(prompts) > 1:
         speed = work.tokens / (time.monotonic() - COMPILING.seconds - start)
         print(f"{len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s", file=sys.stderr)
     return result

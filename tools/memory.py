@@ -31,20 +31,18 @@ from jaxtyping import Array, Float
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
 from lm_head import TokenLogprobs
 from mllm import errors
-from mllm.algorithms.table import schema
+from mllm.algorithms.recipes import recipe_of
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
 from mllm.plan.memory import Devices
-from mllm.plan.programs import Program, Programs
+from mllm.plan.programs import Programs
 from mllm.plan.targets import Account
-from mllm.training.algorithm import make_algorithm
-from mllm.training.head import States
-from mllm.training.step import Forward
+from mllm.training.head import Head, HeadInputs
 from tools.bench.frame import positive, table
 
 HEADS = ("full_logits", "chunked_logits", "fused", "lora")
@@ -62,9 +60,9 @@ Bar = dict[str, int]
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     config = configs.load(options.config, options.overrides)
-    if make_algorithm(config).teacher_in_update:
+    if recipe_of(config).demands.teacher_in_update:
         raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
-    devices = plan.find_devices(config.mesh, options.target)
+    config, devices = plan.find_devices(config, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}
     for head in HEADS:
@@ -109,7 +107,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- figures
 
 
-def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
+def bar(config: RunConfig, devices: Devices, bare: int, head: str) -> Bar:
     """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
     known = {
@@ -123,10 +121,10 @@ def bar(config: Config, devices: Devices, bare: int, head: str) -> Bar:
     return {**{name: parts[name] for name in PARTS}, "peak": peak, "head alone": alone}
 
 
-def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
+def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig:
     """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
-    group = max(2, make_algorithm(config).group)
+    group = max(2, recipe_of(config).demands.group)
     changes: dict[str, Any] = {"micro_batch_size": micro * shards, "batch_size": micro * shards * group}
     if head in HEADS[:2]:
         changes["head"] = config.head.model_copy(update={"impl": head, "workspace_mib": None})
@@ -136,27 +134,19 @@ def with_head(config: Config, head: str, micro: int, mesh: Mesh) -> Config:
     return config.model_copy(update=changes)
 
 
-def account(config: Config, devices: Devices, name: str, head: str) -> Account:
+def account(config: RunConfig, devices: Devices, name: str, head: str) -> Account:
     """The memory of a program with one of `HEADS` or "none"."""
-    settings = {"config": config.model_dump(mode="json"), "name": name, "head": head}
-    return plan.account_of("tools.memory:program", devices, **settings)
+    shapes = Programs(config, devices.mesh, no_head if head == "none" else None)
+    return plan.account_of(getattr(shapes, name)(), devices)
 
 
-class NoHead(Forward):
+def no_head(
+    head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
+) -> tuple[Float[Array, ""], TokenLogprobs]:
     """A loss that costs nothing, to see what everything else takes."""
-
-    def head_loss(
-        self, states: States, batch: Batch, teacher: States | None = None
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
-        none = jnp.zeros_like(sums)
-        return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
-
-
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, head: str) -> Program:
-    """The program of `Programs` with this name and this head."""
-    forward = NoHead if head == "none" else Forward
-    return getattr(Programs(schema().model_validate(config), mesh, forward), name)()
+    sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
+    none = jnp.zeros_like(sums)
+    return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:

@@ -43,6 +43,8 @@ KINDS = {
     "": ("training", "-"),
 }
 """What the legend calls a metric, and its style, by how its name begins; the first that fits."""
+AS_IT_IS = ("learning_rate",)
+"""Metrics of steps that are no measurements: their mean would be another schedule."""
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
 """The ends of a metric's band, where they are not called by its name and _low or _high."""
 
@@ -119,12 +121,12 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
-    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; measured ones as they are."""
+    """A curve: metrics of steps are faint, under their mean over a twentieth of the run; all else is drawn as it is."""
     kind, style = next(meaning for begin, meaning in KINDS.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
-    if kind == "training":
+    if kind == "training" and key not in AS_IT_IS:
         axis.plot(steps, values, color=color, alpha=0.3)
         window = max(1, len(values) // 20)
         values, *band = (

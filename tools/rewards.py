@@ -15,15 +15,16 @@ from pathlib import Path
 
 from mllm import errors
 from mllm.config import load as configs
-from mllm.config.schema import ModelConfig
+from mllm.config.model import ModelConfig
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
-from mllm.rewards.calls import FAILURES, Sample
-from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
+from mllm.rewards.calls import Sample
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.scores import FAILURES, reward_metrics, weighted_sum
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configs.load(options.config)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
-    task = load_task(config.task.of_run(config.eval is not None), config.seed)
+    task = load_task(config.task.of_run(config.eval is not None))
     most = config.rollout.sampled_length
     pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
     tokens = token_ids(config.model, [completion for _, completion in pairs])

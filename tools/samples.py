@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
     parser.add_argument("--step", type=int, help="with --print: only this step's")
-    parser.add_argument("--prompt", metavar="TEXT", help="with --print: only prompts that contain the text")
-    parser.add_argument("--limit", type=int, help="with --print: at most so many, the newest; default: 10")
+    parser.add_argument("--limit", type=int, default=10, help="with --print: at most so many (default 10)")
     options = parser.parse_intermixed_args(arguments)
     if options.config:
         for line in examples(options.config, [*filter(None, [options.run]), *options.overrides]):
@@ -73,15 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.run is None or options.overrides:
         raise UserError("RUN: give one run_dir, or --config with a configuration's name")
-    for name in () if options.print else ("step", "prompt", "limit"):
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name}: is for --print; the page has filters of its own")
-    if options.limit is not None and options.limit < 1:
-        raise UserError(f"--limit: {options.limit}: expected 1 or more")
     run = tool_run(options.run)
     samples = read(run)
     if options.print:
-        print_newest(samples, options.step, options.prompt or "", options.limit or 10)
+        print_newest(samples, options.step, max(1, options.limit))
     else:
         write_page(samples, run)
     return 0
@@ -89,8 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     """Lines on the first examples that a configuration trains on; UserError where one is bad."""
-    from mllm.algorithms.dpo.settings import DpoConfig
-    from mllm.algorithms.sft.source import load_documents, origin_of
+    from mllm.algorithms.documents import load_documents, origin_of
     from mllm.config import load as configs
     from mllm.data.prompts import task_renderer
     from mllm.data.records import sound_records
@@ -103,44 +96,39 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     config = configs.load(name, overrides)
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
-    task = load_task(config.task.of_run(config.eval is not None), config.seed) if config.task else None
-    if config.data is None or config.data.source == "task":
+    task = load_task(config.task.of_run(config.eval is not None)) if config.task else None
+    if config.examples is None or config.examples.source == "task":
         assert config.task is not None
         assert task is not None
         adapters = peft.chosen(config.model.lora, ())[1] if config.model.lora else None
         learned = find_learned(config.model, folder, adapters, renderer.tokenizer)
         renderer = task_renderer(config.task, task, renderer, learned)
-    if config.data is None:
+    if config.examples is None:
         assert task is not None
         for example in task.train[:EXAMPLES]:
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return
-    form = config.section(DpoConfig).form if config.algorithm == "dpo" else None
-    if config.data.source == "task":
-        documents = load_documents(config.data.model_copy(update={"validation": None}), renderer, task, form)[0]
+    pairs = config.algorithm == "dpo"
+    if config.examples.source == "task":
+        documents = load_documents(config.examples.model_copy(update={"validation": None}), renderer, task, pairs)[0]
         first = [documents[index] for index in range(min(EXAMPLES, len(documents)))]
     else:
         first = []
-        for entry in config.data.mix or (config.data,):
+        for entry in config.examples.mix or (config.examples,):
             origin = origin_of("data.source", entry.source, entry.subset, entry.split)
-            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.data.columns
-            encoded = encode_records(renderer, config.data.max_length, records, form, columns)
+            records, columns = islice(origin.records(), SEARCHED), entry.columns or config.examples.columns
+            encoded = encode_records(renderer, config.examples.max_length, records, pairs, columns)
             sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
     if not first:
         raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
     for document in first:
         if isinstance(document, Document):
-            yield from described(renderer, "example", document.tokens.tolist(), document.learned.tolist())
+            yield from described(renderer, "example", document.tokens.tolist(), document.counts.tolist())
             continue
-        names = (
-            ("chosen", "rejected")
-            if document.desirable is None
-            else ("desirable" if document.desirable else "undesirable",)
-        )
-        for name, part in zip(names, document, strict=False):
-            yield from described(renderer, name, part.tokens.tolist(), part.learned.tolist())
+        for name, part in document._asdict().items():
+            yield from described(renderer, name, part.tokens.tolist(), part.counts.tolist())
 
 
 def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:
@@ -191,11 +179,11 @@ def embedded(data: object) -> str:
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def print_newest(samples: list[Sample], step: int | None, prompt: str, limit: int) -> None:
-    """Print samples of a step, or of all, whose prompt contains a text: the newest, the last one last."""
-    matching = [sample for sample in samples if step in (None, sample.step) and prompt in sample.prompt]
+def print_newest(samples: list[Sample], step: int | None, limit: int) -> None:
+    """Print samples of a step, or of all: the newest, the last one last."""
+    matching = [sample for sample in samples if step in (None, sample.step)]
     if not matching:
-        raise UserError(f"no sample of {len(samples):,} has this --step and --prompt")
+        raise UserError(f"--step: no sample of {len(samples):,} is of step {step}")
     for sample in matching[-limit:]:
         numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
         shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]

@@ -9,7 +9,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mllm.algorithms.table import schema
+from mllm.algorithms.table import RUNS
+from mllm.config.run import RunConfig
 
 FILE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
@@ -20,7 +21,27 @@ settings, or would have no effect, is an error.
 """
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "pattern": "matches"}
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "object": "mapping", "null": "`null`"}
-SCHEMA = schema().model_json_schema()
+
+
+def merged() -> dict[str, Any]:
+    """One schema with the settings of all algorithms; a section that differs between two stands there twice."""
+    schemas = {key: run.model_json_schema() for key, run in RUNS.items()}
+    names = [key for key in RUNS if " " not in key]
+    algorithm = {"enum": names, "description": RunConfig.model_fields["algorithm"].description}
+    properties: dict[str, Any] = {"algorithm": algorithm}
+    definitions: dict[str, Any] = {}
+    for key, schema in schemas.items():
+        definitions |= schema["$defs"]
+        for name, field in schema["properties"].items():
+            known = properties.setdefault(name, field)
+            if re.findall(r"#/\$defs/\w+", json.dumps(known)) != re.findall(r"#/\$defs/\w+", json.dumps(field)):
+                properties[f"{name} ({key})"] = field
+    required = [name for name in properties if all(name in schema["required"] for schema in schemas.values())]
+    description = "The settings of a run; its sections follow."
+    return {"description": description, "$defs": definitions, "properties": properties, "required": required}
+
+
+SCHEMA = merged()
 
 
 def reference() -> str:

@@ -22,8 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from mllm import errors
 from mllm.errors import UserError
-from mllm.plan import child
-from tools.bench.frame import line, positive, shape_of, start, table
+from tools.bench.frame import LATE, line, positive, shape_of, start, table
 from tools.bench.head import CHILD, COLUMNS, LARGE, LEAST, cells
 
 PATIENCE = 180.0
@@ -59,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 last = time.monotonic() - begin
                 if failure:
                     refused.append(f"refused: {name}: {failure}")
-                    stopped = "a device that hangs once isn't trusted" if failure == child.LATE else ""
+                    stopped = "a device that hangs once isn't trusted" if failure == LATE else ""
                 else:
                     row = [name, *cells(measured[0])]
                     rows = sorted([*rows, row], key=lambda row: float(row[1]))

@@ -13,7 +13,7 @@ from jax import lax
 from . import autodiff, full_logits, target
 from .arguments import TeacherArguments, as_array, checked_inputs, checked_options
 from .contract import Engine, Inputs, Options, Terms, number_of_columns
-from .layout import HeadSharding, Rows, run_on_mesh
+from .layout import HeadSharding, LeadingDims, run_on_mesh
 from .shapes import Array, Bool, Float, Int, Integer, Shaped
 from .sharded import Sharded
 from .softmax import TokenLogprobs
@@ -94,7 +94,7 @@ def token_logprobs(
     options = checked_options(softcap, dtype, inputs[:2], (inputs.hidden, weight))
     options = dataclasses.replace(options, collision=collision)
 
-    def run(rows: Rows, inputs: Inputs, weight: Array) -> TokenLogprobs:
+    def run(rows: LeadingDims, inputs: Inputs, weight: Array) -> TokenLogprobs:
         engine = _engine(impl, inputs, options, rows.sharding)
         tokens = autodiff.token_logprobs(engine, options, inputs, (inputs.hidden, weight))
         return jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs))
@@ -150,9 +150,9 @@ def token_loss(
         workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
             as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
             twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None: what
-            1024 tokens need (xla on a CPU: 256), and no room for such a sum. mosaic_tpu uses none where the weight is
-            frozen or the objective uses the entropy; chunked_logits keeps in it the logits of one chunk, 64 tokens at
-            least; full_logits ignores it.
+            1024 tokens need (mosaic_gpu: 2048; xla on a CPU: 256), and no room for such a sum, except for xla on GPUs.
+            mosaic_tpu uses none where the weight is frozen or the objective uses the entropy; chunked_logits keeps in
+            it the logits of one chunk, 64 tokens at least; full_logits ignores it.
     """
     if (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError("teacher_hidden and teacher_weight must be given together")
@@ -174,7 +174,7 @@ def token_loss(
         shared = min(len(weight), np.shape(weight if teacher_weight is None else teacher_weight)[0])
         options = dataclasses.replace(options, mean_over=shared if vocabulary is None else int(vocabulary))
 
-    def run(rows: Rows, inputs: Inputs, weight: Array, shares: Array, operands: Any, closed: Any) -> Any:
+    def run(rows: LeadingDims, inputs: Inputs, weight: Array, shares: Array, operands: Any, closed: Any) -> Any:
         operands = tuple(map(rows.flat, operands))
         shares = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(shares).astype(jnp.float32))
         engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, shares, operands)

@@ -33,7 +33,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return softmax, gradients(inputs, softmax, None, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
-def _plan(inputs: Inputs, options: Options) -> xla.Plan:
+def _plan(inputs: Inputs, options: Options) -> xla.Tiling:
     """Chunks of one size."""
     plan, count = full_logits.plan_of(inputs), len(inputs.labels)
     most = _CPU_ROWS if target.platform() == "cpu" else _ROWS

@@ -43,6 +43,15 @@ class Inputs(NamedTuple):
         return self._replace(hidden=hidden, labels=labels, live=live, teacher=teacher)
 
 
+class GivenLogits(NamedTuple):
+    """The arguments of a pass over logits that exist already; labels count from this device's first column."""
+
+    logits: Float[Array, "N V"]
+    labels: Int[Array, "N"]
+    live: Bool[Array, "N"]
+    scale: Float[Array, ""]
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Options:

@@ -22,7 +22,7 @@ def divergence_loss(
     """`sum_i weights_i * divergence_i`, and the divergences without gradient; loss, dh and dW in one pass.
 
     With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
-    some tokens, which mosaic_tpu never keeps, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
+    some tokens, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
     1e-6 they are rounding. Options (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)

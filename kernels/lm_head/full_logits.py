@@ -56,7 +56,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return softmax, gradients(inputs, softmax, y, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
-def plan_of(inputs: Inputs) -> xla.Plan:
+def plan_of(inputs: Inputs) -> xla.Tiling:
     """All rows and columns as one tile."""
     vocabulary = len(inputs.weight) if inputs.teacher is None else min(len(inputs.weight), len(inputs.teacher.weight))
-    return xla.Plan(len(inputs.labels), vocabulary, 1, vocabulary)
+    return xla.Tiling(len(inputs.labels), vocabulary, 1, vocabulary)

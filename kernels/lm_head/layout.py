@@ -88,7 +88,7 @@ class HeadSharding:
 # --- leading dims ---------------------------------------------------------------------------------------------------
 
 
-class Rows(NamedTuple):
+class LeadingDims(NamedTuple):
     """How leading dims [B, T, ...] become rows [N] and back."""
 
     sharding: HeadSharding | None
@@ -122,7 +122,7 @@ def run_on_mesh(
     def in_rows(inputs: Inputs, *others: Any) -> Any:
         lead = inputs.labels.shape
         flat = lambda x: x.reshape(math.prod(lead), *x.shape[len(lead) :])  # noqa: E731
-        rows = Rows(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
+        rows = LeadingDims(sharding, flat, lambda x: x.reshape(*lead, *x.shape[1:]))
         inputs = inputs.each_row(rows.flat)
         if rows.sharding is not None:
             rows.sharding.check(inputs.hidden, inputs.weight)

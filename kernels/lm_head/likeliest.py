@@ -9,7 +9,7 @@ from jax import lax
 from . import contract, xla
 from .arguments import checked_inputs, checked_options
 from .contract import Inputs, Options
-from .layout import HeadSharding, Rows, run_on_mesh
+from .layout import HeadSharding, LeadingDims, run_on_mesh
 from .shapes import Array, Bool, Float, Int
 from .sharded import Sharded
 from .target import same_varying
@@ -44,7 +44,7 @@ def likeliest_tokens(
             id_N = lax.pmin(jnp.where(y_N == lax.pmax(y_N, axes), id_N, most), axes)
         return jnp.where(inputs.live, id_N, 0)
 
-    def run(rows: Rows, inputs: Inputs) -> Int[Array, "*N"]:
+    def run(rows: LeadingDims, inputs: Inputs) -> Int[Array, "*N"]:
         engine: Any = Sharded.of(xla, rows.sharding)
         on_mesh = isinstance(engine, Sharded)
         return rows.folded(engine.run(pass_, engine.rows, inputs, options) if on_mesh else pass_(inputs, options))
@@ -54,7 +54,7 @@ def likeliest_tokens(
     return run_on_mesh(run, sharding, inputs)
 
 
-def _search(plan: xla.Plan, options: Options, part: Inputs) -> Best:
+def _search(plan: xla.Tiling, options: Options, part: Inputs) -> Best:
     """The best column of this shard of the vocabulary, for a block's rows."""
 
     def include(c: Array, best: Best) -> Best:

@@ -5,8 +5,7 @@ writes their derivatives. logits_tpu.py has both as Pallas kernels.
 """
 
 import functools
-import importlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +15,9 @@ from jax import lax
 from . import softmax as head
 from . import target
 from .arguments import as_array, as_int32, check_floating, check_labels, checked_temperature
-from .shapes import Array, Bool, Float, Int, Integer
+from .contract import GivenLogits
+from .shapes import Array, Bool, Float, Integer
 from .softmax import Columns, Running, Slopes, Softmax, TokenLogprobs
-
-
-class Given(NamedTuple):
-    """The arguments of both passes; labels count from this device's first column."""
-
-    logits: Float[Array, "N V"]
-    labels: Int[Array, "N"]
-    live: Bool[Array, "N"]
-    scale: Float[Array, ""]
 
 
 def logits_logprobs(
@@ -79,19 +70,19 @@ def logits_logprobs(
     y_NV, label_N, live_N, scale = target.same_varying((flat[0], flat[1] - first, flat[2], scale))
     if impl is None or not y_NV.size:
         impl = "mosaic_tpu" if target.platform() == "tpu" and columns % 128 == 0 and y_NV.size else "xla"
-    tokens = _logprobs(impl, axes, block, Given(y_NV, label_N, live_N, scale))
+    tokens = _logprobs(impl, axes, block, GivenLogits(y_NV, label_N, live_N, scale))
     tokens = tokens._replace(logprob=tokens.logprob * jnp.where(bad, jnp.nan, 1), likeliest=tokens.likeliest & ~bad)
     return jax.tree.map(lambda x: x.reshape(lead), tokens)
 
 
-def sums(given: Given) -> Running:
+def sums(given: GivenLogits) -> Running:
     """The softmax's sums over this device's columns, in plain XLA."""
     y_NV = _above_mask(given.logits)
     nothing = head.empty_running(0 * given.live.astype(jnp.float32) + 0 * y_NV[:, 0])
     return head.include_tile(nothing, y_NV, _columns(given), given.scale)
 
 
-def gradient(given: Given, softmax: Softmax, slopes: Slopes) -> Float[Array, "N V"]:
+def gradient(given: GivenLogits, softmax: Softmax, slopes: Slopes) -> Float[Array, "N V"]:
     """The derivatives by logits of a scalar with derivatives `slopes` by the statistics; elementwise, in plain XLA."""
     dz_NV = head.logit_slopes(_above_mask(given.logits), softmax, slopes, _columns(given), given.scale)
     return jnp.where(given.live[:, None], given.scale * dz_NV, 0).astype(given.logits.dtype)
@@ -101,7 +92,7 @@ def _above_mask(logits: Float[Array, "N V"]) -> Float[Array, "N V"]:
     return jnp.maximum(logits.astype(jnp.float32), head.MASKED)
 
 
-def _columns(given: Given) -> Columns:
+def _columns(given: GivenLogits) -> Columns:
     column_V = jnp.arange(given.logits.shape[1])
     return Columns(jnp.ones_like(column_V, bool), column_V == given.labels[:, None])
 
@@ -109,24 +100,27 @@ def _columns(given: Given) -> Columns:
 def _passes(impl: str, block: int) -> tuple[Any, Any]:
     if impl == "xla":
         return sums, gradient
-    kernels = importlib.import_module(".logits_tpu", __package__)  # imported when it is asked for
-    return functools.partial(kernels.sums, block=block), functools.partial(kernels.gradient, block=block)
+    from . import logits_tpu  # Pallas takes a while to import
+
+    return functools.partial(logits_tpu.sums, block=block), functools.partial(logits_tpu.gradient, block=block)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _logprobs(impl: str, axes: tuple[str, ...] | None, block: int, given: Given) -> TokenLogprobs:
+def _logprobs(impl: str, axes: tuple[str, ...] | None, block: int, given: GivenLogits) -> TokenLogprobs:
     return _forward(impl, axes, block, given)[0]
 
 
-def _forward(impl: str, axes: tuple[str, ...] | None, block: int, given: Given) -> tuple[TokenLogprobs, Any]:
+def _forward(impl: str, axes: tuple[str, ...] | None, block: int, given: GivenLogits) -> tuple[TokenLogprobs, Any]:
     softmax = head.finish_live(_passes(impl, block)[0](given), given.live, given.scale, axes)
     return softmax.outputs(given.live, given.scale), (given, softmax)
 
 
-def _backward(impl: str, _: Any, block: int, saved: tuple[Given, Softmax], cotangents: TokenLogprobs) -> tuple[Given]:
+def _backward(
+    impl: str, _: Any, block: int, saved: tuple[GivenLogits, Softmax], cotangents: TokenLogprobs
+) -> tuple[GivenLogits]:
     (given, softmax), slopes = saved, Slopes(*(jnp.where(saved[0].live, x, 0) for x in cotangents[:3]))
     gradients = _passes(impl, block)[1](given, softmax, slopes)
-    return (Given(gradients, None, None, None),)  # type: ignore[arg-type]  # None: no cotangent
+    return (GivenLogits(gradients, None, None, None),)  # type: ignore[arg-type]  # None: no cotangent
 
 
 _logprobs.defvjp(_forward, _backward)

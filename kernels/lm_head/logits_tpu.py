@@ -18,27 +18,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from . import target
+from .contract import GivenLogits
 from .live_rows import round_up
-from .logits import Given
 from .shapes import Array, Float
 from .softmax import FLOOR, MASKED, Columns, Running, Slopes, Softmax, combine_all, include_tile, logit_slopes
 
 _LANES, _ROWS, _COLUMNS = 128, 16, 2048  # bfloat16 has 16 sublanes
 
 
-def sums(given: Given, *, block: int) -> Running:
+def sums(given: GivenLogits, *, block: int) -> Running:
     """The softmax's sums over this device's columns."""
     sums_4NL = _call(_sums_kernel, given, "logits_sums", block)
     return combine_all(Running(*jnp.moveaxis(sums_4NL, 2, 1)), given.scale)
 
 
-def gradient(given: Given, softmax: Softmax, slopes: Slopes, *, block: int) -> Float[Array, "N V"]:
+def gradient(given: GivenLogits, softmax: Softmax, slopes: Slopes, *, block: int) -> Float[Array, "N V"]:
     """The derivatives by logits of a scalar with derivatives `slopes` by the statistics, in the logits' memory."""
     numbers = (*softmax[:4], *(given.scale * x for x in slopes[:3]), given.live.astype(jnp.float32))
     return _call(_gradient_kernel, given, "logits_gradient", block, jnp.stack(numbers, axis=1))
 
 
-def _call(kernel: Callable[..., None], given: Given, name: str, block: int, by_row: Any = None) -> Array:
+def _call(kernel: Callable[..., None], given: GivenLogits, name: str, block: int, by_row: Any = None) -> Array:
     """A kernel's result: sums [4, N, L], or with numbers `by_row` an array like the logits in their memory."""
     y_NV, in_place = given.logits, by_row is not None
     count, vocabulary = y_NV.shape

@@ -77,26 +77,17 @@ def empty_pair(student: Running, zeros_R: Float[Array, "*R"]) -> RunningPair:
     return RunningPair(student, Running(zeros_R + FLOOR, zeros_R), zeros_R)
 
 
-def include_tiles(
-    running: RunningPair, y_RT: Both, columns: Columns, scales: Both, measure: Divergence, dim: int = 1
-) -> RunningPair:
+def include_tiles(running: RunningPair, y_RT: Both, columns: Columns, scales: Both, measure: Divergence) -> RunningPair:
     """The state after one more tile of columns of both models."""
     y_RT = tuple(jnp.where(columns.fresh, y, MASKED) for y in y_RT)
-    models = [include_tile(x, y, columns, scale, dim) for x, y, scale in zip(running[:2], y_RT, scales, strict=True)]
+    models = [include_tile(x, y, columns, scale) for x, y, scale in zip(running[:2], y_RT, scales, strict=True)]
     tops, (first, other) = (models[0].top, models[1].top), measure.order
     cross = running.cross
     if measure.in_one_pass:
-        below = [(y - jnp.expand_dims(top, dim)) * scale for y, top, scale in zip(y_RT, tops, scales, strict=True)]
+        below = [(y - top[:, None]) * scale for y, top, scale in zip(y_RT, tops, scales, strict=True)]
         apart_RT = jnp.where(columns.fresh, below[first] - below[other], 0)
-        cross = running.raised(tops, scales, measure).cross + (jnp.exp(below[first]) * apart_RT).sum(axis=dim)
+        cross = running.raised(tops, scales, measure).cross + (jnp.exp(below[first]) * apart_RT).sum(axis=1)
     return RunningPair(models[0], models[1], cross)
-
-
-def combine_pairs(parts: RunningPair, scales: Both, measure: Divergence) -> RunningPair:
-    """The state after the columns of all parts, stacked along a first dim."""
-    tops = parts.student.top.max(axis=0), parts.teacher.top.max(axis=0)
-    student, teacher, cross = jax.tree.map(lambda x: x.sum(axis=0), parts.raised(tops, scales, measure))
-    return RunningPair(student._replace(top=tops[0]), teacher._replace(top=tops[1]), cross)
 
 
 def finish_pair(
@@ -127,11 +118,11 @@ def finish_pair(
     )
 
 
-def both_log_p(y_RT: Both, softmax: Softmax, scales: Both, dim: int = 1) -> Both:
+def both_log_p(y_RT: Both, softmax: Softmax, scales: Both) -> Both:
     """Both softmaxes' log-probabilities."""
     return (
-        log_probabilities(y_RT[0], softmax.top, softmax.log_sum_e, scales[0], dim),
-        log_probabilities(y_RT[1], softmax.teacher_top, softmax.teacher_log_sum_e, scales[1], dim),
+        log_probabilities(y_RT[0], softmax.top, softmax.log_sum_e, scales[0]),
+        log_probabilities(y_RT[1], softmax.teacher_top, softmax.teacher_log_sum_e, scales[1]),
     )
 
 
@@ -149,7 +140,7 @@ def above_mixture(log_p_RT: Both, measure: Divergence) -> Both:
     apart_RT = log_p_RT[0] - log_p_RT[1]
     # log m less the larger of the two; the smaller one's share of m is its part of the sum.
     share_RT = jnp.where(apart_RT > 0, measure.beta, 1 - measure.beta)
-    # With t = tanh(x / 2), expm1(-x) is -2 t / (1 + t): kernels for TPUs have no expm1.
+    # With t = tanh(x / 2), expm1(-x) is -2 t / (1 + t).
     tanh_RT = jnp.tanh(jnp.abs(apart_RT) / 2)
     mixture_RT = jnp.log1p(-2 * share_RT * tanh_RT / (1 + tanh_RT))
     return jnp.minimum(apart_RT, 0) - mixture_RT, jnp.minimum(-apart_RT, 0) - mixture_RT
@@ -162,11 +153,10 @@ def divergence_slopes(
     fresh: Bool[Array, "..."],
     scales: Both,
     measure: Divergence,
-    dim: int = 1,
 ) -> Float[Array, "..."]:
     """The derivatives by the student's z of a scalar with derivatives `slopes` by the rows' divergences."""
-    log_p_RT = both_log_p(y_RT, softmax, scales, dim)
-    divergence, to_mixture, slopes = (jnp.expand_dims(x, dim) for x in (softmax.divergence, softmax.to_mixture, slopes))
+    log_p_RT = both_log_p(y_RT, softmax, scales)
+    divergence, to_mixture, slopes = (x[:, None] for x in (softmax.divergence, softmax.to_mixture, slopes))
     p_RT, q_RT = map(jnp.exp, log_p_RT)
     if measure.kind == "forward_kl":
         dz_RT = p_RT - q_RT

@@ -31,7 +31,7 @@ _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often
 Logits = tuple[Array, ...]  # the student's y [R, T] and, if there is one, the teacher's
 
 
-class Plan(NamedTuple):
+class Tiling(NamedTuple):
     """Blocks of rows and tiles of columns, of the first `vocabulary` rows of each weight."""
 
     block: int
@@ -46,7 +46,7 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """In waves where the workspace has room for their logits, else with logits computed again."""
-    plan = make_plan(inputs)
+    plan = waves_plan(inputs)
     wave = wave_rows(plan, inputs, options)
     if wave:
         return _waves(plan._replace(block=wave), inputs, terms, options)
@@ -54,7 +54,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return softmax, gradients(inputs, softmax, None, contract.loss_slopes(softmax, terms, inputs, options), options)
 
 
-def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple[Softmax, None]:
+def forward(inputs: Inputs, options: Options, plan: Tiling | None = None) -> tuple[Softmax, None]:
     """The statistics of all tokens: 1 matrix product, r with a teacher; twice that for jsd without room for logits."""
     wave, plan, options = plan is None, plan or make_plan(inputs), options.values_alone
     if inputs.teacher is not None:
@@ -70,7 +70,7 @@ def forward(inputs: Inputs, options: Options, plan: Plan | None = None) -> tuple
     return contract.finish(running, inputs, options), None
 
 
-def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inputs], Any], nothing: Any) -> Any:
+def over_rows(plan: Tiling, inputs: Inputs, options: Options, block: Callable[[Inputs], Any], nothing: Any) -> Any:
     """A tree of arrays [N, ...] such as `nothing`, which `block` gives for the inputs of a block's rows."""
     live = live_rows(inputs.live, plan.block)
 
@@ -83,7 +83,7 @@ def over_rows(plan: Plan, inputs: Inputs, options: Options, block: Callable[[Inp
 
 
 def gradients(
-    inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options, plan: Plan | None = None
+    inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, options: Options, plan: Tiling | None = None
 ) -> Gradients:
     """The gradients by recomputation, tile by tile and in each block by block: 3 + r products, 2 + r for one alone."""
     plan = plan or make_plan(inputs)
@@ -116,7 +116,7 @@ def gradients(
     return None if dh_MD is None else dh_MD.astype(dh_dtype)[live.place], dw_VD
 
 
-def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) -> tuple[Softmax, Gradients]:
+def _waves(plan: Tiling, inputs: Inputs, terms: Terms | None, options: Options) -> tuple[Softmax, Gradients]:
     """Statistics and wanted gradients, keeping a block's logits: 3 + r products, 2 + r for one gradient alone."""
 
     def step(row_R: Array, live_R: Array, dw_VD: Array | None, kept: Any) -> Any:
@@ -143,7 +143,9 @@ def _waves(plan: Plan, inputs: Inputs, terms: Terms | None, options: Options) ->
     return over_waves(inputs, options, plan.block, step, all_M, kept=kept)
 
 
-def statistics(plan: Plan, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Softmax, Logits | None]:
+def statistics(
+    plan: Tiling, part: Inputs, options: Options, kept: Logits | None = None
+) -> tuple[Softmax, Logits | None]:
     """The statistics of a block's rows, and all of their y [C, R, T], written over `kept` if that is given."""
     scales, measure, axis = contract.scales_of(part, options), options.divergence, options.vocabulary_axis
     running, kept = _running(plan, part, options, kept)
@@ -166,7 +168,7 @@ def statistics(plan: Plan, part: Inputs, options: Options, kept: Logits | None =
     return softmax._replace(divergence=divergence, to_mixture=to_mixture), kept
 
 
-def _running(plan: Plan, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
+def _running(plan: Tiling, part: Inputs, options: Options, kept: Logits | None = None) -> tuple[Any, Logits | None]:
     """A block's sums over this device's columns, and its y as in `statistics`."""
     scales, zeros_R = contract.scales_of(part, options), contract.zeros(part, len(part.labels))
 
@@ -186,25 +188,35 @@ def _running(plan: Plan, part: Inputs, options: Options, kept: Logits | None = N
 # --- blocks and tiles ---------------------------------------------------------------------------------------------
 
 
-def make_plan(inputs: Inputs) -> Plan:
+def make_plan(inputs: Inputs) -> Tiling:
     models, tokens = _models(inputs), len(inputs.labels)
     vocabulary, features = min(len(x.weight) for x in models), max(x.weight.shape[1] for x in models)
     most = min(_TILE, max(256, _TILE_ELEMENTS // features))
     tile = min(vocabulary, round_up(-(-vocabulary // -(-vocabulary // most)), 128))
     block = _CPU_BLOCK if target.platform() == "cpu" else _BLOCK
-    return Plan(min(block, round_up(tokens, 8)), tile, -(-vocabulary // tile), vocabulary)
+    return Tiling(min(block, round_up(tokens, 8)), tile, -(-vocabulary // tile), vocabulary)
 
 
-def wave_rows(plan: Plan, inputs: Inputs, options: Options) -> int:
+def waves_plan(inputs: Inputs) -> Tiling:
+    """The plan of waves: on a GPU one tile, since cuBLAS multiplies all columns in half the time of many tiles."""
+    plan = make_plan(inputs)
+    return plan._replace(tile=plan.vocabulary, tiles=1) if target.platform() == "gpu" else plan
+
+
+def wave_rows(plan: Tiling, inputs: Inputs, options: Options) -> int:
     """The number of rows whose logits are kept at a time, or 0 to compute them again."""
-    rows = round_up(len(inputs.labels), 8)
-    bytes_a_row = 4 * len(_models(inputs)) * plan.tiles * plan.tile
-    room = plan.block * 4 * plan.tiles * plan.tile if options.workspace is None else options.workspace
-    wave = min(rows, _MOST_WAVE, room // bytes_a_row // 8 * 8)
-    if options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32 and wave < rows:
-        # Several waves are summed in float32, which is no gradient then but one more array.
-        room = 0 if options.workspace is None else max(0, options.workspace - 4 * inputs.weight.size)
-        wave = min(wave, room // bytes_a_row // 8 * 8)
+    rows, room = round_up(len(inputs.labels), 8), options.workspace
+    models, on_gpu = len(_models(inputs)), target.platform() == "gpu"
+    bytes_a_row = 4 * models * plan.tiles * plan.tile
+    if on_gpu:  # dy of all columns, in the products' dtype, is an array, too
+        bytes_a_row += options.dtype.itemsize * plan.tile
+    wave = min(rows, _MOST_WAVE, (plan.block // models if room is None else room // bytes_a_row) // 8 * 8)
+    narrow = options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32
+    if narrow and wave < rows and not (room is None and on_gpu):
+        # Several waves are summed in float32, which is no gradient then but one more array. On a GPU the default takes
+        # it all the same, as chunks of logits do: computing logits twice costs more time there.
+        left = 0 if room is None else max(0, room - 4 * inputs.weight.size)
+        wave = min(wave, left // bytes_a_row // 8 * 8)
     return wave if wave >= min(rows, _LEAST_WAVE) else 0
 
 
@@ -221,7 +233,7 @@ def zeroed(inputs: Inputs) -> Inputs:
     return inputs._replace(hidden=jnp.where(live_N1, inputs.hidden, 0), teacher=teacher)
 
 
-def columns_of(plan: Plan, part: Inputs, c: Array) -> Columns:
+def columns_of(plan: Tiling, part: Inputs, c: Array) -> Columns:
     """The columns of tile c that count in it, and which of them is each row's label."""
     column_T = start_of(plan, c) + jnp.arange(plan.tile)
     fresh_T = column_T >= c * plan.tile
@@ -230,8 +242,9 @@ def columns_of(plan: Plan, part: Inputs, c: Array) -> Columns:
     return Columns(fresh_T, fresh_T & (column_T == part.labels[:, None]))
 
 
-def weight_tile(plan: Plan, weight: Float[Array, "V D"], c: Array) -> Float[Array, "T D"]:
-    return lax.dynamic_slice_in_dim(weight, start_of(plan, c), plan.tile)
+def weight_tile(plan: Tiling, weight: Float[Array, "V D"], c: Array) -> Float[Array, "T D"]:
+    # A slice of all rows would be a copy where its start is traced.
+    return weight if plan.tile == len(weight) else lax.dynamic_slice_in_dim(weight, start_of(plan, c), plan.tile)
 
 
 def product(options: Options, a: Array, b: Array, dims: tuple[int, int]) -> Float[Array, "_ _"]:
@@ -247,17 +260,17 @@ def _models(inputs: Inputs) -> tuple[Any, ...]:
     return (inputs,) if inputs.teacher is None else (inputs, inputs.teacher)
 
 
-def _over_tiles(plan: Plan, body: Callable[[Array, Any], Any], carry: Any) -> Any:
+def _over_tiles(plan: Tiling, body: Callable[[Array, Any], Any], carry: Any) -> Any:
     """`carry = body(c, carry)` for each tile c."""
     return body(jnp.int32(0), carry) if plan.tiles == 1 else lax.fori_loop(0, plan.tiles, body, carry)
 
 
-def start_of(plan: Plan, c: Array) -> Array:
+def start_of(plan: Tiling, c: Array) -> Array:
     """The first column of tile c; the last tile begins early enough to be whole."""
     return jnp.minimum(c * plan.tile, plan.vocabulary - plan.tile)
 
 
-def logits_of_tile(plan: Plan, part: Inputs, options: Options, c: Array) -> Logits:
+def logits_of_tile(plan: Tiling, part: Inputs, options: Options, c: Array) -> Logits:
     """y of tile c."""
     caps = options.softcap, options.teacher_softcap
     return tuple(
@@ -267,7 +280,7 @@ def logits_of_tile(plan: Plan, part: Inputs, options: Options, c: Array) -> Logi
 
 
 def slopes_of_tile(
-    plan: Plan, part: Inputs, options: Options, y: Logits, c: Array, softmax: Softmax, slopes: Slopes
+    plan: Tiling, part: Inputs, options: Options, y: Logits, c: Array, softmax: Softmax, slopes: Slopes
 ) -> Float[Array, "R T"]:
     """The derivatives, by the student's products of tile c, of a scalar with derivatives `slopes` by the statistics."""
     columns, scales, dz_RT = columns_of(plan, part, c), contract.scales_of(part, options), jnp.zeros_like(y[0])

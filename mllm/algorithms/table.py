@@ -1,34 +1,38 @@
-"""The algorithms, by their names: the one place, besides its own files, that knows of each."""
+"""The settings of each algorithm by name; `recipes.py` has the algorithms themselves, which need JAX."""
 
-from functools import cache
-from typing import Any, Literal
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import Discriminator, Tag, TypeAdapter
 
-from mllm.algorithms.distill.settings import DistillRules
-from mllm.algorithms.dpo.settings import DpoRules
-from mllm.algorithms.grpo.settings import GrpoRules
-from mllm.algorithms.sft.settings import SftRules
-from mllm.config.schema import Config, Rules
+from mllm.algorithms.distill.settings import DistillRun, OwnDistillRun
+from mllm.algorithms.dpo.settings import DpoRun
+from mllm.algorithms.grpo.settings import GrpoRun
+from mllm.algorithms.sft.settings import SftRun
+from mllm.config.run import RunConfig
 
-ALGORITHMS: dict[str, Rules] = {"sft": SftRules(), "grpo": GrpoRules(), "dpo": DpoRules(), "distill": DistillRules()}
+RUNS: dict[str, type[RunConfig]] = {
+    "sft": SftRun,
+    "grpo": GrpoRun,
+    "dpo": DpoRun,
+    "distill": OwnDistillRun,
+    "distill with data": DistillRun,
+}
+"""The class of a run's settings by its algorithm, and ` with data` where an algorithm may also learn from examples."""
 
 
-def schema() -> type[Config]:
-    """The configuration with the sections of all algorithms in the table."""
-    return schema_of(tuple(ALGORITHMS.items()))
+def kind_of(settings: Any) -> str | None:
+    """The key of `RUNS` for these settings; None where the algorithm is missing or no text."""
+    given = settings if isinstance(settings, dict) else dict(settings)
+    algorithm = given.get("algorithm")
+    if not isinstance(algorithm, str):
+        return None
+    return key if given.get("data") is not None and (key := f"{algorithm} with data") in RUNS else algorithm
 
 
-@cache
-def schema_of(algorithms: tuple[tuple[str, Rules], ...]) -> type[Config]:
-    """The configuration with the sections of these algorithms, in alphabetical order."""
-    description = Config.model_fields["algorithm"].description
-    fields: dict[str, Any] = {"algorithm": (Literal[*(name for name, _ in algorithms)], Field(description=description))}
-    sections = {key: section for _, rules in algorithms for key, section in rules.sections.items()}
-    for key in sorted(sections):
-        users = " and ".join(name for name, rules in algorithms if key in rules.sections)
-        summary = (sections[key].__doc__ or "").strip().partition("\n\n")[0]
-        fields[key] = (sections[key] | None, Field(default=None, description=f"{summary} For {users}."))
-    config = create_model("Config", __base__=Config, __doc__="The settings of a run; its sections follow.", **fields)
-    config.rules_by_name = dict(algorithms)
-    return config
+def schema() -> TypeAdapter[RunConfig]:
+    """The settings of any run: a union that the algorithm, and whether it learns from `data`, discriminates."""
+    tagged = [Annotated[run, Tag(key)] for key, run in RUNS.items()]
+    union: Any = Annotated[reduce(or_, tagged), Discriminator(kind_of)]
+    return TypeAdapter(union)

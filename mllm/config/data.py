@@ -7,12 +7,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_valida
 from mllm.config.section import Section, impossible
 
 FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
-PreferenceForm: TypeAlias = Literal["pairs", "labelled"]
-"""The form of a record of preferences: a prompt with two completions, or one completion with a label."""
-
-
 Column: TypeAlias = Literal[
-    *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "label", "text", "tools")
+    *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "text", "tools")
 ]
 """The fields of an example; docs/training.md says what they hold."""
 
@@ -36,8 +32,6 @@ class ValidationConfig(Section):
     def check(self) -> Self:
         if [self.source, self.split, self.share].count(None) != 2:
             raise impossible("source", "give one of source, split and share")
-        if self.every is None:
-            self.reject_unused("without every", "patience")
         return self
 
 
@@ -57,7 +51,7 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """The examples that SFT trains on; under DPO an example is a pair, or a labelled completion."""
+    """The examples that SFT trains on; under DPO an example is a pair."""
 
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or
@@ -99,15 +93,12 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def check(self) -> Self:
         if self.mix is not None:
-            self.reject_unused("with several sources (mix)", "epochs", "subset", "split")
+            if self.epochs is not None:
+                raise impossible("epochs", "a mix has no end: remove it, and set steps")
             if len(self.mix) < 2 or "task" in {entry.source for entry in self.mix}:
                 raise impossible("mix", "give two sources or more, files or hub ids")
             if self.source != self.mix[0].source:
                 raise impossible("source", f"{self.source} is not used with mix: give the list of sources here")
-        if self.source == "task" or names_files(self.source):
-            self.reject_unused(f"with source: {self.source}", "subset", "split")
-        if self.source == "task":
-            self.reject_unused("with source: task", "cache", "columns")
         if self.validation and self.validation.split and (self.source == "task" or names_files(self.source)):
             raise impossible("validation.split", f"is not used with source: {self.source}: give a source or a share")
         if self.validation and self.validation.share and self.source == "task":

@@ -1,37 +1,35 @@
-"""Reads a configuration from a YAML file and `key.sub=value` overrides, explains errors in one line, and writes YAML.
-
-Plain values are YAML 1.2's (https://yaml.org/spec/1.2.2/#1032-tag-resolution): 1e-3 is a number, 010 is ten, `no`, 1:40
-and dates are texts. Tags, anchors and merges, with which one line can fill the memory, are refused.
-"""
+"""Reads a run's settings from YAML 1.2 and `key.sub=value` overrides, explains errors in one line, and writes YAML."""
 
 import difflib
+import io
 import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
 
-from mllm.algorithms.table import schema
+from mllm.algorithms.table import RUNS, schema
 from mllm.config import places
 from mllm.config.habits import HABITS
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.config.section import keys_of
 from mllm.errors import UserError
 
-CONFIGS = Path(__file__).parent.parent.parent / "configs"
-LARGEST_FILE = 2**20
-DEEPEST = 20
+CONFIGS = (Path(__file__).parent.parent / "recipes").resolve()  # a link to configs/, or a copy where it is installed
+COMMENT = re.compile(r"(^|\s)#")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> Config:
+def load(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
     The files and modules that it names are looked for in its own folder and then in the current one.
 
-    UserError is raised if the file is missing or not YAML, or a setting is unknown, unused or impossible.
+    UserError is raised if the file is missing or not YAML, or a setting is unknown or impossible.
     """
     path = find(name)
     settings = read(path)
@@ -43,7 +41,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Config:
     return validate(settings, path, overrides)
 
 
-def load_run(path: Path, overrides: Sequence[str] = ()) -> Config:
+def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a run's config.yaml, whose paths are absolute; UserError as for `load`.
 
     The run may be a stranger's: no module beside the file can be imported.
@@ -54,32 +52,63 @@ def load_run(path: Path, overrides: Sequence[str] = ()) -> Config:
     return validate(settings, path, overrides)
 
 
-def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str]) -> Config:
+def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     try:
-        return schema().model_validate(settings)
+        return schema().validate_python(settings)
     except ValidationError as error:
         raise UserError(f"{' '.join([str(path), *overrides])}: {explain(error)}") from None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The settings in a YAML file, not yet validated; UserError where it is no mapping of plain values."""
+def for_devices(config: RunConfig, devices: int) -> RunConfig:
+    """The configuration with a number in place of `mesh.fsdp: -1`, for so many devices.
+
+    UserError is raised where they are fewer than dp * tp, or don't divide the batch.
+    """
+    if config.mesh.fsdp != -1:
+        return config
+    used = config.mesh.dp * config.mesh.tp
+    if used > devices:
+        raise UserError(f"mesh: dp * tp = {used}, but there are {devices} devices: lower one of them")
+    mesh = config.mesh.model_copy(update={"fsdp": devices // used})
     try:
-        if not path.is_file():
-            raise UserError(f"{path}: is no file")
-        if path.stat().st_size > LARGEST_FILE:
-            raise UserError(f"{path}: larger than {LARGEST_FILE >> 20} MiB, so it is no configuration")
-        settings = yaml.load(path.read_text(encoding="utf-8"), PlainLoader)
-    except (yaml.YAMLError, ValueError, OSError) as error:
+        return schema().validate_python(config.model_dump() | {"mesh": mesh.model_dump()})
+    except ValidationError as error:
+        fault = f"{explain(error)}, with all {devices} devices"
+        raise UserError(f"{fault}: change it, or set mesh.fsdp to use fewer of them") from None
+
+
+class PlainConstructor(SafeConstructor):
+    """Reads a date as a text, because no setting is a date."""
+
+
+PlainConstructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def parser() -> YAML:
+    """A reader and writer of YAML 1.2, which takes no objects of Python."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = PlainConstructor
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    return yaml
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings in a YAML file, not yet validated; UserError where the file is no mapping."""
+    try:
+        settings = parser().load(path.read_text(encoding="utf-8"))
+    except (YAMLError, ValueError, OSError, RecursionError) as error:
         raise UserError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise UserError(f"{path}: expected a mapping of settings at the top level")
     return settings
 
 
-def dump(config: Config) -> str:
+def dump(config: RunConfig) -> str:
     """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
-    escaped = r"\x85" in repr(config)  # unless it is escaped, PyYAML reads this character as another line break
-    return yaml.dump(config.model_dump(mode="json"), Dumper=PlainDumper, sort_keys=False, allow_unicode=not escaped)
+    text = io.StringIO()
+    parser().dump(config.model_dump(mode="json"), text)
+    return text.getvalue()
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -117,72 +146,11 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise UserError(f"{override}: {parent} is a value, not a section")
     try:
-        value = yaml.compose(text, PlainLoader)
-        unread = text[value.end_mark.index :].strip() if value else text.strip()
-        if unread:
-            raise ValueError(f"{unread} would be a comment: quote the value inside the shell's quotes: '{key}=\"...\"'")
-        node[last] = yaml.load(text, PlainLoader)
-    except (yaml.YAMLError, ValueError) as error:
+        node[last] = parser().load(text)
+    except (YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{override}: the value is not readable as YAML: {' '.join(str(error).split())}") from None
-
-
-class PlainLoader(yaml.SafeLoader):
-    """Reads mappings, lists and plain values; raises ValueError for what settings don't need of YAML."""
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()
-        if event.anchor or getattr(event, "tag", None):
-            raise ValueError(f"{place(event)}: anchors, aliases and tags are not read: write the value itself")
-        if len(self.marks) > DEEPEST:
-            raise ValueError(f"{place(event)}: more than {DEEPEST} levels")
-        # A NUL would end a path, and half of a surrogate pair can't be written to any file.
-        if isinstance(event, yaml.ScalarEvent) and (forbidden := re.search("[\0\ud800-\udfff]", event.value)):
-            raise ValueError(f"{place(event)}: no text may hold {forbidden.group()!r}")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if key.tag != "tag:yaml.org,2002:str":
-                shown = key.value if isinstance(key, yaml.ScalarNode) else f"a {key.id}"
-                raise ValueError(f"{place(key)}: {shown} is no name of a setting")
-            if key.value in seen:  # its first value would be lost
-                raise ValueError(f"{place(key)}: {key.value} stands twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def construct_number(self, node: yaml.ScalarNode) -> int | float:
-        is_decimal = node.value[:2] not in ("0o", "0x")
-        text = node.value.lower().replace(".inf", "inf").replace(".nan", "nan")
-        value = float(text) if node.tag.endswith(":float") else int(text, 10 if is_decimal else 0)
-        if not abs(value) < 2**63:  # NaN and infinity among them
-            raise ValueError(f"{place(node)}: {node.value:.40} is no number that settings take")
-        return value
-
-
-def place(node: Any) -> str:
-    """The line in which a node or an event of YAML begins."""
-    return f"line {node.start_mark.line + 1}"
-
-
-class PlainDumper(yaml.SafeDumper):
-    """Quotes a text that would be another value in YAML 1.1 or 1.2."""
-
-
-PLAIN = {
-    "bool": r"true|True|TRUE|false|False|FALSE",
-    "int": r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+",
-    "float": r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-    "null": r"~|null|Null|NULL|",
-    "merge": "<<",  # not in YAML 1.2, and refused
-}
-"""YAML 1.2's plain values that are no texts, the first that matches."""
-PlainLoader.yaml_implicit_resolvers = {}
-for kind, pattern in PLAIN.items():
-    for resolver in (PlainLoader, PlainDumper):
-        resolver.add_implicit_resolver(f"tag:yaml.org,2002:{kind}", re.compile(rf"(?:{pattern})\Z"), None)
-PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_number)
-PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_number)
+    if COMMENT.search(text) and not text.startswith(("'", '"', "[", "{")):
+        raise UserError(f"{override}: # begins a comment: quote the value inside the shell's quotes: '{key}=\"...\"'")
 
 
 def explain(error: ValidationError) -> str:
@@ -190,26 +158,40 @@ def explain(error: ValidationError) -> str:
     problems = error.errors(include_url=False)
     # Where a key is misspelt, the right one is often missing, too; the misspelt one says more.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
-    location = [str(part) for part in problem["loc"]]
+    if problem["type"].startswith("union_tag"):
+        given = problem["input"].get("algorithm") if isinstance(problem["input"], dict) else problem["input"]
+        names = ", ".join(key for key in RUNS if " " not in key)
+        return f"algorithm: expected one of {names} (got {given!r})"
+    kind, *location = map(str, problem["loc"])
     key, value = ".".join(location), problem["input"]
     if problem["type"] == "impossible":
         relative, message = problem["msg"].split("\n", 1)
         return f"{'.'.join([*location, relative])}: {message}"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: unknown setting{nearest([part for part in problem['loc'] if isinstance(part, str)])}"
+        texts = [part for part in problem["loc"][1:] if isinstance(part, str)]
+        return f"{key}: unknown setting{nearest(kind, texts)}"
     if problem["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{key}: expected a section of settings, got {value!r}"
+    if problem["type"] == "missing":
+        return f"{key}: this setting is required"
     shown = f" (got {value!r})" if isinstance(value, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"
 
 
-def nearest(location: Sequence[str]) -> str:
-    """The end of an error's line: the setting's name here, or its section; empty where nothing is like it."""
+def nearest(kind: str, location: Sequence[str]) -> str:
+    """The end of an error's line: the setting's name here, or its section; empty where nothing is like it.
+
+    `kind` is the key of `RUNS` for the settings.
+    """
     section, name = ".".join(location[:-1]), location[-1]
     if name in HABITS:
         return f"; here: {HABITS[name]}"
-    keys = [key.rpartition(".") for key in keys_of(schema()) if not key.startswith("changes.")]  # a mere record
+    keys = [key.rpartition(".") for key in keys_of(RUNS[kind]) if not key.startswith("changes.")]  # a mere record
     if elsewhere := ["".join(key) for key in keys if key[2] == name]:
         return f"; it is {' or '.join(elsewhere)}"
-    close = difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    if users := [key for key, run in RUNS.items() if ".".join(location) in keys_of(run)]:
+        return f" of algorithm: {kind}; it is for {', '.join(users)}"
+    if close := difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1):
+        return f"; did you mean {close[0]}?"
+    close = difflib.get_close_matches(name, [key[2] for key in keys], n=1)
+    return f"; did you mean {' or '.join(''.join(key) for key in keys if key[2] in close)}?" if close else ""

@@ -89,17 +89,12 @@ class ModelConfig(Section):
         if self.init == "pretrained":
             if self.source is None:
                 raise impossible("source", "give a local folder or a hub id, or set model.init=random")
-            self.reject_unused("with init: pretrained (the source's config.json says it)", "architecture")
+            if self.architecture is not None:
+                raise impossible("architecture", "the source has its own: set model.init=random to make a new model")
         elif (self.source is None) == (self.architecture is None):
             raise impossible("architecture", "init: random takes either a source or an architecture")
-        else:
-            self.reject_unused("with init: random", "step", "revision")
         if isinstance(self.step, str) and self.step not in ("newest", "best"):
             raise impossible("step", f"{self.step!r} is none of newest, best and the number of a step")
-        if self.lora is not None:
-            self.reject_unused("with lora (adapters are float32)", "param_dtype")
-        if self.dtype == "float32" or self.param_dtype == "bfloat16":
-            self.reject_unused("unless float32 parameters become bfloat16", "compute_rounding")
         return self
 
 
@@ -109,14 +104,8 @@ class HeadConfig(Section):
     impl: Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
-    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. Not with impl
-    full_logits, `grpo.loss_type` gspo or dpo, nor with one update per rollout and a `sequence` importance weight."""
-
-    @model_validator(mode="after")
-    def check(self) -> Self:
-        if self.impl == "full_logits":
-            self.reject_unused("with impl: full_logits", "workspace_mib")
-        return self
+    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. `full_logits`,
+    DPO, GSPO and importance weights of whole completions don't use it."""
 
 
 class OptimizerConfig(Section):
@@ -146,19 +135,19 @@ class OptimizerConfig(Section):
     max_skipped: int = Field(default=10, ge=0)
     """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
 
-    @model_validator(mode="after")
-    def check(self) -> Self:
-        if self.schedule == "constant":
-            self.reject_unused("with schedule: constant", "final_fraction")
-        return self
-
 
 class MeshConfig(Section):
-    """Devices along each axis; their product is the number of devices that are used."""
+    """The devices along each axis. Their product is the number of devices that are used."""
 
     dp: PositiveInt = 1
     """Devices that share a batch, each with all parameters."""
-    fsdp: PositiveInt = 1
-    """Devices that share a batch, the parameters and the optimizer's state."""
+    fsdp: int = Field(default=-1, ge=-1)
+    """Devices that share a batch, the parameters and the optimizer's state; -1: all devices that dp and tp leave."""
     tp: PositiveInt = 1
     """Devices that share every matrix product; divides the model's numbers of heads."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.fsdp == 0:
+            raise impossible("fsdp", "give 1 or more, or -1 for all devices that dp and tp leave")
+        return self

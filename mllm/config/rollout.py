@@ -37,8 +37,6 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def check(self) -> Self:
-        if self.turns == 1:
-            self.reject_unused("with one turn (max_turns)", "max_total_length")
         if self.total_length < (least := self.max_prompt_length + self.max_completion_length):
             fault = f"{self.total_length} is less than max_prompt_length + max_completion_length ({least})"
             raise impossible("max_total_length", fault)

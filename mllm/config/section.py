@@ -1,4 +1,4 @@
-"""The base of every section of a configuration: it is immutable, and closed to keys that it does not define."""
+"""The base of every section of a configuration. Sections are immutable and refuse keys that they don't define."""
 
 from collections.abc import Iterator
 from typing import Any, Self, get_args
@@ -8,10 +8,6 @@ from pydantic_core import PydanticCustomError
 
 LARGEST_NUMBER = 2**31 - 1
 """The largest whole number in a setting, because JAX counts in int32."""
-
-
-Fault = tuple[str, str]
-"""The key of a setting that can't work, or has no effect, and what is wrong with it."""
 
 
 class Section(BaseModel):
@@ -30,23 +26,9 @@ class Section(BaseModel):
                 raise impossible(name, f"the number is too large: at most {LARGEST_NUMBER}")
         return made
 
-    def reject_unused(self, because: str, *names: str) -> None:
-        """Raise for the first of `names`, dotted in inner sections, that is set to something other than its default."""
-        for fault in self.unused(because, *names):
-            raise impossible(*fault)
-
-    def unused(self, because: str, *names: str) -> Iterator[Fault]:
-        """A fault for each of `names`, dotted in inner sections, that is not at its default."""
-        for name in names:
-            section, (*inner, last) = self, name.split(".")
-            for part in inner:
-                section = getattr(section, part)
-            if getattr(section, last) != type(section).model_fields[last].get_default(call_default_factory=True):
-                yield name, f"is not used {because}: remove it"
-
 
 def impossible(key: str, message: str) -> PydanticCustomError:
-    """The error of a setting that contradicts another; `key` is relative to the section that raises it."""
+    """The error of a setting that can't work; `key` is relative to the section that raises it."""
     return PydanticCustomError("impossible", "{key}\n{message}", {"key": key, "message": message})
 
 

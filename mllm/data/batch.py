@@ -22,7 +22,7 @@ class Trajectory(NamedTuple):
 
     tokens: Int32[np.ndarray, " T"]
     sampled: Bool[np.ndarray, " T"]
-    """Which tokens were sampled: these are learned. The others were given, as a prompt's are; the first always is."""
+    """Which tokens were sampled: they count. The others were given, as a prompt's are; the first always is."""
     logprobs: Float32[np.ndarray, " sampled"]
     """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
@@ -35,8 +35,10 @@ class Trajectory(NamedTuple):
     """The text of the prompt's last message."""
     text: str = ""
     """The text of the completion; the last turn's where there are several."""
+    thinks: bool = False
+    """Whether what came before that text has opened a thought."""
     rewards: Sequence[tuple[Any, ...]] = ()
-    """The answer of each reward function, as in `mllm.rewards.calls.Answer`."""
+    """The answer of each reward function, as in `mllm.rewards.scores.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
     """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
     and `tool_errors`; none with a single turn."""

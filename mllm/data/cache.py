@@ -1,23 +1,21 @@
 """Documents on disk: the examples of files or of a hub id, tokenized once and found again by what they are made of.
 
-A cache is a folder, named by a hash of the sources' content, the tokenizer with its template, and the settings that
-change tokens: documents in an ArrayRecord file, their sizes, mapped into memory, and a summary with checksums, which is
-written last, and compared whenever the cache is opened. A lock lets one process of each machine make it while others
-wait. Whenever a cache is made, caches that nothing has used for long are removed, by `UNUSED_DAYS` and `MOST_BYTES`.
+A cache is two files, named by a hash of the sources' content, the tokenizer with its template, and the settings that
+change tokens: an ArrayRecord file of documents, and their sizes with a summary. Both are written under other names and
+renamed, the summary last: a cache that has one is whole. Processes that make the same cache at once write equal files.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import sys
 import tempfile
 import threading
-import time
+import zipfile
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +25,10 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from jaxtyping import Int32
 from tqdm import tqdm
 
-from mllm.config.data import DataConfig, PreferenceForm
+from mllm.config.data import DataConfig
+from mllm.config.task import Form
 from mllm.data.records import Origin, bad_lines
-from mllm.data.tokenizing import Document, Documents, Encoded, Preference, Skipped, encode_records
+from mllm.data.tokenizing import Document, Documents, Encoded, Pair, Skipped, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
 from mllm.parallel.processes import gather_objects
@@ -37,21 +36,17 @@ from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
-RECORDS, SIZES, SUMMARY = "documents.arrayrecord", "sizes.int32", "summary"
+RECORDS, SUMMARY = ".arrayrecord", ".npz"
+"""The endings of a cache's files."""
 MOST_BAD = 10_000
-UNUSED_DAYS, MOST_BYTES = 30, 200 * 10**9
-LOCK = ".lock"
-LABELS = (None, True, False)
 
 
-def cached_documents(
-    origin: Origin, config: DataConfig, renderer: Renderer, form: PreferenceForm | None = None
-) -> Documents:
-    """All examples, or with a `form` preferences, of files or a hub id; a warning counts skipped and cut examples.
+def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pairs: bool = False) -> Documents:
+    """All examples, or `pairs`, of files or a hub id; a warning counts skipped and cut examples.
 
-    All processes must call it. UserError is raised if the source can't be read or differs
+    All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
     between processes, has no example, or a line of it is bad.
     """
     caches, content = folder_of(config), origin.content()
@@ -61,26 +56,23 @@ def cached_documents(
         raise UserError(f"{origin.key}: {difference}: give all the same data")
     try:
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
-        settings = [VERSION, content, *tokens, config.max_length, *filter(None, [form, config.columns])]
-        folder = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-        if (summary := read_summary(folder)) is None:
-            with locked(folder):
-                if (summary := read_summary(folder)) is None:  # no other process has made it meanwhile
-                    prune(path for path in caches.glob("[0-9a-f]" * 32) if (path / LOCK).exists())
-                    encoded = encode_records(renderer, config.max_length, origin.records(), form, config.columns)
-                    summary = make(folder, origin, encoded, content)
+        settings = [VERSION, content, *tokens, config.max_length, pairs, config.columns]
+        cache = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
+        if (found := read_summary(cache)) is None:
+            encoded = encode_records(renderer, config.max_length, origin.records(), pairs, config.columns)
+            found = make(cache, origin, encoded, content)
     except (OSError, RuntimeError) as error:  # array_record raises RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
-    with suppress(OSError):  # it may be another user's
-        (folder / LOCK).touch()  # it says when the cache was last used
+    sizes, summary = found
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
     for outcome, count in counts.items():
         if count:
             log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, outcome)
-    return open_documents(folder, summary, form)
+    form: Form = "texts" if summary["texts"] == len(sizes) else "chats"
+    return Documents(sizes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form)
 
 
 def folder_of(config: DataConfig) -> Path:
@@ -88,74 +80,67 @@ def folder_of(config: DataConfig) -> Path:
     return Path(os.path.expanduser(config.cache)) if config.cache else cache_folder()
 
 
-def open_documents(folder: Path, summary: dict[str, Any], form: PreferenceForm | None = None) -> Documents:
-    """The documents in a cache's folder; to read one raises UserError where it is damaged."""
-    sizes = np.asarray(np.memmap(folder / SIZES, np.int32, "r")).reshape(-1, 2)
-    records = grain.sources.ArrayRecordDataSource([str(folder / RECORDS)])
+def reader(path: Path, pairs: bool) -> Callable[[Sequence[int]], list[Document | Pair]]:
+    """A function that reads the documents of these indices; UserError where the file is damaged."""
+    with whole(path):
+        records = grain.sources.ArrayRecordDataSource([str(path)])
     lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
 
-    def read(indices: Sequence[int]) -> list[Document | Preference]:
-        try:
-            with lock:
-                # A process may have no row of a last batch, and the reader takes no empty list.
-                stored = records.__getitems__(indices) if indices else ()
-                return [unsigned(np.frombuffer(record, np.int32), form) for record in stored]
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"data.cache: {folder} is damaged ({brief(error)}): delete it") from None
+    def read(indices: Sequence[int]) -> list[Document | Pair]:
+        with whole(path), lock:
+            # A process may have no row of a last batch, and the reader takes no empty list.
+            stored = records.__getitems__(indices) if indices else ()
+            return [unsigned(np.frombuffer(record, np.int32), pairs) for record in stored]
 
-    return Documents(sizes, read, summary["content"], "texts" if summary["texts"] == len(sizes) else "chats", form)
+    return read
 
 
-def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The summary of a cache; None where there is none, or its files are damaged."""
+@contextmanager
+def whole(path: Path) -> Iterator[None]:
+    """Let a file of a cache be read; UserError where it is damaged, which ArrayRecord's and zip's checksums say."""
     try:
-        recorded, _, text = (folder / SUMMARY).read_text().partition("\n")
-        return json.loads(text) if recorded == checksum(folder, text) else None
-    except (OSError, UnicodeDecodeError):
+        yield
+    except (RuntimeError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"data.cache: {path} is damaged ({brief(error)}): delete it") from None
+
+
+def read_summary(cache: Path) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]] | None:
+    """The sizes of a cache's documents, and its summary; None where there is no cache."""
+    path = cache.with_suffix(SUMMARY)
+    if not path.exists():
         return None
+    with whole(path), np.load(path) as file:
+        return file["sizes"], json.loads(file["summary"].item())
 
 
-def checksum(folder: Path, summary: str) -> str:
-    """A hash of a cache's files and its summary."""
-    parts = [summary.encode(), *(file_digest(folder / name).encode() for name in (RECORDS, SIZES))]
-    return hashlib.sha256(b"\n".join(parts)).hexdigest()
-
-
-def make(folder: Path, origin: Origin, encoded: Iterator[Encoded], content: str) -> dict[str, Any]:
-    """Write the cache of a source with this content, in place of a damaged or an unfinished one.
-
-    Returns its summary.
-    """
-    if (folder / SUMMARY).exists():
-        log.warning("data.cache: %s is damaged, and made again", folder)
-    clear(folder)
-    with ExitStack() as failed:
-        failed.callback(clear, folder)
-        summary = write_documents(folder, origin, encoded)
+def make(
+    cache: Path, origin: Origin, encoded: Iterator[Encoded], content: str
+) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]]:
+    """Write the cache of a source with this content. Returns its sizes and summary."""
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache.parent, prefix="unfinished-") as folder:
+        records, summarized = (Path(folder, f"cache{ending}") for ending in (RECORDS, SUMMARY))
+        sizes, summary = write_documents(records, origin, encoded)
         if origin.content() != content:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
-        text = json.dumps(summary)
-        (folder / SUMMARY).write_text(f"{checksum(folder, text)}\n{text}")
-        failed.pop_all()
-    return summary
+        np.savez(summarized, sizes=sizes, summary=json.dumps(summary))
+        records.replace(cache.with_suffix(RECORDS))
+        summarized.replace(cache.with_suffix(SUMMARY))
+    return sizes, summary
 
 
-def clear(folder: Path) -> None:
-    for name in (SUMMARY, RECORDS, SIZES):
-        (folder / name).unlink(missing_ok=True)
+def write_documents(
+    path: Path, origin: Origin, encoded: Iterator[Encoded]
+) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]]:
+    """Write the documents.
 
-
-def write_documents(folder: Path, origin: Origin, encoded: Iterator[Encoded]) -> dict[str, Any]:
-    """Write documents and sizes.
-
-    Returns a hash of the documents, how many are texts or were cut, and how many were skipped for each reason.
+    Returns their sizes, and a summary: a hash of the documents, how many are texts or were cut, and how many were
+    skipped for each reason.
     """
     content, bad, skipped, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), Counter[str](), 0, 0
+    sizes = array("i")
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
-    with (
-        closing(ArrayRecordWriter(str(folder / RECORDS), "group_size:1")) as writer,
-        (folder / SIZES).open("wb") as sizes,
-    ):
+    with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
         for location, result in bar:
             if isinstance(result, UserError):
                 bad.append((location, result))
@@ -168,40 +153,34 @@ def write_documents(folder: Path, origin: Origin, encoded: Iterator[Encoded]) ->
                 record = signed(document).tobytes()
                 writer.write(record)
                 content.update(record)
-                sizes.write(np.array(document.size, np.int32).tobytes())
+                sizes.extend(document.size)
                 cut += not complete
                 texts += is_text
-        documents = sizes.tell()
     if bad:
         raise bad_lines(bad, origin.key)
-    if not documents:
+    if not sizes:
         why = f" that can be learned: {'; '.join(skipped)}" if skipped else " in it"
         raise UserError(f"{origin.key}: {origin.source}: there is no example{why}")
-    return {"content": content.hexdigest(), "skipped": skipped, "cut": cut, "texts": texts}
+    summary = {"content": content.hexdigest(), "skipped": skipped, "cut": cut, "texts": texts}
+    return np.array(sizes, np.int32).reshape(-1, 2), summary
 
 
-def signed(document: Document | Preference) -> Int32[np.ndarray, " T"]:
-    """A document's tokens, with all bits inverted where one is learned.
-
-    A preference's tokens stand behind its label's index in `LABELS` and the length of its first sequence.
-    """
-    if isinstance(document, Preference):
-        first, second, label = document
-        header = np.array([LABELS.index(label), len(first.tokens)], np.int32)
-        return np.concatenate([header, signed(first), signed(second)])
-    return np.where(document.learned, ~document.tokens, document.tokens)
+def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:
+    """A document's tokens, with all bits inverted where one counts; a pair's, behind the length of the chosen one."""
+    if isinstance(document, Pair):
+        header = np.array([len(document.chosen.tokens)], np.int32)
+        return np.concatenate([header, signed(document.chosen), signed(document.rejected)])
+    return np.where(document.counts, ~document.tokens, document.tokens)
 
 
-def unsigned(stored: Int32[np.ndarray, " T"], form: PreferenceForm | None = None) -> Document | Preference:
-    """The document of signed tokens, or the preference where a `form` is given."""
+def unsigned(stored: Int32[np.ndarray, " T"], pairs: bool = False) -> Document | Pair:
+    """The document, or the pair, of signed tokens."""
 
     def document(stored: Int32[np.ndarray, " T"]) -> Document:
         return Document(np.where(stored < 0, ~stored, stored), stored < 0)
 
-    if form is None:
-        return document(stored)
-    end = 2 + stored[1]
-    return Preference(document(stored[2:end]), document(stored[end:]), LABELS[stored[0]])
+    end = 1 + stored[0]
+    return Pair(document(stored[1:end]), document(stored[end:])) if pairs else document(stored)
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
@@ -220,35 +199,3 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def prune(folders: Iterable[Path]) -> None:
-    """Remove the files in such folders as the module says, but no files in folders used within a day."""
-    entries = list[tuple[float, int, list[Path]]]()
-    for folder in folders:
-        with suppress(OSError):  # another process may be removing them, too
-            files = {path: path.stat() for path in folder.rglob("*") if path.is_file()}
-            used = max((file.st_mtime for file in files.values()), default=0.0)
-            entries.append((used, sum(file.st_size for file in files.values()), [*files]))
-    total = sum(size for _, size, _ in entries)
-    for used, size, paths in sorted(entries):
-        days = (time.time() - used) / 86400
-        if days > UNUSED_DAYS or (days > 1 and total > MOST_BYTES):
-            for path in paths:
-                with suppress(OSError):
-                    if path.name != LOCK:  # others may wait for the lock
-                        path.unlink()
-            total -= size
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder, which is made, against other processes of this machine; the system releases it at their end."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / LOCK).open("w") as file:  # its time says when it was last used
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that has {folder}", file=sys.stderr)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -9,20 +9,16 @@ import operator
 import sys
 import weakref
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import grain
-import numpy as np
 from grain.experimental import ThreadPrefetchIterDataset
-from jaxtyping import Int
 
 from mllm.data.source import WAY_OUT
 from mllm.errors import StepError, UserError
 
 T = TypeVar("T")
-FEW = 10_000
-"""Grain's shuffle takes 30 to 50 ms an epoch for any number of fewer examples; these are permuted by numpy at once."""
 
 
 def training_dataset(
@@ -40,12 +36,10 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
     The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
     """
-    few = examples < FEW
     numbers = grain.MapDataset.range(examples)
-    if seed is not None and not few:
+    if seed is not None:
         numbers = numbers.seed(seed).shuffle()
-    numbers = numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
-    return numbers.map_with_index(partial(shuffle_few, examples, seed)) if few and seed is not None else numbers
+    return numbers.repeat(epochs if epochs and examples * epochs <= sys.maxsize else None)
 
 
 def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None) -> grain.MapDataset[int]:
@@ -61,15 +55,9 @@ def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None
     return grain.MapDataset.mix(orders, [weight / sum(weights) for weight in weights])
 
 
-def shuffle_few(examples: int, seed: int, position: int, number: int) -> int:
-    """The number at a position in the shuffled order, in place of the ascending order's."""
-    epoch, index = divmod(position, examples)
-    return int(permutation(examples, seed, epoch)[index])
-
-
-@lru_cache(16)
-def permutation(examples: int, seed: int, epoch: int) -> Int[np.ndarray, " N"]:
-    return np.random.default_rng([seed, epoch]).permutation(examples)
+def close(attributes: dict[str, Any]) -> None:
+    """Close and release the iterator of Grain's among a `DataIterator`'s attributes."""
+    attributes.pop("items").close()
 
 
 class DataIterator(Generic[T]):
@@ -91,12 +79,12 @@ class DataIterator(Generic[T]):
         """
         self.examples, self.epochs, self.content = examples, epochs, content
         self.first = [order[index] for index in range(min(examples, 8))]
-        """The order's first numbers, which identify it: another version of Grain or numpy may give another order."""
+        """The order's first numbers, which identify it: another version of Grain may give another order."""
         self.given = 0
         """How many items were given since training began."""
         self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
-        # Otherwise the garbage collector may close it in the very thread that closing joins.
-        weakref.finalize(self, self.items.close)
+        # Grain's iterator closes itself too late where a program ends, and perhaps in the thread that closing joins.
+        weakref.finalize(self, close, vars(self))
 
     def __iter__(self) -> "DataIterator[T]":
         return self
@@ -133,7 +121,7 @@ class DataIterator(Generic[T]):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
         if state["first"] != self.first:
-            raise UserError("data: the run began with another order of them: install the Grain and numpy it began with")
+            raise UserError("data: the run began with another order of them: install the Grain it began with")
         if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
         self.given = state["given"]

@@ -51,8 +51,8 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any
     """
     if "messages" in record or "conversations" in record:
         chat = turns(record, "messages" if "messages" in record else "conversations")
-        if needs_answer and all(message["role"] != "assistant" for message in chat):
-            raise UserError("no message is the assistant's, so there is nothing to learn")
+        if needs_answer and not any(message["role"] == "assistant" and message.get("weight") != 0 for message in chat):
+            raise UserError("no message is the assistant's and learned, so there is nothing to learn")
         return chat
     if "question" not in record:
         raise UserError(f"neither messages nor question{' and answer' * needs_answer} are there")
@@ -65,8 +65,8 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any
 def turns(record: Record, key: str) -> list[dict[str, Any]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
 
-    Other fields, as the assistant's `tool_calls`, go to the template. Content beside tool calls, or of a tool, may be
-    null. Nulls, with which Arrow fills fields that only other records have, are left out.
+    Other fields, as the assistant's `tool_calls`, go to the template, but for null ones. Content beside tool calls, or
+    of a tool, may be null. An assistant's message with `weight: 0` or `train: false` is not learned.
     """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
@@ -76,7 +76,9 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
         names = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
         if (known := ROLES.get(role := text(message, names[0]))) is None:
             raise UserError(f"role {role!r} is none of system, user, assistant and tool")
-        fields = {key: without_nulls(value) for key, value in message.items() if value and key not in names}
+        fields = {key: value for key, value in message.items() if value is not None and key not in names}
+        if known == "assistant" and not is_learned(fields):
+            fields["weight"] = 0
         if calls := [tool_call(call) for call in objects(fields.pop("tool_calls", None), "tool_calls")]:
             fields["tool_calls"] = calls
         silent = message.get(names[1]) in (None, "") and ("tool_calls" in fields or known == "tool")
@@ -84,11 +86,13 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
     return chat
 
 
-def without_nulls(value: Any) -> Any:
-    """The value without what is null in an object at any level."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+def is_learned(fields: dict[str, Any]) -> bool:
+    """Whether a message is learned, by its fields `weight` (OpenAI's) and `train`, which are removed."""
+    given = {name: fields.pop(name) for name in ("weight", "train") if name in fields}
+    for name, value in given.items():
+        if value not in (0, 1):
+            raise UserError(f"{name} is {value!r:.20}: give true or false, 1 or 0")
+    return all(given.values())
 
 
 def parsed(value: Any, what: str) -> Any:
@@ -129,7 +133,7 @@ def tools_of(record: Record) -> list[dict[str, Any]]:
         function = tool.get("function", tool)
         if isinstance(function, dict) and "parameters" in function:
             function = {**function, "parameters": parsed(function["parameters"], "tools: parameters")}
-        tools.append(without_nulls({**tool, "function": function} if "function" in tool else function))
+        tools.append({**tool, "function": function} if "function" in tool else function)
     return tools
 
 
@@ -157,14 +161,3 @@ def pair_of(record: Record) -> tuple[Record, Record]:
         chosen, rejected = ([{"role": "assistant", "content": text(record, name)}] for name in ("chosen", "rejected"))
     shared.pop("question", None)
     return {**shared, "completion": chosen}, {**shared, "completion": rejected}
-
-
-def labelled(record: Record) -> tuple[Record, bool]:
-    """The example in a record with `prompt`, `completion` and `label`, and the label as a bool; else UserError."""
-    labels = {"true": True, "1": True, "false": False, "0": False}
-    for name in ("prompt", "completion", "label"):
-        if name not in record:
-            raise UserError(f"{name} is missing")
-    if (label := str(record["label"]).lower()) not in labels:
-        raise UserError(f"label must be true or false, got {label:.20}")
-    return {name: record[name] for name in ("prompt", "completion", "tools") if name in record}, labels[label]

@@ -1,7 +1,7 @@
 """Packs sequences of all lengths into the rows of a batch, and spreads the rows over micro-batches and devices.
 
 First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes at most 11/9 of the fewest rows and one
-more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that are learned.
+more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that count.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 from jaxtyping import Bool, Int, Num
 
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
 
 
@@ -23,21 +23,21 @@ def add_sequence(
     batch: Batch,
     row: int,
     tokens: Int[np.ndarray, " T"],
-    learned: Bool[np.ndarray, " T"],
+    counts: Bool[np.ndarray, " T"],
     weight: float | np.floating,
     length: int,
-) -> tuple[int, Int[np.ndarray, " learned"]]:
-    """Append the first `length` tokens to the row. Returns the positions that predict the learned tokens.
+) -> tuple[int, Int[np.ndarray, " counted"]]:
+    """Append the first `length` tokens to the row. Returns the positions that predict the tokens that count.
 
-    These positions have the weight. The first token is never learned.
+    These positions have the weight. The first token never counts.
     """
     start = np.count_nonzero(batch.segments[row])
     span = row, slice(start, start + length)
     batch.tokens[span] = tokens[:length]
     batch.positions[span] = np.arange(length)
     batch.segments[span] = batch.segments[row].max() + 1
-    predicts = row, start + np.flatnonzero(learned) - 1
-    batch.labels[predicts] = tokens[learned]
+    predicts = row, start + np.flatnonzero(counts) - 1
+    batch.labels[predicts] = tokens[counts]
     batch.weights[predicts] = weight
     return predicts
 
@@ -63,17 +63,17 @@ def first_fit_decreasing(lengths: Int[np.ndarray, "B"], row_length: int) -> Int[
     return row
 
 
-def spread_rows(work: Num[np.ndarray, "R"], rows: Rows) -> Int[np.ndarray, "R"]:
+def spread_rows(work: Num[np.ndarray, "R"], shape: BatchShape) -> Int[np.ndarray, "R"]:
     """The index of each packed row in a batch that the train step splits into micro-batches over the devices.
 
     The rows fill the first micro-batches, as few as can hold them. Within these, the numbers of rows of two devices
     differ by at most one, and their work differs by at most the work of one row: the rows go to the devices in the
     order of their work, the largest first, forth and back.
     """
-    shares = max(1, -(-len(work) // rows.micro)) * rows.shards
+    shares = max(1, -(-len(work) // shape.micro)) * shape.shards
     turn, share = np.divmod(np.arange(len(work)), shares)
     share = np.where(turn % 2, shares - 1 - share, share)
-    micro, shard = np.divmod(share, rows.shards)
+    micro, shard = np.divmod(share, shape.shards)
     # `loop` in mllm/training/step.py takes a micro-batch's rows at equal distances, some from each device's block.
-    indices = (shard * (rows.micro // rows.shards) + turn) * (rows.total // rows.micro) + micro
+    indices = (shard * (shape.micro // shape.shards) + turn) * (shape.total // shape.micro) + micro
     return indices[np.argsort(np.argsort(-work, kind="stable"))]

@@ -16,6 +16,7 @@ from mllm.config.task import Form, TaskConfig
 from mllm.data.dataset import DataIterator, training_order
 from mllm.data.records import sound_records
 from mllm.data.tasks.task import Example, Task
+from mllm.data.turns import opens_thought
 from mllm.errors import UserError
 from mllm.model.tokenizer import MessagesError, Renderer, encode_prompt
 
@@ -32,6 +33,8 @@ class Prompt(NamedTuple):
 
     example: Example
     tokens: list[int]
+    thinks: bool = False
+    """Whether it has opened a thought, in which a completion begins."""
 
 
 def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
@@ -107,6 +110,7 @@ def read_prompt(examples: Sequence[Example], renderer: Renderer, index: int) -> 
     except UserError as error:
         return f"problem {index}", error
     try:
-        return example.place, Prompt(example, encode_prompt(renderer, example.prompt))
+        tokens = encode_prompt(renderer, example.prompt)
+        return example.place, Prompt(example, tokens, opens_thought(renderer, tokens))
     except MessagesError as error:
         return example.place, error

@@ -29,6 +29,8 @@ LISTED_PLACES = 3
 """How many bad lines an error lists."""
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
+DEEPEST = 100
+"""The most lists and objects of a record that are inside each other."""
 LONGEST_LINE = 2**23
 """The limit to a line's bytes: about a million tokens, and each takes a hundred bytes for a moment."""
 
@@ -68,7 +70,7 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records, without the nulls of a table's row, in which every column has a value or null.
+        """All records, without the nulls of a table's rows, in which every column has a value or null.
 
         Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
         UserError, which names the setting, is raised where there is no such file or data set, or one can't be read.
@@ -79,7 +81,8 @@ class Origin(NamedTuple):
         """Lines that are not blank, in bytes, or rows, each with its place."""
         if self.split is not None:
             rows: Iterable[Record] = hub_split(self.source, self.subset, self.split, self.key)
-            yield from ((f"{self.source}[{self.split}]:{number}", row) for number, row in enumerate(rows))
+            for number, row in enumerate(rows):
+                yield f"{self.source}[{self.split}]:{number}", without_nulls(row)
             return
         for path in file_paths(self.source, self.key):
             read = READERS.get(path.suffix, read_lines)
@@ -156,13 +159,26 @@ def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compre
 
 def read_parquet(path: Path, key: str) -> Iterator[Record]:
     """A parquet file's rows; UserError, which names the setting `key`, where it can't be read."""
-    need("pyarrow", "parquet", f"{key}: {path}")
-    from pyarrow import ArrowException
-    from pyarrow.parquet import ParquetFile
+    load = load_dataset(f"{key}: {path}")
+    with open_file(path, key, Exception):  # datasets and Arrow have many kinds
+        files = glob.escape(str(path.absolute()))
+        rows = load("parquet", data_files=files, split="train", streaming=True, batch_size=PARQUET_ROWS)
+        yield from map(without_nulls, rows)
 
-    with open_file(path, key, ArrowException), ParquetFile(path) as table:
-        for batch in table.iter_batches(PARQUET_ROWS):
-            yield from batch.to_pylist()
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls in its objects, with which Arrow fills the fields that only other rows have."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def load_dataset(subject: str) -> Callable[..., Any]:
+    """The function of this name of Hugging Face's package; UserError where that isn't installed."""
+    need("datasets", "hub", subject)
+    import datasets
+
+    return datasets.load_dataset
 
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
@@ -208,7 +224,7 @@ def parse(row: bytes | Record) -> Record:
     if isinstance(row, dict):
         if None in row:
             raise UserError("it has more values than the first line has names")
-        return {name: value for name, value in row.items() if value is not None}
+        return shallow({name: value for name, value in row.items() if value is not None})
     if len(row) > LONGEST_LINE:
         raise UserError(f"longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
@@ -217,16 +233,26 @@ def parse(row: bytes | Record) -> Record:
         raise UserError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(record, dict):
         raise UserError(f"expected a JSON object, got {type(record).__name__}")
+    return shallow(record)
+
+
+def shallow(record: Record) -> Record:
+    """The record; UserError where it has so many levels that functions which call themselves fail at it."""
+
+    def exceeds(value: Any, levels: int) -> bool:
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return levels < 0 or any(exceeds(item, levels - 1) for item in items)
+
+    if exceeds(record, DEEPEST):
+        raise UserError(f"it has more than {DEEPEST} levels")
     return record
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
     """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
     subject = f"{key}: {places.missing(source) if key in places.FILES else source}"  # the id of a task is no path
-    need("datasets", "hub", f"{subject}; a hub id")
-    import datasets
-
+    load = load_dataset(f"{subject}; a hub id")
     try:
-        return datasets.load_dataset(source, subset, split=split)
+        return load(source, subset, split=split)
     except Exception as error:  # many kinds: no network, no such data set, a damaged cache
         raise UserError(f"{subject}; it can't be had from the hub ({brief(error)}): give a local path") from None

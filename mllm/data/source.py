@@ -3,7 +3,7 @@
 A source's position is JSON and goes into the checkpoint; with the parameters it determines every later batch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,6 +12,8 @@ from mllm.data.batch import Batch
 from mllm.model.layout import Params
 from mllm.stopwatch import Stopwatch
 
+Evaluate = Callable[[Params, int], dict[str, float]]
+"""(parameters, step) -> metrics. All processes call it at the same place."""
 WAY_OUT = "restore the data, or begin a new run_dir (model.source can be this run)"
 
 
@@ -43,11 +45,11 @@ class Source(Protocol):
     """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
 
     @property
-    def learned(self) -> Form:
+    def form(self) -> Form:
         """The form of its examples: texts or chats."""
 
     @property
-    def counts(self) -> str:
+    def summary(self) -> str:
         """How many examples it has, for the line that says what a run does."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
@@ -61,6 +63,12 @@ class Source(Protocol):
 
     def resumable(self, step: int) -> bool:
         """Whether a run can be resumed from the position after `step` updates."""
+
+    def evaluations(self, poll: Callable[[], None]) -> Iterable[Evaluate]:
+        """What is measured as often as `data.validation` says.
+
+        All processes call `poll` between two batches; what it raises ends the measurement.
+        """
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """Turns records into documents of tokens."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from mllm.config.data import PreferenceForm
 from mllm.config.task import Form
-from mllm.data.formats import labelled, messages_of, pair_of, renamed, text, tools_of, turns
+from mllm.data.formats import messages_of, pair_of, renamed, text, tools_of, turns
 from mllm.data.records import BadRecord, Record, Records, read_records
 from mllm.errors import UserError
 from mllm.model.examples import encode_example, encode_text
@@ -22,48 +21,39 @@ class Document(NamedTuple):
     """An example in tokens."""
 
     tokens: Int32[np.ndarray, " T"]
-    learned: Bool[np.ndarray, " T"]
-    """Which tokens are learned, each from those before it; so never the first."""
+    counts: Bool[np.ndarray, " T"]
+    """Which tokens count: they are learned, each from those before it; so never the first."""
 
     @property
     def size(self) -> tuple[int, int]:
-        """The number of tokens, and how many of them are learned."""
-        return len(self.tokens), int(self.learned.sum())
+        """The number of tokens, and how many of them count."""
+        return len(self.tokens), int(self.counts.sum())
 
 
-class Preference(NamedTuple):
-    """Two sequences that belong together: completions of a prompt, or a labelled one and its comparison."""
+class Pair(NamedTuple):
+    """Two completions of a prompt."""
 
-    first: Document
-    second: Document
-    """The rejected completion; beside a label the same prompt with another example's completion."""
-    desirable: bool | None = None
-    """The label of `first`; None: it was chosen, and `second` rejected."""
+    chosen: Document
+    rejected: Document
 
     @property
     def size(self) -> tuple[int, int]:
-        """The tokens in a row, and how many of them are learned. A pair's sequences share a row; beside a label each
-        sequence has a row of its own."""
-        (first, learned), (second, second_learned) = self.first.size, self.second.size
-        return (first + second, learned + second_learned) if self.desirable is None else (max(first, second), learned)
-
-
-NO_DOCUMENT = Document(np.zeros(0, np.int32), np.zeros(0, bool))
+        """The number of tokens of both, which share a row, and how many of them count."""
+        (first, counted), (second, counted_too) = self.chosen.size, self.rejected.size
+        return first + second, counted + counted_too
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A sequence of documents, or of preferences, whose sizes can be had alone."""
+    """A sequence of documents, or of pairs, whose sizes can be had alone."""
 
     sizes: Any
-    """Int [N, 2], or a sequence of pairs: the tokens of each document, and how many of them are learned."""
+    """Int [N, 2], or a sequence of two numbers: the tokens of each document, and how many of them count."""
     read: Callable[[Sequence[int]], list[Any]]
     """The documents of these indices; to read many at once is faster than one by one."""
     content: str | None = None
     """A hash of all of them; None where they are made on demand."""
-    learned: Form = "chats"
-    form: PreferenceForm | None = None
-    """The form of preferences; None: each is a `Document`."""
+    form: Form = "chats"
     parts: tuple[int, ...] = ()
     """How many documents each of several sources has, one after the other; empty: there is one source."""
 
@@ -91,8 +81,8 @@ def joined(sources: Sequence[Documents]) -> Documents:
 
     content = hashlib.sha256(" ".join(str(source.content) for source in sources).encode()).hexdigest()
     sizes = np.concatenate([source.sizes for source in sources])
-    learned: Form = "texts" if all(source.learned == "texts" for source in sources) else "chats"
-    return Documents(sizes, read, content, learned, sources[0].form, parts)
+    form: Form = "texts" if all(source.form == "texts" for source in sources) else "chats"
+    return Documents(sizes, read, content, form, parts)
 
 
 class Skipped(NamedTuple):
@@ -102,7 +92,7 @@ class Skipped(NamedTuple):
 
 
 EQUAL = Skipped("chosen and rejected have equal tokens")
-Encoded = tuple[str, tuple[Document | Preference, bool, bool] | Skipped | BadRecord]
+Encoded = tuple[str, tuple[Document | Pair, bool, bool] | Skipped | BadRecord]
 """The place of a record, and its document, whether it is complete and whether it is a text; or why there is none."""
 
 
@@ -110,28 +100,27 @@ def encode_records(
     renderer: Renderer,
     max_length: int,
     records: Records,
-    form: PreferenceForm | None = None,
+    pairs: bool = False,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[Encoded]:
-    """The documents of records, in their order; with a `form` they are preferences. `columns` name their fields."""
-    encode = partial(encode_preference, form) if form else encode_document
+    """The documents of records, or their `pairs`, in their order. `columns` name the records' fields."""
     if columns:
         records = read_records(records, partial(renamed, columns))
-    encoded = read_records(records, partial(encode, renderer, max_length))
-    return mismatched(encoded, max_length) if form == "labelled" else encoded
+    encode: Callable[..., Any] = encode_pair if pairs else encode_document
+    return read_records(records, partial(encode, renderer, max_length))
 
 
 def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool] | Skipped:
     """The record as a document of at most `max_length` tokens, whether it is complete, and whether it is a text."""
-    ids, learned, is_text = encode_record(renderer, record)
-    document = cut(ids, learned, max_length)
-    return (document, len(ids) <= max_length, is_text) if document.learned.any() else nothing_within(max_length)
+    ids, counts, is_text = encode_record(renderer, record)
+    document = cut(ids, counts, max_length)
+    return (document, len(ids) <= max_length, is_text) if document.counts.any() else nothing_within(max_length)
 
 
-def cut(ids: list[int], learned: list[bool], most: int) -> Document:
+def cut(ids: list[int], counts: list[bool], most: int) -> Document:
     """The document of the first `most` tokens."""
-    document = Document(np.array(ids[:most], np.int32), np.array(learned[:most], bool))
-    document.learned[:1] = False
+    document = Document(np.array(ids[:most], np.int32), np.array(counts[:most], bool))
+    document.counts[:1] = False
     return document
 
 
@@ -139,57 +128,24 @@ def nothing_within(max_length: int) -> Skipped:
     return Skipped(f"none of the tokens to learn lies within data.max_length ({max_length})")
 
 
-def encode_preference(
-    form: PreferenceForm, renderer: Renderer, max_length: int, record: Record
-) -> tuple[Preference, bool, bool] | Skipped:
-    """The record as a preference, whether it is complete, and whether it is a text.
+def encode_pair(renderer: Renderer, max_length: int, record: Record) -> tuple[Pair, bool, bool] | Skipped:
+    """The record's two completions, whether they are complete, and whether they are texts.
 
-    Sequences end with their last learned token, since nothing depends on the tokens behind it. A pair's sequences have
-    at most `max_length` tokens together: where they have more, neither is cut to less than a half. `mismatched` adds
-    the second sequence to a labelled completion.
+    Sequences end with their last token that counts, since nothing depends on the tokens behind it. They have at most
+    `max_length` tokens together: where they have more, neither is cut to less than a half.
     """
-    if form == "pairs" and "chosen" in record and record["chosen"] == record.get("rejected"):
+    if "chosen" in record and record["chosen"] == record.get("rejected"):
         return EQUAL
-    if form == "pairs":
-        records, label = [*pair_of(record)], None
-    else:
-        example, label = labelled(record)
-        records = [example]
-    encoded = [encode_record(renderer, item) for item in records]
-    ends = [len(learned) - learned[::-1].index(True) if True in learned else 0 for _, learned, _ in encoded]
-    sizes = [min(ends[0], max(max_length // 2, max_length - sum(ends[1:])) if ends[1:] else max_length)]
-    sizes += [min(end, max_length - sizes[0]) for end in ends[1:]]
-    documents = [cut(ids, learned, count) for (ids, learned, _), count in zip(encoded, sizes, strict=True)]
-    if not all(document.learned.any() for document in documents):
+    encoded = [encode_record(renderer, item) for item in pair_of(record)]
+    ends = [len(counts) - counts[::-1].index(True) if True in counts else 0 for _, counts, _ in encoded]
+    first = min(ends[0], max(max_length // 2, max_length - ends[1]))
+    sizes = [first, min(ends[1], max_length - first)]
+    chosen, rejected = (cut(ids, counts, size) for (ids, counts, _), size in zip(encoded, sizes, strict=True))
+    if not (chosen.counts.any() and rejected.counts.any()):
         return nothing_within(max_length)
-    first, second = documents if form == "pairs" else (*documents, NO_DOCUMENT)
-    if np.array_equal(first.tokens, second.tokens) and np.array_equal(first.learned, second.learned):
+    if np.array_equal(chosen.tokens, rejected.tokens) and np.array_equal(chosen.counts, rejected.counts):
         return EQUAL
-    return Preference(first, second, label), sizes == ends, all(is_text for *_, is_text in encoded)
-
-
-def mismatched(encoded: Iterable[Encoded], max_length: int) -> Iterator[Encoded]:
-    """The labelled completions, each beside its prompt with the next completion; after the last comes the first."""
-
-    def join(example: Any, following: Any) -> Encoded:
-        location, ((sequence, _, label), *flags) = example
-        _, ((later, *_), *_) = following
-        prompt, completion = sequence.learned.argmax(), later.learned.argmax()
-        parts = zip(sequence, later, strict=True)
-        second = Document(*(np.concatenate([a[:prompt], b[completion:]])[:max_length] for a, b in parts))
-        return location, (Preference(sequence, second, label), *flags)
-
-    first: Any = None
-    previous: Any = None
-    for example in encoded:
-        if isinstance(example[1], BadRecord | Skipped):
-            yield example
-            continue
-        if previous:
-            yield join(previous, example)
-        first, previous = first or example, example
-    if previous:
-        yield join(previous, first)
+    return Pair(chosen, rejected), sizes == ends, all(is_text for *_, is_text in encoded)
 
 
 def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[bool], bool]:

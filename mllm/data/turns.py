@@ -57,6 +57,11 @@ def prompt_tokens(renderer: Renderer, messages: Sequence[Message], tools: Tools 
     return encode_prompt(with_tools(renderer, tools), messages)
 
 
+def opens_thought(renderer: Renderer, tokens: Sequence[int]) -> bool:
+    """Whether a prompt ends with the beginning of a thought."""
+    return str(renderer.tokenizer.decode(tokens[-16:])).rstrip().endswith("<think>")
+
+
 def with_tools(renderer: Renderer, tools: Tools | None) -> Renderer:
     return replace(renderer, args={**renderer.args, "tools": tools}) if tools else renderer
 

@@ -64,11 +64,13 @@ def encode_example(
 ) -> tuple[list[int], list[bool]]:
     """The ids of a whole chat, and which of them are learned: the assistant's in `messages[first_learned:]`.
 
+    A message with the field `weight: 0` is not learned.
     Where the template has `{% generation %}`, it says what is learned of these messages. UserError is raised if there
     is no template, it fails, leaves a learned message out, or doesn't tell the assistant's turns from the others.
     """
     text = render(renderer, messages)
-    turns = [turn for turn in range(first_learned, len(messages)) if messages[turn]["role"] == "assistant"]
+    learned = (turn for turn in range(first_learned, len(messages)) if messages[turn].get("weight") != 0)
+    turns = [turn for turn in learned if messages[turn]["role"] == "assistant"]
     find_spans = marked_spans if GENERATION.search(renderer.template) else turn_spans
     borders = [0, *chain.from_iterable(find_spans(renderer, messages, turns, text)), len(text)]
     if borders != sorted(borders):

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mllm.config.model import ModelConfig
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import peft, weights
@@ -117,19 +117,18 @@ class Policy:
         return create()
 
 
-def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """The policy of a configuration, checked to fit together; nothing of the parameters is read.
+def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None) -> Policy:
+    """The policy of a configuration, or another `model` for the same rows; nothing of the parameters is read.
 
     UserError is raised as by `load_model`, and if a row may be longer than the model's positions.
     """
-    packed = config.data is None or config.data.packing
-    stop = () if config.rollout is None else config.rollout.stop
-    policy = load_model(config.model, mesh, packed=packed, stop=stop, seed=config.seed)
-    rows = {} if config.data is None else {"data.max_length": config.data.max_length}
-    if config.rollout is not None:
-        has_turns = config.rollout.turns > 1
-        name = "rollout.max_total_length" if has_turns else "rollout.max_prompt_length + max_completion_length"
-        rows[name] = config.rollout.total_length
+    data, rollout = config.examples, config.rollout
+    packed, stop = data is None or data.packing, rollout.stop if rollout else ()
+    policy = load_model(model or config.model, mesh, packed=packed, stop=stop, seed=config.seed)
+    rows = {"data.max_length": data.max_length} if data else {}
+    if rollout is not None:
+        sum_of_lengths = "rollout.max_prompt_length + max_completion_length"
+        rows["rollout.max_total_length" if rollout.turns > 1 else sum_of_lengths] = rollout.total_length
     longest = policy.architecture.max_position_embeddings
     for key, length in rows.items():
         if length > longest:
@@ -194,8 +193,7 @@ def find_model(config: ModelConfig) -> tuple[Path | None, Architecture]:
     """
     if config.architecture is not None:
         return None, Architecture.from_hf(config.architecture, "model.architecture", closed=True)
-    source = config.source
-    assert source is not None
+    source = config.source or ""
     if config.init == "random" and not (is_bucket(source) or os.path.isdir(os.path.expanduser(source))):
         if source not in PRESETS:
             known = f"the architectures known by name ({', '.join(PRESETS)})"

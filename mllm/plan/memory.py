@@ -1,27 +1,28 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programs.py) and given to a compiler, for the devices at hand or, as
-`targets.py` has it, for devices that aren't there. The head is the compiler's figure for the head's temporaries,
+The run's programs are made from shapes (programs.py) and compiled, for the devices at hand or, as `targets.py` has it,
+for devices that aren't there; the figures are the compiler's. A TPU's compiler refuses a program that is too large
+and says how much memory it would take. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
 holds. All lengths are at their limits. Time, the host's memory and fragmentation are left out.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mllm.config.model import MeshConfig
-from mllm.config.schema import Config, Rows
+from mllm.config.load import for_devices
+from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.layout import count
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
+from mllm.parallel.processes import gather_objects
 from mllm.plan import targets
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
 from mllm.sampler.schedule import PREFILLED_BATCHES
 from mllm.training.room import room_that_fits
@@ -64,14 +65,14 @@ def size(count: int) -> str:
 
 def subject(shapes: Programs) -> Iterator[str]:
     """The lines that say what is planned and what its checkpoints take on disk."""
-    config, rows, state = shapes.config, shapes.rows, shapes.state
+    config, rows, state = shapes.config, shapes.shape, shapes.state
     whole, trained = count(shapes.policy.params), count(state.params)
     adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
     yield f"{config.algorithm} of {config.model.source or 'a new model'}, {whole:,} parameters{adapters}"
-    if config.teacher and shapes.teacher:
-        yield f"teacher: {config.teacher.source}, {count(shapes.teacher.params):,} parameters in {config.teacher.dtype}"
+    if (teacher := config.frozen_teacher) and shapes.teacher:
+        yield f"teacher: {teacher.source}, {count(shapes.teacher.params):,} parameters in {teacher.dtype}"
     rollout, batch = config.rollout, f"batch_size {config.batch_size}"
-    if (completions := shapes.algorithm.completions) and rollout:
+    if (completions := shapes.demands.completions) and rollout:
         limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
         batch += f", {completions} completions in a rollout, {limits} tokens at most"
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
@@ -82,13 +83,11 @@ def subject(shapes: Programs) -> Iterator[str]:
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
 
-def plan(config: Config, target: str | None, tell: Tell = print) -> None:
+def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
     """Print what is planned, what each phase takes, and whether all phases fit.
 
-    UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
-    are impossible.
+    UserError is raised if a phase does not fit; the message names the nearest setting that does.
     """
-    devices = find_devices(config.mesh, target)
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
     memory = size(devices.memory)
     tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
@@ -98,7 +97,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     for line in subject(shapes):
         tell(line)
     if config.rollout is not None and config.rollout.max_slots is None:
-        held = shapes.algorithm.reference == "held"
+        held = shapes.demands.reference == "held"
         room = room_that_fits(shapes.policy, config.rollout, config.optimizer, held, devices.memory, shapes.teacher)
         shapes.config = config.model_copy(
             update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
@@ -107,7 +106,7 @@ def plan(config: Config, target: str | None, tell: Tell = print) -> None:
     planned = phases(shapes, devices, tell)
     tell(table(planned, devices.memory))
     largest, update = max(planned, key=lambda phase: phase.peak), planned[-1]
-    fitting = fitting_micro_batches(update, config.rows, devices.memory)
+    fitting = fitting_micro_batches(update, config.batch_shape, devices.memory)
     if largest.peak > devices.memory:
         raise UserError(remedy(shapes, planned, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
@@ -126,16 +125,15 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
     """
     config = shapes.config
 
-    def compiled(title: str, name: str) -> Account:
+    def compiled(title: str, program: Program) -> Account:
         start = time.perf_counter()
-        settings = {"config": config.model_dump(mode="json"), "name": name, "tokens": shapes.tokens}
-        account = account_of("mllm.plan.programs:program", devices, **settings)
+        account = account_of(program, devices)
         tell(f"{title}: compiled in {time.perf_counter() - start:.0f} s")
         return account
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    algorithm = shapes.algorithm
-    reference = bytes_on_device(shapes.policy.trained) if algorithm.reference == "held" else 0
+    demands = shapes.demands
+    reference = bytes_on_device(shapes.policy.trained) if demands.reference == "held" else 0
     teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
     frozen = reference + teacher  # in memory in every phase, whose program may not have them
     held = {"parameters": parameters + frozen, "optimizer": optimizer}
@@ -147,60 +145,78 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         cache, prompts = bytes_on_device(shapes.cache()) + states, bytes_on_device(shapes.prefilled())
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
         resident = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
-        planned.append(phase("prefill", compiled("prefill", "prefill").peak + resident, known, 0))
+        planned.append(phase("prefill", compiled("prefill", shapes.prefill()).peak + resident, known, 0))
         resident = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
         logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-        planned.append(phase("decode", compiled("decode", "decode").peak + resident, known, bytes_on_device(logits)))
+        planned.append(
+            phase("decode", compiled("decode", shapes.decode()).peak + resident, known, bytes_on_device(logits))
+        )
         if config.rollout.turns > 1:
-            planned.append(phase("answers", compiled("answers", "extend").peak + resident, known, 0))
-    for policy, beside_optimizer in algorithm.passes:
+            planned.append(phase("answers", compiled("answers", shapes.extend()).peak + resident, known, 0))
+    for policy, beside_optimizer in demands.passes:
         moments = optimizer if beside_optimizer else 0
         known = {**held, "optimizer": moments}
         if policy == "teacher":
-            peak = compiled("teacher", "teacher_logprob").peak + parameters + reference + moments
+            peak = compiled("teacher", shapes.teacher_logprob()).peak + parameters + reference + moments
             planned.append(phase("teacher", peak, known, 0))
         else:
-            account, head = compiled("log-prob", "logprob"), compiled("log-prob, head", "head_of_logprob")
+            account, head = compiled("log-prob", shapes.logprob()), compiled("log-prob, head", shapes.head_of_logprob())
             planned.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
-    known = {**held, "gradients": bytes_on_device(shapes.gradients())}
-    account, head = compiled("update", "update"), compiled("update, head", "head_of_update")
-    planned.append(
-        phase("update", account.peak + (reference if algorithm.teacher_in_update else frozen), known, head.temporaries)
-    )
+    start = time.perf_counter()
+    planned.append(update_phase(shapes, devices))
+    tell(f"update: compiled in {time.perf_counter() - start:.0f} s")
     return planned
 
 
-def find_devices(config: MeshConfig, target: str | None) -> Devices:
-    """The mesh on the devices at hand, TPUs as in `v6e:2x4`, or H100s as in `h100:8`; UserError where there is none."""
+def update_phase(shapes: Programs, devices: Devices) -> Phase:
+    """The phase of the update."""
+    reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
+    teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
+    known = {
+        "parameters": bytes_on_device(shapes.policy.params) + reference + teacher,
+        "optimizer": bytes_on_device(shapes.state.opt_state),
+        "gradients": bytes_on_device(shapes.gradients()),
+    }
+    account, head = (account_of(program, devices) for program in (shapes.update(), shapes.head_of_update()))
+    beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
+    return phase("update", account.peak + beside, known, head.temporaries)
+
+
+def find_devices(config: RunConfig, target: str | None) -> tuple[RunConfig, Devices]:
+    """The devices at hand, TPUs as in `v6e:2x4`, or GPUs of a host as in `h100:8`; and the settings with their number.
+
+    UserError is raised where there are no such devices.
+    """
     if target is None:
         try:
-            mesh = make_mesh(config)
+            config = for_devices(config, jax.device_count())
+            return config, at_hand(make_mesh(config.mesh))
         except UserError as error:
             raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
-        device_kind = mesh.devices.flat[0].device_kind
-        return Devices(f"{device_kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
-        mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
-        chip = targets.CHIPS[targets.split(target)[0]]
-        return Devices(target, mesh, len(targets.devices(target)), chip.memory, target)
+        available = len(targets.devices(target))
+        config = for_devices(config, available)
+        mesh = targets.mesh(target, [getattr(config.mesh, axis) for axis in AXES], AXES)
+        return config, Devices(target, mesh, available, targets.CHIPS[targets.split(target)[0]].memory, target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
 
 
-def account_of(program: str, devices: Devices, **settings: Any) -> Account:
-    """The account of a program, which is named as in `targets.py` and given these settings and the devices' mesh.
+def at_hand(mesh: Mesh) -> Devices:
+    """The devices of a mesh of this machine."""
+    memory = min(gather_objects(device_memory(mesh)))  # all processes must choose the same numbers
+    return Devices(f"{mesh.devices.flat[0].device_kind} at hand", mesh, jax.device_count(), memory, None)
 
-    It is compiled in this process or, for a target, in one of its own; UserError where the target's compiler refuses.
-    """
-    if devices.target is None:
-        function, arguments = targets.program(program)(devices.mesh, **settings)
-        jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
-        memory = targets.memory(jitted.trace(*arguments).lower().compile())
-        return Account(memory["temp"], memory["peak"])
+
+def account_of(program: Program, devices: Devices) -> Account:
+    """The account of a program on the devices; UserError if the compiler refuses it, but not for lack of memory."""
+    function, arguments = program
     try:
-        return targets.account(devices.target, program, devices.mesh.shape, **settings)
-    except ValueError as error:
-        raise UserError(f"--target: {error}") from None
+        if devices.target is not None:
+            return targets.account(function, arguments, devices.mesh)
+        return targets.memory(targets.as_jitted(function).trace(*arguments).lower().compile())
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"{devices.name}: the compiler refuses the program: {str(error).splitlines()[0]}") from None
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
@@ -210,7 +226,7 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": remaining - head})
 
 
-def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
+def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[int]:
     """The numbers of rows of a micro-batch that divide batch and mesh and about fit, in ascending order.
 
     Activations are taken to be proportional to the rows; the head, too, but with fewer rows it is taken as it is.
@@ -227,26 +243,16 @@ def fitting_micro_batches(update: Phase, rows: Rows, memory: int) -> list[int]:
 
 
 def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: int) -> str:
-    """One line: what does not fit, by how much, and the nearest setting that does, such as `rows` of a micro-batch."""
-    worst, mesh, memory = max(planned, key=lambda phase: phase.peak), shapes.config.mesh, devices.memory
+    """One line: what does not fit, by how much, and the setting to change; `rows` of a micro-batch would fit."""
+    worst, memory = max(planned, key=lambda phase: phase.peak), devices.memory
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
     state = planned[-1].parts["parameters"] + planned[-1].parts["optimizer"]
     if state > memory:
-        fsdp = mesh.fsdp * 2 ** math.ceil(math.log2(state / memory))
-        problem = f"mesh: parameters and optimizer take {size(state)} a device ({missing})"
-        if (needed := mesh.dp * fsdp * mesh.tp) > devices.available:
-            return f"{problem}: {needed} devices with mesh.fsdp={fsdp} hold them, and here are {devices.available}"
-        return f"{problem}; mesh.fsdp={fsdp} spreads them"
+        return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); raise mesh.fsdp"
     if worst.name in ("prefill", "decode", "answers"):
-        shards, fixed = mesh.dp * mesh.fsdp, worst.peak - worst.parts["KV cache"] - worst.parts["head"]
-        fixed -= worst.parts["activations"] * (worst.name == "answers")  # the scores of all slots
-        fitting = int(shapes.slots * (memory - fixed) / (worst.peak - fixed)) // shards * shards
-        if fitting < shards or shapes.slots == shards:
-            return f"rollout: the copy of the parameters for decoding leaves no room ({missing}); raise mesh.tp"
-        return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); about {fitting} would"
-    raised = "raise mesh.fsdp" if devices.available > devices.mesh.size else "more devices or model.lora would help"
-    way_out = f"; about {rows} would" if rows else f", nor does a smaller one; {raised}"
-    return f"micro_batch_size: {shapes.rows.micro} does not fit ({missing}){way_out}"
+        return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); lower it, or raise mesh.tp"
+    way_out = f"about {rows} would" if rows else "nor does a smaller one: raise mesh.fsdp, or take model.lora"
+    return f"micro_batch_size: {shapes.shape.micro} does not fit ({missing}); {way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

@@ -5,6 +5,7 @@ batch.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mllm.algorithms.table import schema
-from mllm.config.schema import Config
+from mllm.algorithms.recipes import recipe_of
+from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.model.delta_net import DeltaState
 from mllm.model.layout import LOGICAL_AXES, Params
@@ -35,29 +36,22 @@ from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import PIECE, pool_pages, prompts_a_batch
 from mllm.sampler.slots import Prefilled
 from mllm.sampler.states import abstract_states
-from mllm.training.algorithm import make_algorithm
-from mllm.training.head import States
+from mllm.training.head import HeadInputs
 from mllm.training.optimizer import make_optimizer, make_schedule
-from mllm.training.step import Forward, abstract_state, make_logprob_pass, make_train_step
+from mllm.training.recipe import Loss
+from mllm.training.step import abstract_state, make_logprob_pass, make_train_step
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments, trees of jax.ShapeDtypeStruct with shardings."""
 
 
-def program(mesh: Mesh, *, config: dict[str, Any], name: str, tokens: int | None = None) -> Program:
-    """The program of `Programs` with this name; `config` as `Config.model_dump` gives it, `tokens` as in `Room`."""
-    shapes = Programs(schema().model_validate(config), mesh)
-    shapes.tokens = tokens
-    return getattr(shapes, name)()
-
-
 class Programs:
     """The programs of one configuration on one mesh, and the shapes that they share; UserError as `load_policy`.
 
-    `kind` is how the update calls the model and the head; tools/memory.py compares several.
+    `loss` replaces the algorithm's: tools/memory.py compares several.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, kind: type[Forward] = Forward) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, loss: Loss[Any] | None = None) -> None:
         model = config.model
         if model.init == "pretrained" and model.source in PRESETS and not Path(model.source).is_dir():
             # The sizes are known by name: no file is needed.
@@ -73,19 +67,21 @@ class Programs:
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
         self.layout = self.model.layout
         self.array = self.layout.abstract
-        self.rows = config.rows
-        self.algorithm = make_algorithm(config)
-        self.forward = kind.of(self.algorithm, self.policy.graphdef, mesh, self.teacher and self.teacher.graphdef)
+        self.shape = config.batch_shape
+        recipe = recipe_of(config)
+        self.recipe, self.demands = replace(recipe, loss=loss or recipe.loss), recipe.demands
+        teacher = None if self.teacher is None else self.teacher.graphdef
+        self.forward = self.recipe.forward(config, self.policy.graphdef, mesh, teacher)
 
     def load_teacher(self) -> Policy | None:
         """The teacher without its tokenizer, if its sizes are known by name; None without a teacher."""
         config = self.config
-        if config.teacher is None:
+        if (teacher := config.frozen_teacher) is None:
             return None
-        if config.teacher.source not in PRESETS or Path(config.teacher.source).is_dir():
+        if teacher.source not in PRESETS or Path(teacher.source).is_dir():
             return load_teacher(config, self.mesh, self.policy.tokenizer)
-        model = config.teacher.model(config.model).model_copy(update={"init": "random", "tokenizer": None})
-        return load_policy(config.model_copy(update={"model": model}), self.mesh)
+        model = teacher.model(config.model).model_copy(update={"init": "random", "tokenizer": None})
+        return load_policy(config, self.mesh, model)
 
     def prefill(self) -> Program:
         """The widest batch of prompts; what the layers keep of them waits until slots are free."""
@@ -126,42 +122,42 @@ class Programs:
     def logprob(self) -> Program:
         """The log-prob pass over a rollout, or over preferences."""
         function = make_logprob_pass(self.forward)
-        return function, (self.policy.params, self.batch(self.rows.total, bare=True))
+        return function, (self.policy.params, self.batch(self.shape.total, bare=True))
 
     def update(self) -> Program:
         """The train step."""
         schedule = make_schedule(self.config.optimizer, self.config.steps or 1)
         function = make_train_step(self.forward, self.optimizer, schedule, self.config.seed)
-        scored = [self.teacher.params] if self.teacher and self.algorithm.teacher_in_update else []
-        return function, (self.state, self.batch(self.rows.total), self.policy.split(self.policy.params)[1], *scored)
+        scored = [self.teacher.params] if self.teacher and self.demands.teacher_in_update else []
+        return function, (self.state, self.batch(self.shape.total), self.policy.split(self.policy.params)[1], *scored)
 
     def teacher_logprob(self) -> Program:
         """The teacher's log-prob pass over a rollout."""
         assert self.teacher
         assert self.forward.teacher
-        return make_logprob_pass(self.forward.teacher), (self.teacher.params, self.batch(self.rows.total, bare=True))
+        return make_logprob_pass(self.forward.teacher), (self.teacher.params, self.batch(self.shape.total, bare=True))
 
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
-        return self.forward.head.logprobs, (self.head_states(), self.batch(self.rows.micro, bare=True))
+        return self.forward.head.logprobs, (self.head_states(), self.batch(self.shape.micro, bare=True))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
         lora = self.policy.lora
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
 
-        def loss(hidden: Any, weight: Any, copy: Any, batch: Batch, *teacher: States) -> Any:
-            return self.forward.head_loss(States(hidden, weight, copy), batch, *teacher)
+        def loss(hidden: Any, weight: Any, copy: Any, batch: Batch, *teacher: HeadInputs) -> Any:
+            return self.forward.head_loss(self.forward.head, HeadInputs(hidden, weight, copy), batch, *teacher)
 
         function = jax.value_and_grad(loss, trained, has_aux=True)
-        scored = [self.head_states(self.teacher)] if self.teacher and self.algorithm.teacher_in_update else []
-        return function, (*self.head_states(), self.batch(self.rows.micro), *scored)
+        scored = [self.head_states(self.teacher)] if self.teacher and self.demands.teacher_in_update else []
+        return function, (*self.head_states(), self.batch(self.shape.micro), *scored)
 
     def batch(self, rows: int, bare: bool = False) -> Batch:
         """The largest batch; a `bare` one lacks the further inputs of the algorithm's loss."""
-        shape = (rows, self.rows.length)
+        shape = (rows, self.shape.length)
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
-        inputs = None if bare else self.algorithm.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
+        inputs = None if bare else self.demands.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
         return Batch(ints, ints, ints, ints, floats, inputs)
 
     @property
@@ -170,7 +166,7 @@ class Programs:
         config, shards = self.config, self.layout.row_shards
         assert config.rollout is not None
         evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
-        rows = max(evaluated, self.algorithm.completions)
+        rows = max(evaluated, self.demands.completions)
         limit = config.rollout.max_slots or rows
         return shards * max(1, min(-(-rows // shards), limit // shards))
 
@@ -200,18 +196,18 @@ class Programs:
         cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
         return Prefilled(cache, abstract_states(self.model, rows))
 
-    def head_states(self, policy: Policy | None = None) -> States:
+    def head_states(self, policy: Policy | None = None) -> HeadInputs:
         """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""
         policy = policy or self.policy
         model = nnx.merge(policy.graphdef, policy.params)
         dtype, weight = model.dtype, (model.embed if model.head is None else model.head).get_value()
-        hidden = (self.rows.micro, self.rows.length, policy.architecture.hidden_size)
+        hidden = (self.shape.micro, self.shape.length, policy.architecture.hidden_size)
         copy = weight if weight.dtype == dtype else self.array(weight.shape, dtype, LOGICAL_AXES["head"])
-        return States(self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy)
+        return HeadInputs(self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy)
 
     def gradients(self) -> Params:
         """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""
-        whole = self.rows.micro == self.rows.total
+        whole = self.shape.micro == self.shape.total
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
             self.policy.trained,

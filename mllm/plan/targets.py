@@ -1,31 +1,19 @@
-"""Compiles JAX programs for devices that this machine doesn't have, by the real compilers.
+"""Compiles JAX programs for devices that this machine doesn't have, by the real compilers, and reads their memory.
 
 A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or
-the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). That is in
-a folder of its own: if JAX found it without a driver, every program would complain.
-
-A program is named `package.module:function` or `file.py:function`; its function takes the target's mesh and keyword
-arguments, and returns the function to compile and its arguments, trees of `jax.ShapeDtypeStruct`. XLA reads many
-options only as it starts, so `run_child` starts this file as a process of its own.
-
-`account` says what memory a program takes as soon as the compiler knows it, minutes before it has the code: XLA assigns
-every buffer its place before it generates instructions. The compiler writes its account of the assignment into a folder
-(`--xla_dump_to`), and is stopped there. Its total is what it holds against a TPU's HBM; `memory_analysis()` adds up
-more temporaries where there are collectives. A program that is too large has an account, too.
+the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The plugin is
+in a folder of its own: if JAX found it without a driver, every program would complain.
 
 Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel, which may
 not exist. With one, it may find cuBLAS faster, and then the operations before a product are stored first, which takes
-more memory (docs/log.md): a plan has cuBLAS for all. What it holds outside XLA's share of the memory is left out.
+more memory (docs/log.md): a plan has cuBLAS for all (`CUBLAS`). Memory that cuBLAS takes for itself is left out.
 """
 
 import importlib
 import importlib.util
-import json
 import math
 import os
 import re
-import runpy
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,9 +27,8 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
-from mllm.plan import child
+from mllm.parallel.mesh import bytes_on_device
 
-ROOT = Path(__file__).parent.parent.parent
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -73,13 +60,10 @@ TPUS = {
 CHIPS = {**TPUS, "h100": Chip("NVIDIA H100 80GB HBM3", 1, 84_942_979_072 * 3 // 4)}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
-TPU_FILES = (".after_optimizations", ".after_optimizations_after_buffer_assignment.txt", "")
-GPU_FILES = (".*_gpu_after_optimizations", ".0.ir-no-opt.ll", "--xla_gpu_enable_triton_gemm=false")
-"""After the module's name, the beginning of the names of the two files with the account, and the end of the name of a
-file that is written later (on GPUs the first kernel's code); the compiler's flag, or none. A program that is too large
-for a TPU has no later file, and the compiler ends by itself."""
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""The compiler's options for a plan on GPUs."""
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
-_TEMPORARY = re.compile(r"^allocation \d+: size (\d+), (?!color).*preallocated-temp", re.MULTILINE)
+_REFUSED = re.compile(r"\((\d+\.\d+)([KMG])\) exceeds available HBM")
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
@@ -166,7 +150,12 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
     return Mesh(np.array(available[:needed]).reshape(shape), tuple(axes), axis_types=types)
 
 
-def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> jax.stages.Compiled:
+def compiled(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    mesh: Mesh,
+    options: Mapping[str, bool | str] | None = None,
+) -> jax.stages.Compiled:
     """A function, jitted or not, compiled for the mesh; arguments without a sharding are on all its devices.
 
     jax.errors.JaxRuntimeError is raised if the compiler refuses: for lack of room in HBM or VMEM, or of a way to
@@ -180,98 +169,64 @@ def compiled(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh)
     cached = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     reset_cache()
-    # A jitted function is not jitted again: then it would not donate its arguments.
-    jitted = function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
     platform = {"gpu": "cuda"}.get(mesh.devices.flat[0].platform, "tpu")
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            lowered = jitted.trace(*placed).lower(lowering_platforms=(platform,))
-        return lowered.compile()
+            lowered = as_jitted(function).trace(*placed).lower(lowering_platforms=(platform,))
+        return lowered.compile(dict(options or {}))
     finally:
         jax.config.update("jax_enable_compilation_cache", cached)
         reset_cache()
 
 
-def memory(program: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's account of HBM, in bytes a device; what is aliased is among the arguments and the results."""
-    account: Any = program.memory_analysis()
-    names = ("argument", "output", "alias", "temp")
-    sizes = {name: getattr(account, f"{name}_size_in_bytes") for name in names}
-    return sizes | {"peak": sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]}
-
-
-def program(name: str) -> Callable[..., tuple[Callable[..., Any], Sequence[Any]]]:
-    """The function that `package.module:function` or `file.py:function` names."""
-    source, _, function = name.rpartition(":")
-    if source.endswith(".py"):
-        return runpy.run_path(source)[function]
-    return getattr(importlib.import_module(source), function)
-
-
-def run_child(
-    target: str,
-    name: str,
-    arguments: Mapping[str, Any],
-    environment: Mapping[str, str],
-    folder: Path,
-    until: Callable[[], bool] | None = None,
-) -> child.Ended:
-    """Run `main` for a program in a process of its own, with `environment` added to this one's variables.
-
-    In `arguments` "mesh" has the axes and their sizes, instead of one chip. The child removes `folder`, which the
-    compiler writes to, if this process is killed. `until` is as in `child.run`.
-    """
-    name = os.path.abspath(name) if ".py:" in name else name
-    command = [sys.executable, "-m", "mllm.plan.targets", target, name, json.dumps(dict(arguments)), str(folder)]
-    return child.run(command, cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu", **environment}, until=until)
+def as_jitted(function: Callable[..., Any]) -> jax.stages.Wrapped:
+    """The function, jitted. A jitted function is not jitted again: then it would not donate its arguments."""
+    return function if isinstance(function, jax.stages.Wrapped) else jax.jit(function)
 
 
 class Account(NamedTuple):
-    """Memory in bytes a device; the peak has arguments and results, too."""
+    """Memory in bytes a device; the peak includes arguments and results."""
 
     temporaries: int
     peak: int
 
 
-def account(target: str, program: str, axes: Mapping[str, int], **arguments: Any) -> Account:
-    """The account of `program`, which gets a mesh of the target with these axes, and `arguments`, as JSON.
+def memory(program: jax.stages.Compiled) -> Account:
+    """The account of a program by `memory_analysis()`; aliased arguments count once."""
+    found: Any = program.memory_analysis()
+    arguments = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return Account(found.temp_size_in_bytes, arguments + found.temp_size_in_bytes)
 
-    ValueError, which says why in one line, is raised if it can't be compiled. A program that is too large can be.
+
+def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Account:
+    """The account of a function compiled for a target's mesh, of one that a TPU has no room for, too.
+
+    jax.errors.JaxRuntimeError is raised if the compiler refuses it for another reason.
     """
-    begin, last, flag = TPU_FILES if split(target)[0] in TPUS else GPU_FILES
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        inherited = os.environ.get("XLA_FLAGS", "")
-        flags = {"XLA_FLAGS": " ".join([inherited, flag, f"--xla_dump_to={folder}", "--xla_dump_hlo_as_text"])}
-        settings = {**arguments, "mesh": dict(axes)}
-        ended = run_child(target, program, settings, flags, folder, until=lambda: any(folder.glob(f"*{last}")))
-        # Files of the compiler for the CPU have other names.
-        names = "memory-usage-report", "buffer-assignment"
-        report, assignment = (next(folder.glob(f"*{begin}-{name}.txt"), None) for name in names)
-        if report is None or assignment is None:
-            raise ValueError(f"{program} on {target}: {ended.reason or 'the compiler left no report'}")
-        return parse_account(report.read_text(), assignment.read_text())
+    if mesh.devices.flat[0].platform == "gpu":
+        return memory(compiled(function, arguments, mesh, CUBLAS))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            report: dict[str, bool | str] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            found = memory(compiled(function, arguments, mesh, report))
+        except jax.errors.JaxRuntimeError as error:
+            if (refused := account_of_refusal(str(error), bytes_on_device(arguments))) is None:
+                raise
+            return refused
+        # Where a program has loops, `memory_analysis()` counts some temporaries twice: a quarter of an update's peak.
+        for path in Path(folder).glob("*after_optimizations-memory-usage-report.txt"):
+            if total := _TOTAL.search(path.read_text()):
+                excess = found.peak - int(total[1])
+                return Account(found.temporaries - excess, found.peak - excess)
+        return found
 
 
-def parse_account(report: str, assignment: str) -> Account:
-    """The account, from the compiler's report of memory and its list of allocations."""
-    total = _TOTAL.search(report)
-    if total is None:
-        raise ValueError(
-            "the compiler's report has another form; was it written by the compiler of make aot or make aot-gpu?"
-        )
-    return Account(sum(map(int, _TEMPORARY.findall(assignment))), int(total[1]))
+def account_of_refusal(message: str, arguments: int) -> Account | None:
+    """The account that a TPU's compiler gives as it refuses a program for lack of memory; None for another refusal.
 
-
-def main(target: str, name: str, arguments: str) -> None:
-    """Compile a program, whose account the compiler writes."""
-    settings = json.loads(arguments)
-    axes = settings.pop("mesh", {"chip": 1})
-    make = program(name)
-    target_mesh = mesh(target, tuple(axes.values()), tuple(axes))
-    compiled(*make(target_mesh, **settings), target_mesh)
-
-
-if __name__ == "__main__":
-    child.end_with_parent(lambda: shutil.rmtree(sys.argv[4], ignore_errors=True))
-    main(*sys.argv[1:4])
+    `arguments` are the bytes of the program's arguments on a device.
+    """
+    if (found := _REFUSED.search(message)) is None:
+        return None
+    peak = int(float(found[1]) * 1024 ** ("KMG".index(found[2]) + 1))
+    return Account(max(0, peak - arguments), peak)

@@ -20,22 +20,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
-from mllm.data.tasks.task import Example, Scorer, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rewards.functions import BUILT_IN, find
+from mllm.rewards.functions import BUILT_IN, find, math
+from mllm.rewards.scores import Answer, Logged, failed, judge
 from mllm.strict_json import whole_characters
 
-FAILURES = ("raised", "timed_out", "not_a_number")
-NOT_APPLICABLE = "not_applicable"
-"""The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
-Logged = tuple[Any, ...]
-"""What a function logged: `metric` or `extra`, a name and a value; and `turn` with what an environment said, see
-mllm/rewards/environments.py."""
-Answer = tuple[str, float | str, *tuple[Logged, ...]]
-"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
-it logged with it follows."""
-LARGEST = 1e18
-"""The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
 LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
 """The most characters of an error, and of a text that a function logs."""
 
@@ -60,7 +50,27 @@ class Sample(NamedTuple):
     """The completion's tokens, the stop token included: an array, since it is sent to another process."""
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
+    thinks: bool = False
+    """Whether the prompt has opened a thought, in which the completion begins."""
     played: Played | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is a conversation whose environment failed."""
+        return self.played is not None and failed(self.played.reward)
+
+
+class Lost:
+    """Stands for the environment of a conversation that failed; all of its attributes are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def environment_of(sample: Sample) -> Any:
+    """The public attributes of a conversation's environment at its end."""
+    return Lost() if sample.failed else SimpleNamespace(**sample.played.values) if sample.played else None
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
@@ -91,6 +101,7 @@ EITHER: dict[str, Reader] = {
     "answer": lambda sample: sample.example.answer,
     "completion_ids": lambda sample: sample.tokens.tolist(),
     "length": lambda sample: len(sample.tokens),
+    "thinks": lambda sample: sample.thinks,
     "truncated": lambda sample: sample.truncated,
 }
 SINGLE: dict[str, Reader] = {
@@ -108,7 +119,7 @@ BATCHED: dict[str, Reader] = {
 PLAYED: dict[str, Reader] = {
     "messages": lambda sample: sample.played.messages if sample.played else [],
     "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
-    "environment": lambda sample: SimpleNamespace(**sample.played.values) if sample.played else None,
+    "environment": environment_of,
 }
 PLAYED["environments"] = PLAYED["environment"]  # TRL's name, in a batched function
 """Further fields of a conversation's sample."""
@@ -147,12 +158,19 @@ class Reward:
     constants: Mapping[str, Any]
     file: str
     """The file that a user's function is in; empty for any other function."""
+    tools: ClassVar[Sequence[Any]] = ()
     run: ClassVar[Callable[..., Any]] = staticmethod(asyncio.run)
 
     @property
     def kind(self) -> str:
-        """The kind of its calls: with each completion alone (`single`), or with all (`batched`, `async`)."""
-        return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
+        """The kind of its calls: with each completion alone, or with all (`batched`, `async`).
+
+        A function that may hang is called for one completion (`single`), any other for some (`quick`).
+        """
+        if inspect.iscoroutinefunction(self.function):
+            return "async"
+        quick = self.function in BUILT_IN.values() and self.function is not math
+        return "batched" if self.batched else "quick" if quick else "single"
 
     @property
     def code(self) -> str:
@@ -170,13 +188,13 @@ class Reward:
         return self.function(**values, **{**deepcopy(self.constants), **logs})
 
 
-def bind(name: str, args: Mapping[str, Any], scorer: Scorer | None, fields: Sequence[str], limit: int) -> Reward:
+def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) -> Reward:
     """The reward function called `name`, its signature checked; UserError if it can't be had or called.
 
     `fields` are what the data have (see `fields_of`), `limit` is `rollout.max_completion_length`.
     """
     start = f"task.rewards: {name}"
-    function = find(name, scorer)
+    function = find(name)
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -312,21 +330,6 @@ def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, f
     except BaseException as error:
         failure = "not_a_number", f"returned no list of numbers: {describe(error)}"
     return [failure] * samples
-
-
-def judge(value: Any) -> tuple[str, float | str]:
-    """The number that a function returned, or `not_a_number`. Text is none, though numpy's has a `__float__`."""
-    if value is None:
-        return NOT_APPLICABLE, ""
-    try:
-        kind = getattr(getattr(value, "dtype", None), "kind", "f")
-        no_number = isinstance(value, str | bytes) or kind in ("S", "U", "O", "M", "m", "c")
-        number = float("nan") if no_number or not hasattr(value, "__float__") else float(value)
-        if abs(number) <= LARGEST:
-            return "value", number
-        return "not_a_number", f"returned {value!r:.{LONGEST_MESSAGE}}"
-    except BaseException as error:
-        return "not_a_number", f"returned a {type(value).__name__:.{LONGEST_MESSAGE}}: {describe(error)}"
 
 
 def describe(error: BaseException, file: str = "") -> str:

@@ -2,7 +2,7 @@
 
 An environment is an object of a class with tools (TRL's `environment_factory`) or with `step`. Many live in a process,
 each for its conversation. A `Player` is called as a reward function is, with the trainer's moves for samples:
-reward_calls limits its time, counts its failures and awaits its coroutines. No JAX is imported.
+calls.py counts its failures and awaits its coroutines. No JAX is imported.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ Tools = Mapping[str, Callable[..., Any]]
 
 
 class Move(NamedTuple):
-    """A request to a conversation's environment; without a conversation, it asks which tools there are."""
+    """A request to a conversation's environment."""
 
-    conversation: int = -1
+    conversation: int
     example: Example | None = None
     """The problem with which the conversation begins."""
     seed: int = 0
@@ -81,7 +81,7 @@ class Player:
         self.kind = "async" if any(map(inspect.iscoroutinefunction, every)) else "played"
         described = [*functions, *(getattr(cls, name) for name in self.methods)]
         try:
-            self.schemas = tool_schemas(described) if described else []
+            self.tools = tool_schemas(described) if described else []
         except UserError as error:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
@@ -123,9 +123,6 @@ class Player:
     async def play(self, move: Move, notes: Notes) -> Any:
         """The reward of a move; an environment that fails is closed."""
         number = move.conversation
-        if number < 0:
-            notes.rows[0].append(("extra", "tools", json.dumps(self.schemas)))
-            return None
         try:
             if move.example:
                 await self.close(number)  # an interrupted rollout has left it
@@ -172,7 +169,7 @@ class Player:
         if move.completion is not None:
             messages.append({"role": "assistant", "content": move.completion})
             tools = self.functions | {name: getattr(environment, name) for name in self.methods}
-            for parsed in tool_calls("<think>" * move.thinks + move.completion, self.schemas) if tools else []:
+            for parsed in tool_calls("<think>" * move.thinks + move.completion, self.tools) if tools else []:
                 if isinstance(parsed, ValueError):
                     replies.append({"role": "tool", "content": failed_call(parsed)})
                     errors += 1

@@ -1,6 +1,6 @@
 """The built-in reward functions, and how others are found by name.
 
-A function takes its arguments by name: see reward_calls. No JAX is imported here.
+A function takes its arguments by name: see calls.py. No JAX is imported here.
 """
 
 import importlib
@@ -9,8 +9,8 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from mllm.data.tasks.answers import final_answer, last_element
-from mllm.data.tasks.task import Example, Scorer
+from mllm.data.tasks.answers import THINK, final_answer, last_element, without_thoughts
+from mllm.data.tasks.task import Example
 from mllm.errors import UserError, need
 
 NUMBER = re.compile(
@@ -24,20 +24,24 @@ THINK_ANSWER = re.compile(
 MATH_SECONDS = 1
 
 
-def exact_match(completion: str, answer: str | None, example: Example) -> float:
-    """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0."""
-    return float(final_answer(completion, example.answer_form) == required(answer))
+def exact_match(completion: str, answer: str | None, example: Example, thinks: bool = False) -> float:
+    """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0.
+
+    `thinks` says whether the prompt has opened a thought. What stands in a thought is no answer.
+    """
+    return float(final_answer(THINK * thinks + completion, example.answer_form) == required(answer))
 
 
-def flexible_match(completion: str, answer: str | None, example: Example) -> float:
+def flexible_match(completion: str, answer: str | None, example: Example, thinks: bool = False) -> float:
     """1 if the last number of the completion equals the answer's, however the two are written, else 0.
 
     As in lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An answer that is not a
-    number is matched exactly.
+    number is matched exactly. Thoughts are as for `exact_match`.
     """
     if not NUMBER.fullmatch(required(answer)):
-        return exact_match(completion, answer, example)
-    return float(last_number(completion) == last_number(required(answer)))
+        return exact_match(completion, answer, example, thinks)
+    said = without_thoughts(THINK * thinks + completion)
+    return float(last_number(said) == last_number(required(answer)))
 
 
 def required(answer: str | None) -> str:
@@ -57,12 +61,12 @@ def last_number(text: str) -> Decimal | None:
     return magnitude.copy_negate() if re.search("[-−]", numbers[-1]) else magnitude
 
 
-def math(completion: str, answer: str | None) -> float:
+def math(completion: str, answer: str | None, thinks: bool = False) -> float:
     """1 if the completion's result equals the answer mathematically, as math-verify reads the two, else 0.
 
-    The result is the content of the last <answer> element, or else what math-verify finds: the last \\boxed{}, formula
-    or number. A completion that it can't read, or not within a second, is wrong; an answer that it can't read raises
-    ValueError. Its time limits are alarms, which only a process's main thread may set.
+    The result stands in no thought. It is the content of the last <answer> element, or else what math-verify finds: the
+    last \\boxed{}, formula or number. A completion that it can't read, or not within a second, is wrong; an answer that
+    it can't read raises ValueError. Its time limits are alarms, which only a process's main thread may set.
     """
     need("math_verify", "math", "task.rewards: math")
     from math_verify import parse, verify
@@ -74,13 +78,17 @@ def math(completion: str, answer: str | None) -> float:
     expected = read(required(answer), True)
     if not expected:
         raise ValueError(f"math-verify can't read the answer {answer}")
-    result = last_element(completion)
-    return float(verify(expected, read(result, result is not completion), timeout_seconds=MATH_SECONDS))
+    said = without_thoughts(THINK * thinks + completion)
+    result = last_element(said)
+    return float(verify(expected, read(result, result is not said), timeout_seconds=MATH_SECONDS))
 
 
-def think_answer_format(completion: str) -> float:
-    """1 if all of it is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0."""
-    return float(THINK_ANSWER.fullmatch(completion) is not None)
+def think_answer_format(completion: str, thinks: bool = False) -> float:
+    """1 if all of it is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0.
+
+    The prompt has the first tag where it `thinks`.
+    """
+    return float(THINK_ANSWER.fullmatch(THINK * thinks + completion) is not None)
 
 
 def overlong(length: int, max_completion_length: int, cache: int) -> float:
@@ -99,16 +107,12 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 }
 
 
-def find(name: str, scorer: Scorer | None) -> Callable[..., Any]:
+def find(name: str) -> Callable[..., Any]:
     """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    if name == "task":
-        if scorer is None:
-            raise UserError("task.rewards: this task has no scorer of its own: use exact_match or flexible_match")
-        return scorer
     if ":" not in name:
-        known = f"{', '.join(BUILT_IN)}, task, or package.module:function"
+        known = f"{', '.join(BUILT_IN)}, or package.module:function"
         raise UserError(f"task.rewards: there is no reward {name}: {known}")
     return imported("task.rewards", name)
 

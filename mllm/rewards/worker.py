@@ -1,183 +1,215 @@
-"""The trainer's side of a process in which reward functions or environments run; its own side is process.py.
+"""Processes in which reward functions and environments run: a function that hangs or ends its process costs one call.
 
-A user's function may raise, hang in C code with every signal blocked, end or fork its process, print, and write to or
-close whatever is open. So the process is a fresh interpreter (forking one that runs JAX's threads may deadlock) in a
-session of its own, and its output goes to stderr. Its answers are JSON, never unpickled. When an answer is late, when
-a function ends the process, and when the trainer ends, however that does, all that the process has started is killed,
-except for what began a session of its own. Memory is not limited, and functions have the rights of the user who trains.
+Pebble starts the processes, limits the time of each call, and replaces a process that is late or has ended. A process
+is a fresh interpreter without JAX, since forking the trainer's threads may deadlock. It leads a session, so that
+whatever its functions start is killed with it. Answers are strict JSON. Memory is not limited, and functions have the
+rights of the user who trains.
 """
 
 import multiprocessing
 import os
 import pickle
-import queue
-import secrets
 import signal
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from threading import Lock, Thread
+from multiprocessing import connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from threading import Lock
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from pebble import ProcessExpired, ProcessPool
+
+from mllm import strict_json
 from mllm.config.places import MODULES
 from mllm.errors import UserError
-from mllm.rewards.calls import Answer
-from mllm.rewards.process import HANDSHAKE, SIGNALS, decode, work
-from mllm.strict_json import LONGEST
+from mllm.rewards.calls import answers, describe
+from mllm.rewards.scores import Answer
 
-CONTEXT = multiprocessing.get_context("spawn")
-STARTING = Lock()
-"""Held while a process is started: it begins with the signals blocked that it will ignore, and multiprocessing sees an
-empty main module, since it would import the trainer's in the process, which takes as long as all the rest."""
 START_TIMEOUT = 120.0
 TICK = 0.1
+MOVES = 16
+"""The moves of environments in a call: each call takes about as long as ten short moves."""
+STARTING = Lock()
 
 
-class Worker:
-    """The trainer's side of a process, which starts when it is needed, and again when a function has ended it.
-
-    While a method waits, it calls `poll` at least every 0.25 s; what `poll` raises passes through.
-    """
-
-    kinds: list[str]
-    """For each function `Reward.kind`; known once the process has started."""
-    codes: list[str]
-    """For each function a checksum of the file that it is in; empty for the trainer's own functions."""
-    process: multiprocessing.process.BaseProcess
-
-    def __init__(self, make: Callable[[], Sequence[Any]], poll: Callable[[], None], key: str = "task.rewards") -> None:
-        """The process will have the functions that `make` returns there; `key` is the setting that names them."""
-        self.make, self.poll, self.key = make, poll, key
-        self.alive = False
+class Process(SpawnProcess):
+    """A process that doesn't import the trainer's main module, and ends with all that it has started."""
 
     def start(self) -> None:
-        """Start the process; UserError where a function can't be had, or requires what there isn't."""
-        make = pickle.dumps(self.make)
-        self.connection, other_end = CONTEXT.Pipe()
-        self.process = CONTEXT.Process(target=work, args=(other_end, MODULES))
+        # multiprocessing would have the process import the main module of the trainer, and JAX with it.
         with STARTING:
-            main, blocked = sys.modules["__main__"], signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            sys.modules["__main__"] = ModuleType("__main__")
+            main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
             try:
-                self.process.start()
+                super().start()
             finally:
                 sys.modules["__main__"] = main
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        other_end.close()
-        self.alive = True
-        try:
-            self.send(make, 1)
-            kind, message = self.answer(HANDSHAKE, START_TIMEOUT)
-            if kind != "ready":
-                raise UserError(message if kind == "failed" else f"{self.key}: importing it {message}")
-        except BaseException:
-            self.kill()
-            raise
-        functions = [word.split(":") for word in message.split()]
-        self.kinds, self.codes = [kind for kind, _ in functions], [code for _, code in functions]
 
-    def ask(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[Answer]:
-        """Each function's answers for the samples, one function after the other; each may take `seconds`."""
-        answers, wanted = list[Answer](), len(functions) * len(samples)
-        while len(answers) < wanted:
-            if not self.alive or not self.process.is_alive():
-                self.kill()
-                self.start()
-            kind = self.kinds[functions[0]]
-            # The process itself watches over coroutines and environments, and is waited for longer.
-            limit = seconds * {"single": 1, "played": 3, "batched": wanted, "async": wanted + 1}[kind]
-            first = secrets.randbits(48)  # so that what a function writes to the connection is no answer
-            numbers = range(first, first + wanted - len(answers))
-            self.send(pickle.dumps((functions, first, samples[len(answers) :], seconds)), len(numbers))
-            for number in numbers:
-                if self.alive:
-                    answers.append(self.answer(number, limit))
-            if kind in ("batched", "async"):
-                answers += answers[-1:] * (wanted - len(answers))  # the call has failed for the rest
-        return answers
-
-    def send(self, message: bytes, answers: int) -> None:
-        """Send a message, for which so many answers are expected, in a thread that puts each into a queue.
-
-        None is put there where no more can come, b"" for what is no message. The thread may be blocked as long as the
-        process lives, since a function may write half a message.
-        """
-        connection, self.received = self.connection, (received := queue.SimpleQueue[bytes | None]())
-
-        def exchange() -> None:
-            try:
-                connection.send_bytes(message)
-                for _ in range(answers):
-                    received.put(connection.recv_bytes(LONGEST))
-            except EOFError:
-                received.put(None)
-            except OSError as error:
-                received.put(None if error.errno else b"")  # an error of the system, or a message of a wrong length
-
-        self.thread = Thread(target=exchange, daemon=True)
-        self.thread.start()
-
-    def answer(self, number: int, timeout: float) -> Any:
-        """The next answer, which must have this number: an `Answer`, or the handshake's."""
-        deadline, message = time.monotonic() + timeout, None
-        while True:
-            self.poll()
-            ended = not self.process.is_alive()  # a child of its own may still hold the connection
-            left = deadline - time.monotonic()
-            with suppress(queue.Empty):
-                message = self.received.get(timeout=max(0.001, TICK if ended else min(left, TICK)))
-                break
-            if ended:
-                break
-            if left <= 0:
-                self.kill()
-                return "timed_out", f"took longer than {timeout:g} s"
-        if message is None:
-            self.poll()  # the signal that ended the process may have reached the trainer, too
-            return "raised", self.end()
-        answer = decode(message, number)
-        if answer is None:
-            self.kill()
-            return "raised", "wrote to its process's connection with the trainer"
-        return answer
-
-    def end(self) -> str:
-        """Kill the process, from which nothing more will come; returns how it had ended."""
-        self.wait(TICK)  # a process that is about to exit gets the time to give its own exit code
-        code = self.process.exitcode
+    def terminate(self) -> None:
+        assert self.pid is not None
+        with suppress(OSError):  # it has no session yet
+            os.killpg(self.pid, signal.SIGKILL)
         self.kill()
-        if code is None:
-            return "closed its process's connection with the trainer"
-        if code < 0:
-            return f"had its process killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended its process with exit code {code}"
 
-    def wait(self, seconds: float) -> None:
-        """Wait for the process's end; `join` would wait for ever where a function has closed the process's files."""
-        deadline = time.monotonic() + seconds
-        while self.process.is_alive() and time.monotonic() < deadline:
-            time.sleep(0.002)
 
-    def kill(self) -> None:
-        """Kill the process and all that it started in its session, if that is still to be done."""
-        if not self.alive:
-            return
-        self.alive = False
-        group = self.process.pid
-        assert group is not None
-        with suppress(OSError):  # it may not have its group yet
-            os.killpg(group, signal.SIGKILL)
-        self.process.kill()
-        self.wait(1.0)
-        with suppress(ChildProcessError):  # as process 1 of a container the trainer inherits what the worker started
-            while os.waitpid(-group, os.WNOHANG)[0]:
-                pass
-        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
-            ours.shutdown(socket.SHUT_RDWR)  # the thread ends, whoever else holds the other end
-        self.thread.join()
-        self.connection.close()
-        with suppress(ValueError):  # it is stuck in the kernel
-            self.process.close()
+class Context(SpawnContext):
+    Process = Process
+
+
+class Call(NamedTuple):
+    """A call that waits for a process, or runs in one."""
+
+    future: Future[list[bytes]]
+    answers: int
+    limit: float
+
+    def result(self) -> list[Answer]:
+        """Each function's answers, one function after the other; failures where the call was late or its process ended.
+
+        It waits for them.
+        """
+        try:
+            return [decode(message) for message in self.future.result()]
+        except TimeoutError:
+            failure = "timed_out", f"took longer than {self.limit:g} s"
+        except ProcessExpired as expired:
+            failure = "raised", ended(expired.exitcode)
+        except BrokenProcessPool:
+            failure = "raised", "its process has ended"
+        return [failure] * self.answers
+
+
+class Workers:
+    """The trainer's side of processes, which start when they are needed. All have the functions that `make` returns."""
+
+    kinds: list[str]
+    """For each function `Reward.kind`; known once a process has started."""
+    codes: list[str]
+    """For each function a checksum of the file that it is in; empty for the trainer's own functions."""
+    tools: list[dict[str, Any]]
+    """The JSON schemas of what the assistant may call."""
+
+    def __init__(self, make: Callable[[], Sequence[Any]], count: int = 1, key: str = "task.rewards") -> None:
+        """`key` is the setting that names the functions, for error messages."""
+        self.make, self.count, self.key = make, count, key
+        self.pool: ProcessPool | None = None
+
+    def start(self) -> None:
+        """Start the processes; UserError where a function can't be had, or requires what there isn't."""
+        initargs = pickle.dumps(self.make), MODULES
+        self.pool = ProcessPool(self.count, initializer=begin, initargs=initargs, context=Context())
+        try:
+            fault, *described = self.pool.schedule(describe_functions).result(START_TIMEOUT)
+            self.kinds, self.codes, self.tools = described
+        except BrokenProcessPool:
+            fault = f"{self.key}: importing it ended its process"
+        except TimeoutError:
+            fault = f"{self.key}: importing it took longer than {START_TIMEOUT:g} s"
+        if fault:
+            self.close()
+            raise UserError(fault)
+
+    def schedule(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> Call:
+        """Call functions, by their numbers, with samples; each call of a function may take `seconds` a sample."""
+        if not (self.pool and self.pool.active):  # it has not started, or a process ended in between
+            self.close()
+            self.start()
+        assert self.pool is not None
+        wanted = len(functions) * len(samples)
+        # The process itself watches over coroutines and environments, and gets longer.
+        limit = seconds * (wanted + {"played": 2, "async": 1}.get(self.kinds[functions[0]], 0))
+        message = pickle.dumps((functions, samples, seconds))
+        return Call(self.pool.schedule(answer, args=(message, wanted), timeout=limit), wanted, limit)
+
+    def ask(self, samples: Sequence[Any], seconds: float, poll: Callable[[], None]) -> list[Answer]:
+        """The only function's answers: for some samples at a time, or for all together where it awaits something."""
+        if self.pool is None:
+            self.start()
+        size = len(samples) if self.kinds == ["async"] else MOVES
+        calls = [self.schedule([0], samples[i : i + size], seconds) for i in range(0, len(samples), size)]
+        while wait([call.future for call in calls], TICK).not_done:
+            poll()
+        return [answer for call in calls for answer in call.result()]
+
+    def close(self) -> None:
+        """End the processes, and what they have started."""
+        if self.pool:
+            self.pool.stop()
+            self.pool.join()
+        self.pool = None
+
+
+def ended(code: int) -> str:
+    """How a process ended that left this exit code."""
+    if code < 0:
+        return f"had its process killed by signal {-code} ({signal.strsignal(-code)})"
+    return f"ended its process with exit code {code}"
+
+
+# The processes' own side
+
+FUNCTIONS: list[Any] = []
+FAULTS: list[str] = []
+
+
+def begin(make: bytes, modules: Sequence[str]) -> None:
+    """Prepare the process, and make its functions; `modules` are folders in which Python looks for them, too."""
+    os.setsid()  # Ctrl-C is the trainer's to handle
+    os.dup2(2, 1)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the functions may import JAX themselves; the accelerator is the trainer's
+    sys.path += [folder for folder in (*modules, os.getcwd()) if folder not in sys.path]
+    end_with_trainer()
+    for signum in (signal.SIGTERM, signal.SIGINT):  # they reach all processes of a job, and are the trainer's
+        signal.signal(signum, lambda *_: None)
+    try:
+        FUNCTIONS.extend(pickle.loads(make)())
+    except UserError as error:
+        FAULTS.append(str(error))
+
+
+def end_with_trainer() -> None:
+    """Fork a process that kills this one's group as soon as the trainer or this process ends.
+
+    It is no thread, since a function may hold Python's lock.
+    """
+    trainer, worker = multiprocessing.parent_process(), os.getpid()
+    assert trainer is not None
+    if os.fork():
+        return
+    try:
+        while os.getppid() == worker and not connection.wait([trainer.sentinel], TICK):
+            pass
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def describe_functions() -> tuple[str, list[str], list[str], list[Any]]:
+    """Why there are no functions, or their kinds, checksums and tools."""
+    kinds, codes = [each.kind for each in FUNCTIONS], [each.code for each in FUNCTIONS]
+    return "".join(FAULTS), kinds, codes, [tool for each in FUNCTIONS for tool in each.tools]
+
+
+def answer(message: bytes, wanted: int) -> list[bytes]:
+    """What the functions give for the samples of a message: so many answers, each as JSON."""
+    try:
+        functions, samples, seconds = pickle.loads(message)
+        return [encode(*each) for each in answers([FUNCTIONS[i] for i in functions], samples, seconds)]
+    except BaseException as error:
+        return [encode("raised", describe(error))] * wanted
+
+
+def encode(kind: str, value: float | str, *logged: tuple[Any, ...]) -> bytes:
+    """An answer as strict JSON; a failure where that can't hold it, which costs this answer alone."""
+    value = " ".join("".join(c if c.isprintable() else " " for c in value).split()) if isinstance(value, str) else value
+    try:
+        return strict_json.dump([kind, value, *logged])
+    except ValueError as error:
+        return strict_json.dump(["raised", f"what it gave can't be sent: {error!s:.300}"])
+
+
+def decode(message: bytes) -> Answer:
+    kind, value, *logged = strict_json.load(message)
+    return (kind, value, *logged)

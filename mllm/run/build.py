@@ -12,20 +12,26 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from mllm.config.schema import Config
-from mllm.config.task import Form
+from mllm.algorithms.recipes import recipe_of
+from mllm.config.load import for_devices
+from mllm.config.rollout import RolloutConfig
+from mllm.config.run import RunConfig
+from mllm.config.task import Form, TaskConfig
 from mllm.data.prompts import task_renderer
 from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
+from mllm.data.tasks.task import Task
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import CommonError, UserError, need
 from mllm.model.folder import is_there
@@ -49,13 +55,29 @@ from mllm.run.source_run import load_own_policy, load_policy, load_teacher, pin_
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Usual
-from mllm.training.algorithm import Parts, make_algorithm
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
+from mllm.training.recipe import Parts, Sampling
 from mllm.training.room import room_that_fits
-from mllm.training.step import Forward, abstract_state, init_state, make_train_step
+from mllm.training.step import abstract_state, init_state, make_train_step
 
 logger = logging.getLogger(__name__)
+Fit = Callable[[RunConfig, Policy, Mesh], RunConfig]
+"""(configuration, model, devices) -> the configuration with numbers in place of what it leaves open."""
+
+
+def as_it_is(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
+    return config
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A task's problems, how completions of them are sampled, and what scores them."""
+
+    task: Task
+    config: TaskConfig
+    rollout: RolloutConfig
+    rewards: RewardRunner
 
 
 class Run:
@@ -63,18 +85,22 @@ class Run:
 
     @classmethod
     @contextmanager
-    def build(cls, config: Config, change: bool = False) -> Iterator["Run"]:
+    def build(
+        cls, config: RunConfig, change: bool = False, fit: Fit = lambda config, policy, mesh: config
+    ) -> Iterator["Run"]:
         """The run of a configuration, whose place is held until the end; UserError where something can't work.
 
-        All processes must enter this. `change` permits other settings than the run has had.
+        All processes must enter this. `change` permits other settings than the run has had. `fit` sets what the
+        configuration leaves to the memory that is there.
         """
         with ExitStack() as stack, ending_together():
-            yield cls(config, change, stack)
+            yield cls(config, change, fit, stack)
 
-    def __init__(self, config: Config, change: bool, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, change: bool, fit: Fit, stack: ExitStack) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
         self.stack = stack
         self.interrupt = Interrupt()
+        config = for_devices(config, jax.device_count())
         self.mesh = make_mesh(config.mesh)
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
@@ -85,33 +111,29 @@ class Run:
             config = pin_all(config)
         self.config = config
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
-        self.task = load_task(task, config.seed) if task else None
-        self.rewards: RewardRunner | None = None
-        if config.task and self.task and config.rollout:
-            most = config.rollout.sampled_length
-            # Several processes go on to where all of them ask.
-            poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
-            self.rewards = stack.enter_context(RewardRunner(config.task, self.task, most, poll))
+        self.task = load_task(task) if task else None
+        self.problems = self.load_problems()
         self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
+        self.config = config = fit(config, policy, self.mesh)
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
-        self.algorithm = algorithm = make_algorithm(config)
-        self.forward = Forward.of(algorithm, policy.graphdef, self.mesh, teacher and teacher.graphdef)
-        self.source, self.sampler = self.make_source()
+        self.recipe, demands = (recipe := recipe_of(config)), recipe.demands
+        self.forward = recipe.forward(config, policy.graphdef, self.mesh, None if teacher is None else teacher.graphdef)
+        self.source, self.sampling = self.make_source()
         self.optimizer = make_optimizer(config.optimizer, self.source.steps)
         schedule = make_schedule(config.optimizer, self.source.steps)
         train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
         self.measurements = self.make_measurements()
         # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
         needed = policy.lora is not None or not resumes
-        initial = policy.initial_params() if algorithm.reference or needed else None
-        if initial is not None and algorithm.reference == "at_start":
-            self.set_reference(initial)
+        initial = policy.initial_params() if demands.reference or needed else None
+        if initial is not None and demands.reference == "at_start" and isinstance(self.source, ReferencedSource):
+            self.set_reference(self.source, initial)
             initial = initial if needed else None
         self.trained, self.frozen = policy.split(initial)
         """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
-        held = initial if algorithm.reference == "held" else None
+        held = initial if demands.reference == "held" else None
         self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
-        scored = {"teacher": self.fixed.teacher} if algorithm.teacher_in_update else {}
+        scored = {"teacher": self.fixed.teacher} if demands.teacher_in_update else {}
         self.train_step = partial(train_step, **scored)
         position, *others = gather_objects(self.source.position())
         if any(other != position for other in others):
@@ -120,7 +142,7 @@ class Run:
         fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
         known = dependencies(policy, Renderer(policy.tokenizer, config.chat_template), self.task)
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed, known)))
-        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.learned))
+        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
 
     def find_policy(self, resumes: bool) -> Policy:
         """The policy of the configuration; where its source is gone, that of the folder of a run that resumes."""
@@ -141,72 +163,82 @@ class Run:
         ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
         write_settings(target, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
 
-    def make_source(self) -> tuple[Source, Sampler | None]:
+    def load_problems(self) -> "Problems | None":
+        """The task's problems and the processes that score completions; None where nothing is sampled."""
+        task, rollout = self.config.task, self.config.rollout
+        if not (task and rollout and self.task):
+            return None
+        # Several processes go on to where all of them ask.
+        poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
+        rewards = self.stack.enter_context(RewardRunner(task, self.task, rollout.sampled_length, poll))
+        return Problems(self.task, task, rollout, rewards)
+
+    def make_source(self) -> tuple[Source, Sampling | None]:
         """The source of the algorithm's batches, and the sampler where something is sampled.
 
         Prompts have the form that the policy has learned: from the run's own examples, or else before the run.
         """
-        config, policy, task = self.config, self.policy, self.task
+        config, policy = self.config, self.policy
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
-        if config.data is None:
-            sampler = self.make_sampler(renderer, learned, str(config.model.source))
-            return self.algorithm.make_source(self.parts(renderer, sampler)), sampler
-        examples = renderer
-        if config.task and task and config.data.source == "task":
-            examples = task_renderer(config.task, task, renderer, learned)
-        source = self.algorithm.make_source(self.parts(examples))
-        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.learned)
-        return source, self.make_sampler(renderer, source.learned, "the run")
+        parts = partial(Parts, self.mesh, self.forward)
+        if config.examples is None:
+            sampling = self.make_sampling(renderer, learned, str(config.model.source))
+            return self.recipe.source(parts(renderer, None, sampling)), sampling
+        task = self.task if config.examples.source == "task" else None
+        examples = task_renderer(config.task, task, renderer, learned) if config.task and task else renderer
+        source = self.recipe.source(parts(examples, task))
+        warn_of_mismatch(str(config.model.source), learned, "this run's examples", source.form)
+        return source, self.make_sampling(renderer, source.form, "the run")
 
-    def parts(self, renderer: Renderer, sampler: Sampler | None = None) -> Parts:
-        """The parts from which the algorithm makes its source, with the renderer of examples."""
-        return Parts(self.config, self.mesh, self.task, renderer, self.forward, sampler, self.rewards)
-
-    def make_sampler(self, renderer: Renderer, learned: Form | None, who: str) -> Sampler | None:
+    def make_sampling(self, renderer: Renderer, learned: Form | None, who: str) -> Sampling | None:
         """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
-        config, policy, task, rewards = self.config, self.policy, self.task, self.rewards
-        if not (config.task and task and config.rollout and rewards):
+        config, policy, demands = self.config, self.policy, self.recipe.demands
+        if (problems := self.problems) is None:
             return None
-        renderer = task_renderer(config.task, task, renderer, learned)
-        if config.task.converses:
+        rewards = problems.rewards
+        renderer = task_renderer(problems.config, problems.task, renderer, learned)
+        if problems.config.converses:
             tools = [*rewards.tools]
-            if config.rollout.turns > 1:
-                check_turns(renderer, tools, bool(config.task.keep_thoughts))
+            if problems.rollout.turns > 1:
+                check_turns(renderer, tools, bool(problems.config.keep_thoughts))
             renderer = with_tools(renderer, tools)
-        warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
-        held, completions = self.algorithm.reference == "held", self.algorithm.completions
-        return Sampler(
+        warn_of_mismatch(who, learned, f"the prompts of task {problems.task.name}", renderer.form)
+        held, completions = demands.reference == "held", demands.completions
+        sampler = Sampler(
             policy.graphdef,
             renderer,
             policy.stop_ids,
-            config.rollout,
+            problems.rollout,
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
-            cache(partial(room_that_fits, policy, config.rollout, config.optimizer, held, teacher=self.teacher)),
-            Usual(completions // self.algorithm.group, completions) if completions else None,
+            cache(partial(room_that_fits, policy, problems.rollout, config.optimizer, held, teacher=self.teacher)),
+            Usual(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
         )
+        return Sampling(problems.task, sampler, rewards)
 
-    def set_reference(self, initial: Params) -> None:
-        """Take the parameters that the run begins with as the reference of preferences, known by their checksum.
+    def set_reference(self, source: ReferencedSource, initial: Params) -> None:
+        """Give the source the parameters that the run begins with as its reference, known by their checksum.
 
         Adapters that are no change yet are no part of it.
         """
         policy = self.policy
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
         checksum = hashlib.sha256(json.dumps(checksums(by_name(fixed))).encode()).hexdigest()
-        assert isinstance(self.source, ReferencedSource)
-        self.source.set_reference(initial, checksum)
+        source.set_reference(initial, checksum)
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, the validation and the test set, as far as the run has them."""
-        config, task, sampler, rewards = self.config, self.task, self.sampler, self.rewards
-        validation = config.data.validation if config.data else None
+        config, problems, sampling = self.config, self.problems, self.sampling
+        validation = config.examples.validation if config.examples else None
         repeated, at_end = [], []
         rows = RowShare.of_mesh(self.mesh)
-        if config.eval and config.task and task and sampler and rewards:
-            make = partial(make_evaluation, config.eval, config.task, sampler=sampler, rewards=rewards, rows=rows)
+        if config.eval and problems and sampling:
+            sampler, task = sampling.sampler, problems.task
+            make = partial(
+                make_evaluation, config.eval, problems.config, sampler=sampler, rewards=problems.rewards, rows=rows
+            )
             if task.heldout:
                 repeated.append(Measurement(make(task.heldout), config.eval.every))
             if config.eval.test:
@@ -214,7 +246,7 @@ class Run:
                     raise UserError(f"eval.test: task {task.name} has no test set: remove it, or give the task one")
                 at_end.append(make(task.test, prefix="test/"))
         if validation:
-            measures = self.algorithm.evaluations(self.forward, self.source, self.interrupt.poll)
+            measures = self.source.evaluations(self.interrupt.poll)
             repeated += [Measurement(measure, validation.every) for measure in measures]
         return Measurements(repeated, at_end, validation)
 
@@ -233,12 +265,12 @@ class Run:
             state = RunState(0, train, self.source.position(), pending_evaluation=pending)
         if is_writer():
             config, policy = self.config, self.policy
-            head = choose_head(config.head, config.model, config.rows, policy.architecture, self.mesh)
-            said = start_lines(self.mesh, policy, head, self.source.counts, config.changes, state.step)
+            head = choose_head(config.head, config.model, config.batch_shape, policy.architecture, self.mesh)
+            said = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
             print(said, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
         last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written
-        log = RunLog(self.store, last_step, steps, self.config, self.algorithm.progress, ends)
+        log = RunLog(self.store, last_step, steps, self.config, self.recipe.progress, ends)
         self.log = self.stack.enter_context(closing(log))
         self.stack.enter_context(self.interrupt)
         return state

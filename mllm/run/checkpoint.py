@@ -23,7 +23,7 @@ import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
 from mllm.parallel.processes import from_writer, gather_objects, raise_everywhere

@@ -13,7 +13,8 @@ from mllm.data.tasks.task import Example
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare
 from mllm.rewards.functions import exact_match, flexible_match
-from mllm.rewards.runner import RewardRunner, reward_metrics, weighted_sum
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.scores import reward_metrics, weighted_sum
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch
@@ -63,9 +64,9 @@ def make_evaluation(
             metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(reply.logprobs) for reply in trajectories]))
             if answered:
-                texts = [(reply.text, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
+                pairs = [(reply, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
                 correct, flexible = (
-                    np.array([match(text, example.answer, example) for text, example in texts]).reshape(-1, k)
+                    np.array([match(one.text, each.answer, each, one.thinks) for one, each in pairs]).reshape(-1, k)
                     for match in (exact_match, flexible_match)
                 )
                 shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}

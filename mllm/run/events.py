@@ -15,7 +15,7 @@ from typing import Any
 from tensorboardX import SummaryWriter, event_file_writer
 from tensorboardX.summary import Summary, scalar
 
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.errors import brief
 from mllm.run.store import RunStore
 
@@ -83,7 +83,7 @@ def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float 
 
 
 @contextmanager
-def wandb_run(store: RunStore, config: Config) -> Iterator[None]:
+def wandb_run(store: RunStore, config: RunConfig) -> Iterator[None]:
     """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
 
     What is left is sent at the end; the file of events must be closed by then.

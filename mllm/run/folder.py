@@ -13,7 +13,7 @@ from typing import Any
 
 from mllm.config.load import differences, dump, read
 from mllm.config.model import LoraConfig
-from mllm.config.schema import Change, Config
+from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.parallel.processes import from_writer, is_writer
 from mllm.run.store import CONFIG, Damaged, RunStore, hold
@@ -45,7 +45,7 @@ FIXED = {
 
 
 @contextmanager
-def claim(config: Config, change: bool = False) -> Iterator[tuple[RunStore, Config]]:
+def claim(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, RunConfig]]:
     """Hold the place of a run; yields it, and the configuration to go on or begin with, with the record of its changes.
 
     All processes must enter this. `change` permits settings to differ as `check_changes` says. UserError is raised if
@@ -80,7 +80,7 @@ def look(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]] | 
     return None
 
 
-def write(store: RunStore, config: Config, write_model: Callable[[Path], None] | None = None) -> None:
+def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None] | None = None) -> None:
     """Write the run's config.yaml, in the first of several processes; UserError where it can't be written.
 
     `write_model` writes the files of a model's folder, which come first: where config.yaml is, a run has begun.
@@ -96,8 +96,8 @@ def write(store: RunStore, config: Config, write_model: Callable[[Path], None] |
 
 
 def check_changes(
-    run: object, config: Config, permitted: bool, old: dict[str, Any], newest: int, recorded: list[dict[str, Any]]
-) -> Config:
+    run: object, config: RunConfig, permitted: bool, old: dict[str, Any], newest: int, recorded: list[dict[str, Any]]
+) -> RunConfig:
     """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
     Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for settings that
@@ -138,15 +138,18 @@ def fixed(key: str, before: Any, after: Any) -> bool:
     return section or clips or any(f"{key}.".startswith(f"{name}.") for name in FIXED)
 
 
-def with_pins(config: Config, old: dict[str, Any]) -> Config:
-    """The configuration with the step, commit and adapters with which the run began, where it leaves them open."""
+def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
+    """The configuration with the step, commit, adapters and micro-batch of the run, where it leaves them open."""
+    micro = old.get("micro_batch_size")
+    if config.micro_batch_size is None and micro and micro % config.shards == 0:
+        config = config.model_copy(update={"micro_batch_size": micro})
     for name in ("model", "teacher"):
-        section, begun = getattr(config, name), old.get(name) or {}
+        section, begun = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
             section = section.model_copy(update={"step": begun.get("step")})
         if section and not re.fullmatch("[0-9a-f]{40}", section.revision or ""):  # the commit of this branch
             section = section.model_copy(update={"revision": begun.get("revision")})
-        config = config.model_copy(update={name: section})
+        config = config.model_copy(update={name: section} if section else {})
     if (lora := config.model.lora) and lora.source:  # what the source had when the run began
         begun = old["model"].get("lora") or {}
         known = {name: begun.get(name) for name in ("rank", "alpha", "rslora", "targets")}

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from lm_head import EngineChoice
-from mllm.config.schema import Change, Config
+from mllm.config.run import Change, RunConfig
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
@@ -49,7 +49,7 @@ class RunLog:
         store: RunStore,
         last_step: int,
         steps: int,
-        config: Config | None = None,
+        config: RunConfig | None = None,
         progress: Mapping[str, str] | None = None,
         ends: Mapping[str, int] | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from mllm.config import load as configs
 from mllm.config.model import ModelConfig
-from mllm.config.schema import Config
+from mllm.config.run import RunConfig
 from mllm.errors import CommonError, UserError
 from mllm.model import load, peft
 from mllm.model.compute_copy import Rounding
@@ -32,25 +32,23 @@ from mllm.run.checkpoint import by_name, restore_params
 from mllm.run.store import CONFIG, RunStore, find_run
 
 
-def load_policy(config: Config, mesh: Mesh) -> Policy:
-    """The policy of a configuration, as `mllm.model.load.load_policy`; its `model.source` may also be a run."""
-    source = source_run(config.model)
+def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None) -> Policy:
+    """The policy of a configuration, as `mllm.model.load.load_policy`; the model's source may also be a run."""
+    model = model or config.model
+    source = source_run(model)
     if source is None:
-        return load.load_policy(config, mesh)
-    model = config.model.model_copy(update={"source": str(source.folder), "step": None})
-    policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
-    return replace(policy, read=partial(read_parameters, source, config.model.step, policy.stored, model))
+        return load.load_policy(config, mesh, model)
+    own = model.model_copy(update={"source": str(source.folder), "step": None})
+    policy = load.load_policy(config, mesh, own)
+    return replace(policy, read=partial(read_parameters, source, model.step, policy.stored, own))
 
 
-def load_own_policy(store: RunStore, config: Config, mesh: Mesh) -> Policy:
+def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
     """The policy that a run trains; nothing outside of its folder is read before the parameters below adapters are."""
-    lora = config.model.lora
-    if lora and None not in (lora.rank, lora.alpha, lora.rslora, lora.targets):  # older runs lack some
-        lora = lora.model_copy(update={"source": None})
-        config = config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})})
+    lora = config.model.lora and config.model.lora.model_copy(update={"source": None})
     folder = {"source": str(store.folder), "init": "pretrained", "architecture": None, "tokenizer": None}
-    model = config.model.model_copy(update={**folder, "step": None, "revision": None})
-    policy = load.load_policy(config.model_copy(update={"model": model}), mesh)
+    model = config.model.model_copy(update={**folder, "step": None, "revision": None, "lora": lora})
+    policy = load.load_policy(config, mesh, model)
     return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
 
 
@@ -141,25 +139,25 @@ def naming_teacher() -> Iterator[None]:
         raise UserError(f"teacher{'' if text.startswith('model.') else ': '}{text.removeprefix('model')}") from None
 
 
-def load_teacher(config: Config, mesh: Mesh, student: Tokenizer) -> Policy | None:
+def load_teacher(config: RunConfig, mesh: Mesh, student: Tokenizer) -> Policy | None:
     """The teacher of a configuration without its parameters; None where it has none.
 
     UserError is raised as by `load_policy`, and where the two tokenizers differ in a token of the student's.
     """
-    if config.teacher is None:
+    if (teacher := config.frozen_teacher) is None:
         return None
     with naming_teacher():
-        policy = load_policy(config.model_copy(update={"model": config.teacher.model(config.model)}), mesh)
-    check_tokens(config.teacher.source, student, policy.tokenizer)
+        policy = load_policy(config, mesh, teacher.model(config.model))
+    check_tokens(teacher.source, student, policy.tokenizer)
     return policy
 
 
-def pin_all(config: Config) -> Config:
+def pin_all(config: RunConfig) -> RunConfig:
     """A new run's configuration with what must stay as it is now of its model, and of its teacher: see `pin`."""
     changes: dict[str, Any] = {"model": config.model.model_copy(update=pin(config.model))}
-    if config.teacher is not None:
+    if (teacher := config.frozen_teacher) is not None:
         with naming_teacher():
-            changes["teacher"] = config.teacher.model_copy(update=pin(config.teacher.model(config.model)))
+            changes["teacher"] = teacher.model_copy(update=pin(teacher.model(config.model)))
     return config.model_copy(update=changes)
 
 

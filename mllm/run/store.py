@@ -136,7 +136,7 @@ class RunStore:
                 raise Damaged(f"its document: {type(error).__name__}") from None
         if not isinstance(document, dict) or "arrays" not in document:
             raise Damaged("another version of this program wrote its document")
-        if document.get("step") != step:
+        if document.get("step", step) != step:
             raise Damaged(f"it is a checkpoint of step {document.get('step')}")
         return document
 

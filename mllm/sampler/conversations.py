@@ -12,22 +12,28 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from threading import Event
 from typing import Any
 
 from mllm.config.rollout import RolloutConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, prompt_hash
-from mllm.data.turns import observation_tokens, prompt_tokens
+from mllm.data.turns import observation_tokens, opens_thought, prompt_tokens
 from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
-from mllm.rewards.calls import FAILURES, NOT_APPLICABLE, Answer, Played, Sample, judge
+from mllm.rewards.calls import Played, Sample
 from mllm.rewards.environments import Move, Turn
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.worker import TICK, Worker
+from mllm.rewards.scores import NOTHING, Answer, judge
+from mllm.rewards.worker import TICK, Workers
 
 Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 """Moves for a worker, and where its answers are put."""
+
+
+class Left(Exception):
+    """The rollout was left while an environment made a move."""
 
 
 @dataclass
@@ -43,13 +49,15 @@ class Conversation:
     `tool_calls` and the number of `tool_errors`."""
     finished: bool = True
     """Whether a stop token or text ended the last turn, and the conversation had room for another."""
+    thinks: bool = False
+    """Whether what came before the last turn has opened a thought."""
     values: Mapping[str, Any] = field(default_factory=dict)
     failure: Answer | None = None
 
     def sample(self, example: Example) -> Sample:
         """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
-        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.played)
+        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.thinks, self.played)
 
     def add(self, tokens: Sequence[int], sampled: bool) -> None:
         self.tokens += tokens
@@ -62,8 +70,7 @@ class Conversation:
                 if kind == "value" and self.assistant:
                     self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + reward
                 return Turn(*fields)
-        wrote = "raised", "wrote to its process's connection with the trainer"
-        self.failure = (answer[0], answer[1]) if answer[0] in FAILURES else wrote
+        self.failure = answer[:2]
         return None
 
     @property
@@ -75,7 +82,7 @@ class Conversation:
     def played(self) -> Played:
         """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
-        total: Answer = judge(float(sum(rewards))) if rewards else (NOT_APPLICABLE, "")
+        total: Answer = judge(float(sum(rewards))) if rewards else NOTHING
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
         return Played(self.messages, self.values, errors, self.failure or total)
 
@@ -116,23 +123,28 @@ class Conversations:
         self.asked: dict[int, Future[Answer]] = {}
         self.waiting = [Waiting() for _ in runner.environments]
         self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
+        self.left = Event()
 
     def __enter__(self) -> "Conversations":
-        self.runner.stopped.clear()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.runner.stopped.set()
+        self.left.set()
         for pool in self.pools:
             pool.shutdown(cancel_futures=True)
 
-    def serve(self, worker: Worker, waiting: Waiting) -> None:
-        """Have a worker make all the moves that wait for it by now, together."""
+    def check_left(self) -> None:
+        if self.left.is_set():
+            raise Left
+
+    def serve(self, workers: Workers, waiting: Waiting) -> None:
+        """Have a process make all the moves that wait for it by now."""
         batch = [waiting.get() for _ in range(waiting.qsize())]
         try:
-            answers = worker.ask([0], [move for move, _ in batch], self.runner.timeout) if batch else []
+            moves = [move for move, _ in batch]
+            answers = workers.ask(moves, self.runner.timeout, self.check_left) if batch else []
         except BaseException as error:
-            worker.kill()  # it may be in the middle of a move
+            workers.close()  # its process may be in the middle of a move
             for _, future in batch:
                 future.set_exception(error)
         else:
@@ -172,13 +184,13 @@ class Conversations:
         """
         for number, turn in ended.items():
             conversation = self.found[number]
-            thinks = str(self.renderer.tokenizer.decode(conversation.tokens[-16:])).rstrip().endswith("<think>")
+            conversation.thinks = opens_thought(self.renderer, conversation.tokens)
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
             conversation.finished = turn.finished
             if conversation.failure is None:
                 last = len(conversation.assistant) == self.options.turns
-                self.move(Move(number, completion=turn.text, thinks=thinks, last=last))
+                self.move(Move(number, completion=turn.text, thinks=conversation.thinks, last=last))
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
         """The token ids that follow the last turns of these conversations, None for conversations that are over."""

@@ -14,8 +14,9 @@ from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
-from mllm.rewards.calls import FAILURES, Sample
-from mllm.rewards.runner import RewardRunner, number, reward_metrics, weighted_sum
+from mllm.rewards.calls import Sample
+from mllm.rewards.runner import RewardRunner
+from mllm.rewards.scores import FAILURES, number, reward_metrics, weighted_sum
 from mllm.sampler.completion import Completion
 from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Sampler
@@ -53,8 +54,10 @@ def sample_trajectories(
     talk: Conversations | None = None
 
     def sample_of(i: int, reply: Completion) -> Sample:
-        example = prompts[i].example
-        return talk.found[i].sample(example) if talk else Sample(example, reply.text, reply.tokens, not reply.finished)
+        prompt = prompts[i]
+        if talk:
+            return talk.found[i].sample(prompt.example)
+        return Sample(prompt.example, reply.text, reply.tokens, not reply.finished, prompt.thinks)
 
     with rewards.scoring(len(local)) as scoring, ExitStack() as stack:
 
@@ -97,6 +100,7 @@ def trajectory(
         held.finished if held else reply.finished,
         held.prompt[-1]["content"] if held else prompt.example.question,
         held.assistant[-1]["content"] if held else reply.text,
+        held.thinks if held else prompt.thinks,
         [tuple(answer) for answer in answers],  # lists, where another process sent them
         held.messages if held else (),
     )

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 import lm_head
 from lm_head import EngineChoice, HeadSharding, TokenLogprobs
 from mllm.config.model import HeadConfig, ModelConfig
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
@@ -19,7 +19,7 @@ from mllm.model.layout import LOGICAL_AXES
 from mllm.parallel.mesh import sharding
 
 
-class States(NamedTuple):
+class HeadInputs(NamedTuple):
     """A model's arrays for the head: hidden states, the vocabulary matrix, and its copy, which is multiplied."""
 
     hidden: Float[Array, "B T D"]
@@ -44,18 +44,18 @@ class Head:
             "sharding": head_sharding(mesh),
         }
 
-    def logprobs(self, states: States, batch: Batch) -> TokenLogprobs:
+    def logprobs(self, states: HeadInputs, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         options = {"where": batch.weights > 0, "weight_copy": states.copy, "dtype": states.hidden.dtype}
         return lm_head.token_logprobs(states.hidden, states.weight, batch.labels, **options, **self.options)
 
     def loss(
         self,
-        states: States,
+        states: HeadInputs,
         batch: Batch,
         objective: Callable[..., Array],
         *operands: Array,
-        teacher: States | None = None,
+        teacher: HeadInputs | None = None,
         **divergence: Any,
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The weighted sum of `objective(logprob, entropy, *operands)`; the tokens' statistics without gradient.
@@ -80,7 +80,7 @@ class Head:
             **self.options,
         )
 
-    def likeliest(self, states: States, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    def likeliest(self, states: HeadInputs, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
         """The likeliest token at each place."""
         options = {"where": where, "dtype": states.hidden.dtype, "sharding": self.options["sharding"]}
         return lm_head.likeliest_tokens(states.hidden, states.copy, **options)
@@ -94,12 +94,12 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
 
 
 def choose_head(
-    head: HeadConfig, model: ModelConfig, rows: Rows, architecture: Architecture, mesh: Mesh
+    head: HeadConfig, model: ModelConfig, shape: BatchShape, architecture: Architecture, mesh: Mesh
 ) -> EngineChoice:
     """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
     if head.impl is not None:
         return EngineChoice(head.impl, "head.impl asks for it")
     dtype = jnp.dtype(model.dtype)
-    hidden = jax.ShapeDtypeStruct((rows.micro, rows.length, architecture.hidden_size), dtype)
+    hidden = jax.ShapeDtypeStruct((shape.micro, shape.length, architecture.hidden_size), dtype)
     weight = jax.ShapeDtypeStruct((architecture.vocab_size, architecture.hidden_size), model.param_dtype)
     return lm_head.choose_impl(hidden, weight, dtype=dtype, sharding=head_sharding(mesh))

@@ -12,15 +12,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lm_head import TokenLogprobs
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.training.algorithm import Algorithm, Metrics
-from mllm.training.head import Head, States
+from mllm.training.head import Head, HeadInputs
 from mllm.training.optimizer import update_count, update_key, updated
 
 Carry = TypeVar("Carry")
+Metrics = dict[str, Float[Array, ""]]
 NONE_FROZEN: Params = nnx.State({})
 
 
@@ -59,36 +59,33 @@ class Forward:
     """Model, head and loss as functions of the parameters and a batch."""
 
     def __init__(
-        self, graphdef: Any, mesh: Mesh, head: Head, rows: Rows, algorithm: Algorithm, teacher: Any = None
+        self,
+        graphdef: nnx.GraphDef,
+        mesh: Mesh,
+        head: Head,
+        shape: BatchShape,
+        loss: Callable[..., tuple[Float[Array, ""], Any]],
+        metrics: Callable[[Batch, Any], Metrics],
+        teacher: nnx.GraphDef | None = None,
     ) -> None:
-        self.graphdef = graphdef
-        self.mesh = mesh
-        self.head, self.rows, self.algorithm = head, rows, algorithm
-        self.teacher = None if teacher is None else Teacher(teacher, mesh, head, rows, algorithm)
+        """`loss` and `metrics` are those of a `mllm.training.recipe.Recipe`."""
+        self.graphdef, self.mesh, self.head, self.shape = graphdef, mesh, head, shape
+        self.head_loss, self.metrics = loss, metrics
+        self.teacher = None if teacher is None else Teacher(teacher, mesh, head, shape, loss, metrics)
         """The teacher's functions, with the same head."""
-
-    @classmethod
-    def of(cls, algorithm: Algorithm, graphdef: Any, mesh: Mesh, teacher: Any = None) -> "Forward":
-        """The functions of an algorithm; UserError if `head.impl` is for other devices. `teacher` is a graphdef."""
-        head = Head(algorithm.config.head, mesh, algorithm.temperature)
-        return cls(graphdef, mesh, head, algorithm.config.rows, algorithm, teacher)
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
         """Log-probability, lse and entropy of each label, [B, T] each, in nats; 0 where `weights` is 0."""
         return self.head.logprobs(self.states(params, batch), batch)
 
     def loss(self, params: Params, batch: Batch, teacher: Params = NONE_FROZEN) -> tuple[Float[Array, ""], Any]:
-        """The batch's share of the step's loss, and what `metrics` takes, without gradient."""
+        """The batch's share of the step's loss, and arrays for `metrics`, without gradient."""
         if self.teacher is None or not teacher:
-            return self.head_loss(self.states(params, batch), batch)
+            return self.head_loss(self.head, self.states(params, batch), batch)
         scored = jax.lax.stop_gradient(self.teacher.states(teacher, batch))
-        return self.head_loss(self.states(params, batch), batch, scored)
+        return self.head_loss(self.head, self.states(params, batch), batch, scored)
 
-    def head_loss(self, states: States, batch: Batch, teacher: States | None = None) -> tuple[Float[Array, ""], Any]:
-        """The loss of `loss` from hidden states and vocabulary matrices."""
-        return self.algorithm.loss(self.head, states, batch, teacher)
-
-    def states(self, params: Params, batch: Batch) -> States:
+    def states(self, params: Params, batch: Batch) -> HeadInputs:
         """Hidden states, the vocabulary matrix and its copy: what the head takes."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
@@ -97,7 +94,7 @@ class Forward:
             params = map_parameters(lambda x, name: constrain(x, axes_of(x, name)), params)
             model = nnx.merge(self.graphdef, params)
         weight = model.head_weight
-        return States(model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight))
+        return HeadInputs(model(batch.tokens, batch.positions, batch.segments), weight, model.head_copy(weight))
 
 
 class Teacher(Forward):
@@ -106,7 +103,7 @@ class Teacher(Forward):
     Only an untrained student samples tokens that the teacher lacks: they are read as its last one, of probability 0.
     """
 
-    def states(self, params: Params, batch: Batch) -> States:
+    def states(self, params: Params, batch: Batch) -> HeadInputs:
         return super().states(params, batch._replace(tokens=jnp.minimum(batch.tokens, self.last(params))))
 
     def logprobs(self, params: Params, batch: Batch) -> TokenLogprobs:
@@ -139,7 +136,7 @@ def make_train_step(
         def loss_of(trained: Params, micro: Batch) -> tuple[Float[Array, ""], Any]:
             return forward.loss(nnx.merge_state(trained, frozen), micro, teacher)
 
-        loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.rows.micro)
+        loss, outputs, gradients = accumulate(loss_of, state.params, batch, forward.shape.micro)
         norm = optax.tree.norm(gradients)
         sound = jnp.isfinite(loss) & jnp.isfinite(norm)
         made = sound & (batch.weights > 0).any()
@@ -152,7 +149,7 @@ def make_train_step(
             "grad_norm": norm,
             "learning_rate": schedule(update_count(state.opt_state)),
             "skipped": 1.0 - sound,
-            **forward.algorithm.metrics(batch, outputs),
+            **forward.metrics(batch, outputs),
         }
         return TrainState(params, opt_state, state.step + 1), metrics
 
@@ -169,7 +166,7 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
         def logprobs(_: None, micro: Batch) -> tuple[None, Float[Array, "B T"]]:
             return None, forward.logprobs(params, micro).logprob
 
-        return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.rows.micro)[1]
+        return loop(logprobs, None, jnp.zeros(batch.tokens.shape), batch, forward.shape.micro)[1]
 
     return logprob_pass
 

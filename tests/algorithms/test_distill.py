@@ -1,6 +1,6 @@
 """Distillation's update: the divergence against a float64 oracle, its metrics, and the sampled term."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config, logits, random_batch
 
-from mllm.algorithms.distill.algorithm import make_teacher_pass
+from mllm.algorithms.distill.algorithm import divergence as divergence_loss
+from mllm.algorithms.distill.algorithm import make_teacher_pass, measured
+from mllm.algorithms.recipes import recipe_of
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.source_run import load_teacher
-from mllm.training.algorithm import make_algorithm
-from mllm.training.step import Forward, accumulate
+from mllm.training.step import accumulate
 
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 """64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
@@ -26,7 +27,6 @@ BATCH = random_batch(ROWS, LENGTH)
 def make_settings(estimator="full", **distill):
     return config(
         "distill",
-        data=None,
         eval=None,
         batch_size=ROWS,
         micro_batch_size=ROWS // 2,
@@ -43,19 +43,20 @@ def make_pair(settings):
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     teacher = load_teacher(settings, mesh, policy.tokenizer)
-    forward = Forward.of(make_algorithm(settings), policy.graphdef, mesh, teacher.graphdef)
+    forward = recipe_of(settings).forward(settings, policy.graphdef, mesh, teacher.graphdef)
     return forward, policy.initial_params(), teacher.initial_params()
 
 
-def update(settings):
+def update(settings, label_coef=0.0):
     """Loss, metrics and gradients of a step in two micro-batches."""
     forward, params, teacher = make_pair(settings)
+    forward.head_loss = partial(divergence_loss, settings.distill, label_coef)
 
     @jax.jit
     def compute(params, teacher, batch):
         loss_of = lambda params, micro: forward.loss(params, micro, teacher)  # noqa: E731
         loss, outputs, gradients = accumulate(loss_of, params, batch, ROWS // 2)
-        return loss, forward.algorithm.metrics(batch, outputs), gradients
+        return loss, forward.metrics(batch, outputs), gradients
 
     return jax.device_get(compute(params, teacher, shard_batch(forward.mesh, BATCH)))
 
@@ -99,12 +100,11 @@ def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperatur
     p, q = (log_softmax(z[..., :260] / TEMPERATURE) for z in (mine, yours))
     expected, counts = divergence(kind, p, q, how.get("beta")), BATCH.weights > 0
     settings = make_settings(kind=kind, **how)
-    labelled = settings.distill.model_copy(update={"label_coef": coef})
-    loss, metrics, gradients = update(settings.model_copy(update={"distill": labelled}))
+    loss, metrics, gradients = update(settings, coef)
     of_labels = np.take_along_axis(p, BATCH.labels[..., None], -1)[..., 0]
     assert loss == pytest.approx((BATCH.weights * (expected - coef * of_labels)).sum(), rel=2e-5)
     assert metrics["kl"] == pytest.approx(expected[counts].mean(), rel=2e-5)
-    some = np.asarray(forward.algorithm.measured(BATCH))
+    some = np.asarray(measured(BATCH))
     assert 0.05 < some[counts].mean() < 0.25
     assert not some[~counts].any()
     for name, z in (("entropy", mine), ("teacher_entropy", yours)):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, sequences
 
-from mllm.algorithms.distill.algorithm import OwnSource
 from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.groups import token_advantages
-from mllm.algorithms.grpo.source import telling_samples
+from mllm.algorithms.rollouts import telling_samples
 from mllm.data.source import Fixed
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
@@ -36,7 +35,7 @@ def roll_out(bad=(), weight=1.0, **options):
 
 @pytest.mark.parametrize("baseline", ["group", "token"])
 def test_each_completion_has_its_weight_advantages_and_log_probabilities(baseline):
-    step, prompts, completions = roll_out(baseline=baseline, scale_rewards="mean")
+    step, prompts, completions = roll_out(loss_type="grpo", baseline=baseline, scale_rewards="mean")
     found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
     advantages = advantages_of(rewards, "mean").reshape(-1)
     if baseline == "token":
@@ -77,6 +76,12 @@ def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_
         np.testing.assert_array_equal(fields, expected)
 
 
+def test_by_default_every_token_of_an_update_weighs_the_same():
+    step, _, completions = roll_out()
+    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
+    assert weights == {np.float32(1 / sum(len(one.tokens) for one in completions))}
+
+
 @pytest.mark.parametrize("turns", [1, 4])
 def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
     source = grpo_source(loss_type="dr_grpo")
@@ -93,7 +98,7 @@ def test_more_than_half_of_the_groups_may_not_fail():
 
 
 def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_no_policy():
-    step, *_ = roll_out(bad=[0, 4], kind=OwnSource, num_iterations=2)
+    step, *_ = roll_out(bad=[0, 4], algorithm="distill", num_iterations=2)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.inputs.advantages.any()
     assert step.batch.inputs.old_logprobs is None
@@ -172,8 +177,9 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
         ({"importance_sampling": "sequence_mask"}, 2),
         ({"beta": 0.1, "reference": "initial"}, 3),
     ):
-        source, calls = grpo_source(updates_per_generation=2, **settings), []
-        source.logprob_pass = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)
+        calls = []
+        counted = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)  # noqa: E731
+        source = grpo_source(updates_per_generation=2, logprobs=counted, **settings)
         first, second = (next_of(source, step, frozen=Fixed(REFERENCE)).batch for step in range(2))
         assert len(calls) == passes == source.config.passes
         assert (first.inputs.is_current is not None and first.inputs.is_current.all()) == source.config.first_is_current
@@ -182,8 +188,9 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
 
 
 def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
-    source, calls = grpo_source(updates_per_generation=2, num_iterations=2), []
-    source.logprob_pass = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)
+    calls = []
+    counted = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)  # noqa: E731
+    source = grpo_source(updates_per_generation=2, num_iterations=2, logprobs=counted)
     steps = [next_of(source, step, step) for step in range(5)]
     assert calls == [0, 0, 4, 4]
     for first, again in ((0, 2), (1, 3)):
@@ -249,8 +256,8 @@ def make_source(unequal, **settings):
 )
 def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, unequal, rounds, drawn, learned):
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
-    found, draw = [], source.draw
-    source.draw = lambda *given: found.append(draw(*given)) or found[-1]
+    found, sample = [], source.sample
+    source.sample = lambda *given: found.append(sample(*given)) or found[-1]
     steps = [next_of(source, number) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))

@@ -9,12 +9,12 @@ import pytest
 from tiny import with_inputs
 
 from mllm.algorithms.grpo import losses
-from mllm.algorithms.grpo.batch import PolicyInputs
 from mllm.algorithms.grpo.groups import advantages, equal_rewards, group_metrics, token_advantages
+from mllm.algorithms.grpo.inputs import PolicyInputs
 from mllm.algorithms.grpo.losses import policy_metrics, sequence_weights
 from mllm.algorithms.grpo.settings import GrpoConfig
 from mllm.data.batch import Batch
-from mllm.rewards.calls import LARGEST
+from mllm.rewards.scores import LARGEST
 
 GROUPS, GROUP, LENGTH = 3, 4, 6
 ROWS = GROUPS * GROUP

@@ -14,9 +14,9 @@ from flax import nnx
 from test_objectives import GROUP, LONGEST, ROWS, make_config, reference_loss, token_weights
 from tiny import config, forward_of, with_inputs
 
-from mllm.algorithms.grpo.batch import pack
+from mllm.algorithms.grpo.inputs import pack
 from mllm.algorithms.grpo.losses import sequence_weights
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Trajectory
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
@@ -75,20 +75,23 @@ def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_pape
         for ids, learned, theirs, end in zip(tokens, mask, sampler, edges[:, 3, 0] + np.arange(ROWS) % 2, strict=True)
     ]
     weights = sequence_weights(objective, mask.sum(1), LONGEST)
-    batch = with_policies(pack(trajectories, weights, [*advantages], Rows(length=32, micro=1, total=6, shards=1)))
+    batch = with_policies(pack(trajectories, weights, [*advantages], BatchShape(length=32, micro=1, total=6, shards=1)))
     loss, outputs = jax.jit(forward.loss)(params, batch)
     expected = reference_loss(loss_type, mode, mask, logprob, logprob, entropy, operands)
     # Its terms cancel, and each has the rounding of float32: what they sum up to without their signs is the scale.
     scale = np.sum(token_weights(loss_type, mask) * (np.abs(advantages)[:, None] + entropy))
     assert float(loss) == pytest.approx(expected, abs=4 * np.finfo(np.float32).eps * scale)
-    metrics = forward.algorithm.metrics(batch, outputs)
+    metrics = forward.metrics(batch, outputs)
     apart = (reference - logprob)[mask]
     assert metrics["entropy"] == pytest.approx(entropy[mask].mean(), rel=1e-5)
     assert metrics["kl"] == pytest.approx(np.mean(np.exp(apart) - apart - 1), rel=1e-4)
     mismatch = np.abs(old - sampler)[mask].mean()
     assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(mismatch, rel=1e-4)
 
-    single, parts = Rows(length=16, micro=1, total=1, shards=1), zip(trajectories, weights, advantages, strict=True)
+    single, parts = (
+        BatchShape(length=16, micro=1, total=1, shards=1),
+        zip(trajectories, weights, advantages, strict=True),
+    )
     rows = [pack([one], np.array([weight]), [advantage], single) for one, weight, advantage in parts]
     alone = with_policies(jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows))
     update = jax.jit(lambda batch, rows: accumulate(forward.loss, params, batch, rows)[2], static_argnums=1)

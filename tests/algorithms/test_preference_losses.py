@@ -1,13 +1,12 @@
 """The losses and metrics of preferences: against the papers' formulas in float64, and against TRL's trainers.
 
-TRL's for KTO and DPO are stored in tests/fixtures/preferences.json; the formulas are written as loops over sequences.
+TRL's for DPO are stored in tests/fixtures/preferences.json; the formulas are written as loops over sequences.
 """
 
 import json
 import math
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +17,30 @@ from flax import nnx
 from tiny import config as run_config
 from tiny import load_weights, with_inputs
 
-from mllm.algorithms.dpo.algorithm import Dpo, make_validation
-from mllm.algorithms.dpo.losses import completions_of, means, preference_loss, preference_sums
+from mllm.algorithms.dpo.algorithm import make_validation
+from mllm.algorithms.dpo.losses import means, pairs_of, preference_loss, preference_sums
 from mllm.algorithms.dpo.settings import DpoConfig
-from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceInputs, PreferenceSource, with_kl
+from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceInputs
+from mllm.algorithms.recipes import recipe_of
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
 from mllm.data.packing import add_sequence, empty_batch
-from mllm.data.tokenizing import Document, Documents, Preference
+from mllm.data.tokenizing import Document, Documents, Pair
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.parallel.mesh import make_mesh, shard_batch
-from mllm.parallel.processes import ALL_ROWS
 from mllm.training.head import Head
 from mllm.training.step import Forward, accumulate, make_logprob_pass
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-KL = 0.37
 SETTINGS = {
     "sigmoid": {"beta": 0.3},
     "cDPO": {"beta": 0.3, "label_smoothing": 0.1},
     "ipo": {"beta": 0.2},
-    "hinge": {"beta": 0.15},
     "simpo": {"beta": 2.0, "gamma": 0.7},
     "orpo": {"beta": 0.6},
-    "kto": {"beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 0.7},
 }
 
 
@@ -57,9 +53,9 @@ def log_sigmoid(x):
 
 
 def formula(config, sequences):
-    """The mean loss over examples in float64; a sequence is (log-probabilities, the reference's sum, label)."""
+    """The mean loss over examples in float64; a sequence is (log-probabilities, the reference's sum)."""
 
-    def ratio(logprobs, reference, _):
+    def ratio(logprobs, reference):
         return sum(logprobs) - reference
 
     def mean(logprobs, *_):
@@ -69,19 +65,11 @@ def formula(config, sequences):
         return math.exp(mean(*sequence)) / (1 - math.exp(mean(*sequence)))
 
     beta, losses = config.beta, []
-    if config.loss_type == "kto":
-        for one in sequences:
-            up, down = beta * (ratio(*one) - KL), beta * (KL - ratio(*one))
-            value, weight = (up, config.desirable_weight) if one[2] > 0 else (down, config.undesirable_weight)
-            losses.append(weight * (1 - 1 / (1 + math.exp(-value))))
-        return sum(losses) / len(losses)
     for w, worse in zip(sequences[::2], sequences[1::2], strict=True):
         margin, smoothing = beta * (ratio(*w) - ratio(*worse)), config.label_smoothing
         match config.loss_type:
             case "sigmoid":
                 loss = -(1 - smoothing) * log_sigmoid(margin) - smoothing * log_sigmoid(-margin)
-            case "hinge":
-                loss = max(0.0, 1 - margin)
             case "ipo":
                 loss = (ratio(*w) / len(w[0]) - ratio(*worse) / len(worse[0]) - 1 / (2 * beta)) ** 2
             case "simpo":
@@ -100,12 +88,12 @@ def make_rows(config, seed=0):
     rng = np.random.default_rng(seed)
     shape = rows, length = 6, 41
     integers = {name: np.zeros(shape, np.int32) for name in ("tokens", "positions", "segments", "labels")}
-    weights_, reference, labels = np.zeros((3, *shape), np.float32)
+    weights_, reference = np.zeros((2, *shape), np.float32)
     logprob, sequences = -rng.uniform(0.05, 3, shape), []
     for row in range(rows - 1):
         start, segment = 0, 0
         while start + 18 < length:
-            for _ in range(1 if config.form == "labelled" else 2):
+            for _ in range(2):
                 prompt, learned = rng.integers(1, 4), rng.integers(1, 6)
                 segment += 1
                 integers["segments"][row, start : start + prompt + learned] = segment
@@ -113,24 +101,21 @@ def make_rows(config, seed=0):
                 weights_[row, places] = 1.0
                 if config.needs_reference:
                     reference[row, places[0]] = rng.normal(-2 * learned, 2)
-                labels[row, places[0]] = rng.choice([-1, 1])
                 sequences.append((row, places))
                 start += prompt + learned
-    share = np.full(rows, 1 / (len(sequences) // (1 if config.form == "labelled" else 2)), np.float32)
-    kl = np.full(rows, KL, np.float32) if config.form == "labelled" else None
-    inputs = PreferenceInputs(share, reference, labels, kl)
+    share = np.full(rows, 2 / len(sequences), np.float32)
+    inputs = PreferenceInputs(share, reference)
     batch = Batch(**integers, weights=weights_ * share[0], inputs=inputs)
     return batch, logprob, sequences
 
 
-def test_no_completion_is_lost_where_a_row_is_full_of_the_shortest_ones():
-    batch, labels = empty_batch((1, 6)), np.zeros((1, 6), np.float32)
-    for _ in range(3):
-        _, predicts = add_sequence(batch, 0, np.array([5, 7]), np.array([False, True]), 1 / 3, 2)
-        labels[0, predicts[0]] = 1
-    batch = batch._replace(inputs=PreferenceInputs(np.full(1, 1 / 3, np.float32), labels=labels))
-    completions, found, present = completions_of(jnp.where(batch.weights > 0, -1.0, 0.0), batch, per_token=False)
-    assert present.sum() == found.sum() == -completions.logprob.sum() == 3
+def test_no_pair_is_lost_where_a_row_is_full_of_the_shortest_ones():
+    batch = empty_batch((1, 8))
+    for _ in range(4):
+        add_sequence(batch, 0, np.array([5, 7]), np.array([False, True]), 1 / 2, 2)
+    batch = batch._replace(inputs=PreferenceInputs(np.full(1, 1 / 2, np.float32)))
+    chosen, rejected, present = pairs_of(jnp.where(batch.weights > 0, -1.0, 0.0), batch, per_token=False)
+    assert present.sum() == -chosen.logprob.sum() == -rejected.logprob.sum() == 2
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -139,10 +124,9 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
     batch, logprob, places = make_rows(config)
 
     def exact(logprob):
-        labels = [batch.inputs.labels[row, at[0]] for row, at in places]
         references = [float(batch.inputs.reference_logprobs[row, at[0]]) for row, at in places]
         logprobs = [logprob[row, at].tolist() for row, at in places]
-        return formula(config, list(zip(logprobs, references, labels, strict=True)))
+        return formula(config, list(zip(logprobs, references, strict=True)))
 
     expected = np.zeros_like(logprob)
     for row, at in places:
@@ -158,18 +142,7 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
             np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("ratio", [0.25, -0.25])
-def test_kto_s_z0_is_the_mean_log_ratio_of_mismatched_completions_of_all_processes_and_at_least_0(ratio):
-    batch, *_, sequences = make_rows(config_of("kto"))
-    shifted = batch.inputs.reference_logprobs + np.float32(ratio) * (batch.inputs.reference_logprobs != 0)
-    other = float(len(sequences)), len(sequences)
-    for gather, expected in (ALL_ROWS.gather, ratio), (lambda local: [local, other], (ratio + 1) / 2):
-        source = SimpleNamespace(logprobs=lambda params, batch: shifted, rows=SimpleNamespace(gather=gather))
-        found = PreferenceSource.estimate_kl(source, nnx.State({}), batch)
-        assert found == pytest.approx(max(0, expected), abs=1e-6)
-
-
-def test_a_certain_completion_has_a_finite_gradient_equal_ones_are_won_by_neither_and_metrics_of_none_are_nan():
+def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_are_won_by_neither():
     """At the first step policy and reference are equal, and so are the ratios of chosen and rejected completions."""
     config = config_of("orpo")
     batch, logprob, _ = make_rows(config)
@@ -181,10 +154,6 @@ def test_a_certain_completion_has_a_finite_gradient_equal_ones_are_won_by_neithe
     batch, _, _ = make_rows(config_of("sigmoid"))
     equal = with_inputs(batch, reference_logprobs=np.zeros(logprob.shape, np.float32))
     assert means(preference_sums(config_of("sigmoid"), certain, equal))["rewards/accuracies"] == 0
-    config = config_of("kto")
-    batch, logprob, _ = make_rows(config)
-    found = means(preference_sums(config, jnp.float32(logprob), with_inputs(batch, labels=np.abs(batch.inputs.labels))))
-    assert [np.isnan(found[f"rewards/{name}"]) for name in ("rejected", "chosen")] == [True, False]
 
 
 @cache
@@ -197,41 +166,30 @@ def sequence(prompt, completion):
     return Document(tokens, np.arange(len(tokens)) >= len(prompt))
 
 
-def preferences(name):
-    """TRL's examples; of KTO with the mismatched completions that it has drawn."""
+def documents():
+    """TRL's examples."""
     given, end = measured_by_trl(), [measured_by_trl()["end"]]
-    chosen = [sequence(one["prompt"], one["chosen"] + end) for one in given["examples"]]
-    if name == "kto":
-        others = given["trl"]["kto"]["mismatched"]
-        second = [sequence(one["prompt"], other) for one, other in zip(given["examples"], others, strict=True)]
-        return [Preference(*one) for one in zip(chosen, second, given["labels"], strict=True)]
-    rejected = [sequence(one["prompt"], one["rejected"] + end) for one in given["examples"]]
-    return [Preference(*one) for one in zip(chosen, rejected, strict=True)]
-
-
-def documents_of(name, form):
-    examples = preferences(name)
+    pairs = [[sequence(one["prompt"], one[part] + end) for part in ("chosen", "rejected")] for one in given["examples"]]
+    examples = [Pair(*pair) for pair in pairs]
     sizes = np.array([one.size for one in examples], np.int32)
-    return Documents(sizes, lambda at: [examples[i] for i in at], "trl's", form=form)
+    return Documents(sizes, lambda at: [examples[i] for i in at], "trl's")
 
 
 def make_forward(config):
     """The fixture's model, of which three of six rows have a sequence, two in a micro-batch."""
-    mesh, rows = make_mesh(MeshConfig()), Rows(length=24, micro=2, total=6, shards=1)
+    mesh, rows = make_mesh(MeshConfig(fsdp=1)), BatchShape(length=24, micro=2, total=6, shards=1)
     graphdef, _ = nnx.split(Decoder.abstract(weights.read_config(FIXTURES / "tied"), dtype=jnp.float32))
     settings = {"task": None, "rollout": None, "eval": None, "dpo": config.model_dump(exclude_defaults=True)}
-    algorithm = Dpo(run_config("dpo", data={"source": "a.jsonl", "max_length": 24}, **settings))
-    return Forward(graphdef, mesh, Head(HeadConfig(), mesh), rows, algorithm)
+    recipe = recipe_of(run_config("dpo", data={"source": "a.jsonl", "max_length": 24}, **settings))
+    return Forward(graphdef, mesh, Head(HeadConfig(), mesh), rows, recipe.loss, recipe.metrics)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kto", "sigmoid"])
-def test_losses_gradients_and_metrics_are_trl_s(name):
-    """All of it: packed rows, the reference's pass over them, z0, and the loss with its gradient in micro-batches."""
-    trl = measured_by_trl()["trl"][name]
-    settings = {key: value for key, value in trl["settings"].items() if key in DpoConfig.model_fields}
-    config = DpoConfig(**settings | {"loss_type": name})
-    batches = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents_of(name, config.form), 6)
+def test_losses_gradients_and_metrics_are_trl_s():
+    """All of it: packed rows, the reference's pass over them, and the loss with its gradient in micro-batches."""
+    trl = measured_by_trl()["trl"]["sigmoid"]
+    config = DpoConfig(beta=trl["settings"]["beta"])
+    batches = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), 6)
     forward, params = make_forward(config), load_weights(FIXTURES / "tied")
     compute = make_logprob_pass(forward)
 
@@ -241,16 +199,11 @@ def test_losses_gradients_and_metrics_are_trl_s(name):
     reference = jax.tree.map(lambda x: x, params)
     reference["norm"][...] = params["norm"][...] * measured_by_trl()["reference"]
     batches.reference = batches.compute_reference(reference, logprobs)
-    ((batch, mismatched),) = batches.validate()
+    (batch,) = batches.validate()
     assert np.count_nonzero(batch.segments.any(1)) > 2  # so that there are two micro-batches
-    if mismatched is not None:
-        source = SimpleNamespace(logprobs=logprobs, rows=ALL_ROWS)
-        kl = PreferenceSource.estimate_kl(source, params, mismatched)
-        np.testing.assert_allclose(kl, trl["metrics"].pop("kl"), rtol=1e-5)
-        batch = with_kl(batch, kl)
     batch = shard_batch(forward.mesh, batch)
     loss, outputs, gradient = jax.jit(lambda *a: accumulate(forward.loss, *a, 2))(params, batch)
-    found = forward.algorithm.metrics(batch, outputs)
+    found = forward.metrics(batch, outputs)
     np.testing.assert_allclose(loss, trl["loss"], rtol=1e-5)
     np.testing.assert_allclose(optax.tree.norm(gradient), trl["grad_norm"], rtol=1e-5)
     for metric, value in trl["metrics"].items():
@@ -260,10 +213,10 @@ def test_losses_gradients_and_metrics_are_trl_s(name):
 def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_interrupted_between_these():
     config, found, polled = DpoConfig(loss_type="simpo"), [], []
     for rows in (6, 2):
-        made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents_of("simpo", "pairs"), rows)
-        batches = [one.batch for one in made.validate()]
+        made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)
+        batches = [*made.validate()]
         poll = partial(polled.append, rows)
-        validate = make_validation(config, make_forward(config), lambda params, given=batches: given, poll)
+        validate = make_validation(config, make_forward(config), lambda given=batches: given, poll)
         found.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert polled.count(rows) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples

@@ -3,22 +3,24 @@
 from pathlib import Path
 
 import pytest
-from reinforce import ReinforceRules
+from reinforce import ReinforceRun, make
 from runs import assert_same_end, killed_after, records, run
 from tiny import config
 
-from mllm.algorithms.table import ALGORITHMS
+from mllm.algorithms.recipes import MAKERS
+from mllm.algorithms.table import RUNS
 from mllm.config import load as configs
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.plan.programs import Programs
 
-SECTIONS = {"data": None, "eval": None, "grpo": {"num_generations": 2}, "reinforce": {"reward_scale": 2.0}}
+SECTIONS = {"eval": None, "grpo": {"num_generations": 2}, "reinforce": {"reward_scale": 2.0}}
 
 
 @pytest.fixture
 def added(monkeypatch):
-    monkeypatch.setitem(ALGORITHMS, "reinforce", ReinforceRules())
+    monkeypatch.setitem(RUNS, "reinforce", ReinforceRun)
+    monkeypatch.setitem(MAKERS, ReinforceRun, make)
 
 
 @pytest.mark.slow
@@ -38,7 +40,10 @@ def test_an_algorithm_that_one_file_adds_trains_and_resumes_to_the_bit(added, tm
 
 def test_the_plan_and_the_schema_know_it_and_others_refuse_its_section(added):
     settings = config("reinforce", **SECTIONS)
-    assert Programs(settings, make_mesh(settings.mesh)).batch(8).inputs.advantages.shape == (8, settings.rows.length)
+    assert Programs(settings, make_mesh(settings.mesh)).batch(8).inputs.advantages.shape == (
+        8,
+        settings.batch_shape.length,
+    )
     given = config("sft").model_dump(mode="json") | {"reinforce": {}}
-    with pytest.raises(UserError, match="reinforce: is not used by algorithm: sft: remove it"):
-        configs.validate(given, Path("run.yaml"), ())
+    with pytest.raises(UserError, match="reinforce: unknown setting of algorithm: sft; it is for reinforce"):
+        configs.validate(given, Path("run.yaml"))

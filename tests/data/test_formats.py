@@ -126,12 +126,42 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
 
 
 def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch):
-    for package in ("pyarrow", "datasets"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=r": a.parquet .*\[parquet\]"):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r": a.parquet .*\[hub\]"):
         next(records.read_parquet(Path("a.parquet"), "--prompts"))
     with pytest.raises(UserError, match=r"task.path: openai/gsm8k; a hub id .*\.\[hub\]"):
-        load(TaskConfig(name="gsm8k"), 0)
+        load(TaskConfig(name="gsm8k"))
+
+
+@pytest.mark.parametrize("levels", [200, 500, 5000])
+def test_a_record_of_too_many_levels_is_a_bad_line(tmp_path: Path, levels: int) -> None:
+    said = json.dumps(SAID[1])[:-1] + ', "thoughts": ' + levels * "[" + levels * "]" + "}"
+    path = tmp_path / "deep.jsonl"
+    path.write_text(f'{{"messages": [{json.dumps(SAID[0])}, {said}]}}\n')
+    with pytest.raises(UserError, match=r"task.train: (it has more than 100 levels|not JSON .*) \(.*deep.jsonl:1\)"):
+        load(TaskConfig(name="jsonl", train=str(path)))
+
+
+def test_an_assistant_s_message_is_not_learned_where_a_field_says_so() -> None:
+    for unlearned in ({"weight": 0}, {"train": False}, {"weight": 1, "train": 0}):
+        chat = [SAID[0], SAID[1] | unlearned, SAID[0], SAID[1] | {"weight": 1}]
+        assert marked({"messages": chat}) == marked({"messages": chat}, MARKED) == "(a)(b)(a)(B]"
+        with pytest.raises(UserError, match="no message is the assistant's and learned"):
+            marked({"messages": chat[:2]})
+    with pytest.raises(UserError, match=r"weight is 0.5: give true or false, 1 or 0"):
+        marked({"messages": [SAID[0], SAID[1] | {"weight": 0.5}]})
+
+
+def test_a_field_of_a_message_goes_to_the_template_though_it_is_0_false_or_empty() -> None:
+    (message,) = turns({"messages": [SAID[0] | {"a": 0, "b": False, "c": "", "d": [], "e": None}]}, "messages")
+    assert message == SAID[0] | {"a": 0, "b": False, "c": "", "d": []}
+
+
+def test_nulls_with_which_arrow_fills_a_table_are_left_out_at_any_level(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a", "calls": [{"x": 1}, {"y": 2}]}, {"role": "user", "name": "b"}]
+    rows = [{"messages": messages, "text": "c"}, {"messages": []}]
+    pa.parquet.write_table(pa.Table.from_pylist(rows), path := tmp_path / "a.parquet")
+    assert [row for _, row in Origin("data.source", str(path)).records()] == rows
 
 
 # Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them
@@ -160,12 +190,12 @@ def call(arguments: Any, **others: Any) -> dict[str, Any]:
 
 
 def test_a_call_in_any_form_is_learned_as_the_object_that_it_means() -> None:
-    renderer, padded = Renderer(tokenizer()), {**ARGUMENTS, "of another call": None}  # Arrow's nulls
+    renderer = Renderer(tokenizer())
     ids, learned, _ = encode_record(renderer, {"messages": chat([call(ARGUMENTS)])})
     text = bytes(token for token, is_learned in zip(ids, learned, strict=True) if is_learned and token < 256).decode()
     assert text == f"add{json.dumps(ARGUMENTS)}b"
     texts = [call(json.dumps(ARGUMENTS))], json.dumps([call(ARGUMENTS)]), [json.dumps(call(ARGUMENTS))]
-    for calls in (*texts, [call(padded, id=None)]):
+    for calls in texts:
         assert encode_record(renderer, {"messages": chat(calls)})[:2] == (ids, learned)
 
 
@@ -185,13 +215,14 @@ def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
         turns({"messages": chat(calls)}, "messages")
 
 
-def test_no_calls_are_none_in_any_form_and_null_in_arguments_that_are_a_text_was_meant() -> None:
+def test_no_calls_are_none_in_any_form_and_null_in_arguments_was_meant() -> None:
     for calls in ("[]", "null", "", [], None):
         said = {"role": "assistant", "content": "b", "tool_calls": calls}
         assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
         assert tools_of({"tools": calls}) == []
-    (_, message, *_) = turns({"messages": chat([call('{"x": null}')])}, "messages")
-    assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
+    for arguments in ('{"x": null}', {"x": None}):
+        (_, message, *_) = turns({"messages": chat([call(arguments)])}, "messages")
+        assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
 def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
@@ -202,10 +233,10 @@ def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
         turns({"messages": [*messages, {"role": "tool", "content": 0}]}, "messages")
 
 
-def test_tools_may_be_a_text_have_arrow_s_nulls_and_are_never_left_out_in_silence() -> None:
+def test_tools_may_be_a_text_and_are_never_left_out_in_silence() -> None:
     parameters = json.dumps(TOOL["function"]["parameters"])
-    padded = {**TOOL, "strict": None, "function": {**TOOL["function"], "parameters": parameters}}
-    for tools in (json.dumps([TOOL]), [json.dumps(TOOL)], [padded]):
+    in_text = {**TOOL, "function": {**TOOL["function"], "parameters": parameters}}
+    for tools in (json.dumps([TOOL]), [json.dumps(TOOL)], [in_text]):
         assert tools_of({"tools": tools}) == [TOOL]
     record = {"messages": chat([call(ARGUMENTS)]), "tools": [TOOL]}
     assert encode_record(Renderer(tokenizer()), record)[0][:9] == [*b'[{"type":']

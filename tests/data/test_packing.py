@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import sequences
 
-from mllm.algorithms.grpo.batch import pack
-from mllm.config.schema import Rows
+from mllm.algorithms.grpo.inputs import pack
+from mllm.config.run import BatchShape
 from mllm.data.batch import Trajectory
 from mllm.data.packing import first_fit_decreasing, spread_rows
 
@@ -28,7 +28,7 @@ def random_trajectories(lengths, seed=0):
 @given(lengths=st.lists(st.integers(2, 21), max_size=40), micro=st.integers(1, 5), shards=st.sampled_from([1, 2, 8]))
 def test_each_sequence_stands_in_one_row_with_all_that_belongs_to_it(lengths, micro, shards):
     micro *= shards
-    rows = Rows(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
+    rows = BatchShape(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
     given = random_trajectories(lengths)
     batch = pack(*given, rows)
     assert {field.shape for field in jax.tree.leaves(batch)} == {(rows.total, rows.length)}
@@ -65,7 +65,7 @@ def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths, row_length):
 )
 def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards):
     micro *= shards
-    rows = Rows(1000, micro, -(-len(work) // micro) * micro, shards)
+    rows = BatchShape(1000, micro, -(-len(work) // micro) * micro, shards)
     places = spread_rows(np.array(work), rows)
     assert len({*places}) == len(work)
     batch = np.zeros(rows.total)

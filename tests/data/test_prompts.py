@@ -1,6 +1,9 @@
 """Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -105,3 +108,20 @@ def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monk
     monkeypatch.setattr(data, "MOST_SKIPPED", 5)
     with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: "):
         texts(prompts_of(on_demand(1000, {*range(100, 1000)})), 1000)
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_without_training_says_nothing():
+    """Grain's iterator would close itself when Python has taken its modules apart."""
+    program = """
+from mllm.config.task import TaskConfig
+from mllm.data.prompts import PromptIterator
+from mllm.data.tasks.load import load
+from mllm.model.tokenizer import Renderer, bytes_tokenizer
+renderer = Renderer(bytes_tokenizer(), "always")
+prompts = PromptIterator(load(TaskConfig(name="arithmetic")), renderer, max_prompt_length=9, seed=0)
+next(prompts)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -1,7 +1,7 @@
 """Tasks, built-in and listed by users: held-out problems stay held out, answers are right, what is bad is one line."""
 
 import json
-import pickle
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,14 +12,12 @@ import pytest
 from test_data import write
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.tasks import calculator, guess
-from mllm.data.tasks import gym as gym_module
 from mllm.data.tasks.answers import final_answer
-from mllm.data.tasks.gym import gym as gym_problems
 from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
 from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.data.turns import tool_calls, tool_schemas
 from mllm.errors import UserError
+from mllm.examples import calculator, guess, reasoning
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a} for a in range(10) for b in range(10)]
 ASKED = {"role": "user", "content": "2+2="}
@@ -28,7 +26,7 @@ SYSTEM = {"role": "system", "content": "Add."}
 
 
 def arithmetic(heldout: int = 32, **shape: Any) -> Task:
-    return load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)), seed=0)
+    return load(TaskConfig(name="arithmetic", heldout=heldout, arithmetic=ArithmeticConfig(**shape)))
 
 
 def texts(examples: Any) -> list[str]:
@@ -41,7 +39,7 @@ def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_see
     assert (len(task.train), len(task.heldout)) == (68, 32)
     assert train.isdisjoint(heldout)
     assert train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
-    assert list(load(TaskConfig(name="arithmetic", heldout=32), seed=2).heldout) == list(task.heldout)
+    assert list(load(TaskConfig(name="arithmetic", heldout=32)).heldout) == list(task.heldout)
 
 
 def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_listed() -> None:
@@ -58,7 +56,7 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     for name, numbers in (("train", (1234, 3, 2)), ("test", (3, 4))):
         rows = [{"question": f"How much is {n}?", "answer": f"It is <<{n}={n}>>.\n#### {n:,}"} for n in numbers]
         write(tmp_path, rows, f"{name}.jsonl")
-    task = load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
+    task = load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1))
     assert {e.answer for e in [*task.train, *task.heldout]} == {"1234", "2"}
     assert (len(task.train), len(task.heldout)) == (1, 1)
     assert "1 training problems are in its test set and are left out" in caplog.text
@@ -68,54 +66,11 @@ def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_se
     assert task.test[0].question == f"How much is 3? {GSM8K_INSTRUCTION}"
     write(tmp_path, [{"question": "How much is 5?", "answer": "5"}], "test.jsonl")
     with pytest.raises(UserError, match=r"answer has no line '#### N' with the result \(.*test.jsonl:1\)"):
-        load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1), seed=0)
-
-
-class FakeGym:
-    """reasoning_gym's contract: problem i of a generator is made from seed + i alone, and indices are plain ints."""
-
-    def __init__(self, name: str, seed: int, size: int) -> None:
-        if name == "missing":
-            raise ValueError(f"Dataset '{name}' not registered")
-        self.name, self.seed, self.size = name, seed, size
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        assert type(index) is int
-        if self.name == "broken":
-            raise ZeroDivisionError("no such sum")
-        number = (self.seed + index) % (10 if self.name == "small" else 10**9)
-        return {"question": f"Which is {number}?", "answer": str(number), "metadata": {}}
-
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-        return 1.0 if answer == entry["answer"] else 0.01
-
-
-def test_reasoning_gym_holds_the_same_problems_out_of_every_seed_and_its_scorer_travels(monkeypatch) -> None:
-    gym_problems.cache_clear()
-    monkeypatch.setattr(gym_module, "TRAIN_EXAMPLES", 20)
-    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=FakeGym))
-
-    def generated(name: str, heldout: int = 5, seed: int = 0) -> Task:
-        return load(TaskConfig(name=f"reasoning_gym:{name}", heldout=heldout), seed=seed)
-
-    first, second, repeats = generated("sums"), generated("sums", seed=1), generated("small")
-    assert first.heldout == second.heldout
-    questions = [{*texts(examples)} for examples in (first.heldout, first.train, second.train)]
-    assert [len(q) for q in questions] == [5, 20, 20]
-    assert len(set.union(*questions)) == 45
-    assert {*texts(repeats.train)}.isdisjoint(texts(repeats.heldout))
-    assert [len(part) for part in (generated("sums", 0).train, generated("sums", 0).heldout)] == [20, 0]
-    scorer, example = pickle.loads(pickle.dumps(first.scorer)), first.train[0]
-    said = f"It is <answer>{example.answer}</answer>", "nonsense"
-    assert [scorer("", completion, example) for completion in said] == [1.0, 0.01]
-    with pytest.raises(UserError, match=r"reasoning_gym:broken\[0\]: can't be made: ZeroDivisionError: no such sum"):
-        generated("broken")
-    with pytest.raises(UserError, match="reasoning_gym:missing: Dataset 'missing'"):
-        generated("missing")
+        load(TaskConfig(name="gsm8k", path=str(tmp_path), heldout=1))
 
 
 def task(folder: Path, *records: Any, **settings: Any) -> Task:
-    return load(TaskConfig(name="jsonl", train=write(folder, records, "train.jsonl"), **settings), seed=0)
+    return load(TaskConfig(name="jsonl", train=write(folder, records, "train.jsonl"), **settings))
 
 
 def first(folder: Path, record: Any, **settings: Any) -> Example:
@@ -243,7 +198,7 @@ def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names(monk
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     columns = {"prompt": "question", "answer": "solution"}
-    given = load(TaskConfig(name="hub", id="us/sums", subset="small", test="dev", columns=columns), seed=0)
+    given = load(TaskConfig(name="hub", id="us/sums", subset="small", test="dev", columns=columns))
     assert given.test is not None
     assert (len(given.train), len(given.heldout), len(given.test)) == (85, 10, 5)
     example = given.train[0]
@@ -251,14 +206,14 @@ def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names(monk
     assert texts([example]) == [example.fields["question"]]
     assert example.answer == example.fields["solution"]
     with pytest.raises(UserError, match=r"task.id: us/other; it can't be had from the hub \(Dataset 'us/other'"):
-        load(TaskConfig(name="hub", id="us/other"), seed=0)
+        load(TaskConfig(name="hub", id="us/other"))
 
 
 def user_module(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Task:
     (folder / "our_problems.py").write_text(f"def make():\n {code}")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "our_problems", raising=False)
-    return load(TaskConfig(name="our_problems:make", heldout=1), seed=0)
+    return load(TaskConfig(name="our_problems:make", heldout=1))
 
 
 @pytest.mark.parametrize("code", ["yield from rows[:3]", "return {'train': iter(rows), 'test': [{'prompt': '3'}]}"])
@@ -287,7 +242,7 @@ def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_number_game_says_higher_or_lower_until_it_is_right_or_its_turns_end() -> None:
-    assert len(load(TaskConfig(name="mllm.data.tasks.guess:problems", heldout=250), seed=0).train) == guess.GAMES - 250
+    assert len(load(TaskConfig(name="mllm.examples.guess:problems", heldout=250)).train) == guess.GAMES - 250
     game = guess.Guess()
     game.reset(seed=7, prompt="game 7")
     said = [game.step(str(number)) for number in (0, 99)] + [game.step(text) for text in ("x", f" {game.number}\n")]
@@ -296,16 +251,36 @@ def test_the_number_game_says_higher_or_lower_until_it_is_right_or_its_turns_end
     assert [game.step("0")[1:] for _ in range(guess.TURNS)] == [(0, False)] * (guess.TURNS - 1) + [(0, True)]
 
 
-@pytest.mark.slow
-def test_chats_with_the_calculator_are_conversations_as_they_run_and_its_problems_are_others(tmp_path: Path) -> None:
-    assert calculator.main([str(tmp_path / "chats.jsonl")]) == 0
-    chats = [json.loads(line)["messages"] for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
-    for prompt, *asked, answer in chats[:50]:
+def test_chats_with_the_calculator_are_conversations_as_they_run_and_its_problems_are_others() -> None:
+    chats = [calculator.chat(number) for number in range(50)]
+    for prompt, *asked, answer in chats:
         assert str(eval(prompt["content"].removesuffix("="))) == answer["content"]
         for call, said in zip(asked[::2], asked[1::2], strict=True):
             [(name, arguments)] = tool_calls(call["content"])
             assert getattr(calculator, name)(**arguments) == int(said["content"]) == int(answer["content"])
             assert tool_schemas([calculator.add])[0]["function"]["name"] == name
-    assert sum(len(chat) == 4 for chat in chats) == len(chats) / 2
-    learned, problems = {chat[0]["content"] for chat in chats}, calculator.problems()
+    assert [len(chat) for chat in chats] == [2, 4] * 25
+    learned, problems = {calculator.chat(number)[0]["content"] for number in range(20_000)}, calculator.problems()
     assert sum(problem["prompt"] in learned for problem in problems) < len(problems) / 10
+
+
+@pytest.mark.parametrize(("module", "made"), [("guess", guess.played(3)[0]), ("calculator", calculator.chat(3))])
+def test_the_examples_write_chats_to_learn_from(module: str, made: object, tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "chats.jsonl"
+    subprocess.run([sys.executable, "-m", f"mllm.examples.{module}", str(path)], check=True)
+    assert json.loads(path.read_text().splitlines()[3]) == {"messages": made}
+
+
+def test_problems_of_reasoning_gym_are_made_and_scored_by_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Generator(list[dict[str, Any]]):
+        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+            return 1.0 if answer == entry["answer"] else 0.01
+
+    def create(name: str, seed: int, size: int) -> Generator:
+        return Generator({"question": f"Which is {i}?", "answer": str(i), "metadata": {}} for i in range(size))
+
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create))
+    config = TaskConfig(name="mllm.examples.reasoning:problems", answer_form="tags", heldout=1)
+    example = load(config).train[7]
+    said = f"It is <answer> {example.answer} </answer>", "nonsense"
+    assert [reasoning.score(text, example.fields["entry"]) for text in said] == [1.0, 0.01]

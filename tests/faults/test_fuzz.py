@@ -18,8 +18,9 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mllm.algorithms.sft.source import SftBatches, load_documents
-from mllm.algorithms.table import schema
+from mllm.algorithms.documents import load_documents
+from mllm.algorithms.sft.algorithm import DocumentBatches
+from mllm.algorithms.table import RUNS
 from mllm.config import load as config_file
 from mllm.config.data import DataConfig
 from mllm.config.section import keys_of
@@ -41,7 +42,7 @@ TRAPS = (
     *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),
     *("\x00", "\ud800", "\x85", "\u2028", "\ufeff", "\x1b[2J", "日本", "e\u0301", "{{ 9**9 }}", "%s", "${HOME}", "1_0"),
     *("a" * 300, "..", "../x.safetensors", "/dev/zero", "~nobody/x", "a/b", "x.jsonl", "x.zip", "pytorch_model.bin"),
-    *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "reasoning_gym:x", "os:abort"),
+    *("!!python/object/apply:os.abort []", "&a [*a]", "task", "bytes", "gsm8k", "os:abort"),
     *("<|im_end|>", "<answer>", "#### 7", "#### ,", "#### -", "system", "assistant", "user", "\\ud800", "\\", "\t"),
     *("{", "}", "[", "]", ",", ": ", "- ", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
     *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "{" * 30, "- " * 30, "[" * 500, "[" * 2000),
@@ -114,7 +115,7 @@ contents = st.one_of(
     spliced(CONFIGS),
     changed([yaml.safe_load(text) for text in CONFIGS]).map(lambda tree: yaml.safe_dump(tree).encode()),
 )
-keys = st.sampled_from([*keys_of(schema())])
+keys = st.sampled_from(sorted({key for run in RUNS.values() for key in keys_of(run)}))
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
@@ -145,7 +146,7 @@ def read_chats(folder: Path, given: tuple[bytes, dict[str, Any], int]) -> None:
     content, options, batch_size = given
     (folder / "chats.jsonl").write_bytes(content)
     config = DataConfig(source=str(folder / "chats.jsonl"), **options)
-    batches = SftBatches(config, load_documents(config, tokenizer.Renderer(BYTES), None)[0], batch_size).train()
+    batches = DocumentBatches(config, load_documents(config, tokenizer.Renderer(BYTES), None)[0], batch_size).train()
     first = next(batches)
     assert abs(first.weights.sum() - 1) < 1e-4
     assert first.tokens.shape[0] == batch_size

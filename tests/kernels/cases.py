@@ -16,6 +16,7 @@ from oracle import SLACK, Answer, Objective, Slopes, Teacher, assert_as_accurate
 
 from lm_head import TokenLogprobs, token_logprobs, token_loss
 
+POISON = jnp.array([jnp.nan, jnp.inf, -jnp.inf])
 SCALES = {"near-uniform": 1.0, "peaked": 30.0, "saturated": 1000.0}
 
 
@@ -122,10 +123,10 @@ def loss_and_gradients(problem: Problem, objective: Objective, operands=(), weig
 
 
 def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, impl: str, **options: Any) -> None:
-    """Checks the statistics and their gradients. Rows that don't count hold poison, and give zeros."""
+    """Checks the statistics and their gradients. Rows that don't count hold poison, cotangents too, and give 0."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
-    given = jax.tree.map(lambda x: jnp.where(live, x, jnp.nan), cotangents)
+    given = jax.tree.map(lambda x: jnp.where(live, x, jnp.resize(POISON, len(x))), cotangents)
     got = values_and_gradients(poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
     asked = options.pop("collision", False)
     right = exact(*problem, lambda _: cotangents, where=live, **of_oracle(problem, options))
@@ -140,7 +141,7 @@ def check_loss(
     """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
     known, live = of_oracle(problem, options), np.asarray(weights) != 0
     operands = operands_for(problem, objective, **known)
-    given = [jnp.where(live, x, jnp.nan) for x in operands]
+    given = [jnp.where(live, x, jnp.resize(POISON, len(x))) for x in operands]
     sick, theirs = poisoned(problem, ~live), {}
     if teacher is not None:
         hidden = poisoned(problem._replace(hidden=teacher.hidden), ~live).hidden
@@ -167,8 +168,8 @@ def poisoned(problem: Problem, dead: np.ndarray) -> Problem:
     """NaN, infinities and impossible labels in the rows that do not count."""
     if not dead.any():
         return problem
-    poison = np.resize([np.nan, np.inf, -np.inf], problem.hidden.shape)
-    hidden = jnp.where(dead[:, None], jnp.asarray(poison, problem.hidden.dtype), problem.hidden)
+    poison = jnp.resize(POISON, problem.hidden.shape).astype(problem.hidden.dtype)
+    hidden = jnp.where(dead[:, None], poison, problem.hidden)
     return problem._replace(hidden=hidden, labels=jnp.where(dead, ~problem.labels, problem.labels))
 
 

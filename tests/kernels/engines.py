@@ -1,10 +1,10 @@
 """The ways of taking a token's statistics, as tests run them on a CPU: small tiles, strict interpreters, odd shapes.
 
 Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks, two of them
-in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full; for
-gradients of divergences without a workspace two chunks. On a Hopper GPU 200 rows make two blocks, 296 columns three
-tiles in two chunks, of each the last not full, and 128 features two slabs. In plain XLA 90 rows make six blocks, and
-301 columns three tiles, the last of which overlaps the one before; chunks of logits are four, the last not full.
+in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full. On a
+Hopper GPU 200 rows make two blocks, 296 columns three tiles in two chunks, of each the last not full, and 128 features
+two slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before;
+chunks of logits are four, the last not full.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from lm_head import chunked_logits, xla
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.gpu.tiles import Sizes, Tiles
-from lm_head.tpu import divergence as tpu_divergence
 from lm_head.tpu import tiles as tpu_tiles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -61,7 +60,6 @@ class Engine(NamedTuple):
                 stack.enter_context(strict_interpreter(**strictness))
             elif self.impl == "mosaic_tpu":
                 stack.enter_context(tpu_tiles.override(**TPU_TILES))
-                stack.enter_context(mock.patch.object(tpu_divergence, "_ROOM", 2**18))
                 stack.enter_context(strict_tpu.strict_interpreter(**strictness))
             else:
                 stack.enter_context(mock.patch.multiple(xla, **XLA_SIZES))

@@ -74,19 +74,7 @@ def test_a_program_compiles_to_its_kernels_within_its_memory(program, options, n
     temporaries = options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
     if features % 128:  # XLA keeps such arrays transposed, without padding, and copies the weight to gather rows of it
         temporaries += vocabulary * -(-features // 128) * 128 * (4 if options.get("weight") else 2)
-    assert targets.memory(found)["temp"] <= temporaries
-
-
-@pytest.mark.parametrize(
-    ("chip", "kind", "workspace"), [("v5e", "reverse_kl", 0), pytest.param("v6e", "jsd", 40, marks=pytest.mark.slow)]
-)
-def test_a_divergence_compiles_to_its_kernels_within_its_memory(chip: str, kind: str, workspace: int) -> None:
-    """The workspace, 64 MiB and an array of hidden's shape, 32 MiB: dh in float32 and a chunk's arrays."""
-    sizes = {"kind": kind, "teacher_features": 3584, "workspace": workspace * MIB}
-    found = compiled(chip, "divergence", **sizes)
-    mixture = {"head_pair_mixture"} if kind == "jsd" else set()
-    assert kernels(found) == {"head_pair_statistics", "head_pair_slopes"} | mixture
-    assert targets.memory(found)["temp"] <= (workspace + 64 + 32) * MIB
+    assert targets.memory(found).temporaries <= temporaries
 
 
 @pytest.mark.parametrize(
@@ -99,4 +87,4 @@ def test_a_divergence_compiles_to_its_kernels_within_its_memory(chip: str, kind:
     ],
 )
 def test_without_a_workspace_temporaries_are_as_few_as_documented(program, options, most):
-    assert targets.memory(compiled("v6e", program, **options))["temp"] <= most
+    assert targets.memory(compiled("v6e", program, **options)).temporaries <= most

@@ -1,9 +1,6 @@
 """Tokenizers: the byte tokenizer is lossless, and the chat template decides which tokens are the assistant's."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -102,29 +99,6 @@ def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn_and
 
 LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 260}
 LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-VERSION_4 = Path(".venv/transformers-4")
-"""Where `pip install --target .venv/transformers-4 'transformers<5'` puts the older one, beside that of the tests."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not VERSION_4.exists(), reason=f"{VERSION_4} has no older transformers")
-def test_version_4_reads_an_export_as_version_5_does(tmp_path):
-    save_tokenizer(bytes_tokenizer(), tmp_path)
-    write_settings(tmp_path, Architecture.from_hf(LLAMA, "config.json"), "float32", (4,), pad_id=5, bos_id=3)
-    read = """import json, sys, transformers
-folder, text = sys.argv[1:]
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-config = transformers.AutoConfig.from_pretrained(folder)
-ids = tokenizer.encode(text)
-facts = ids, tokenizer.decode(ids), tokenizer.all_special_ids
-print(json.dumps([transformers.__version__, *facts, config.bos_token_id, config.eos_token_id, config.rope_theta]))"""
-    text = "<|im_start|>hi x != y<|im_end|>"
-    command, place = [sys.executable, "-c", read, str(tmp_path), text], {"PYTHONPATH": str(VERSION_4.absolute())}
-    ended = subprocess.run(command, env={**os.environ, **place}, capture_output=True, text=True, check=True)
-    version, *facts = json.loads(ended.stdout)
-    assert version.startswith("4.")
-    tokenizer = bytes_tokenizer()
-    assert facts == [tokenizer.encode(text), text, tokenizer.all_special_ids, 3, 4, 10_000.0]
 
 
 def test_the_ids_that_begin_and_end_a_text_are_those_of_the_tokenizer_and_not_of_the_class(tmp_path):

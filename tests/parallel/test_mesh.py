@@ -168,8 +168,8 @@ def test_the_log_prob_pass_splits_the_rows_and_calls_the_head_s_forward_pass_onl
     program = logprob_pass.lower(policy.params, random_batch(ROWS, PROMPT)).compile()
     assert called == ["forward"]
     shapes = {array.shape for array in arrays(text(program))}
-    assert (SETTINGS.rows.micro // 4, PROMPT, HIDDEN) in shapes
-    assert (SETTINGS.rows.micro, PROMPT, HIDDEN) not in shapes
+    assert (SETTINGS.batch_shape.micro // 4, PROMPT, HIDDEN) in shapes
+    assert (SETTINGS.batch_shape.micro, PROMPT, HIDDEN) not in shapes
     assert program.output_shardings.is_equivalent_to(sharding(mesh, ("batch",)), 2)
 
 

@@ -90,7 +90,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_s
     assert newest(many).position == newest(one).position
 
 
-LABELLED = [{"prompt": f"{n}+{n}=", "completion": str(2 * n + n % 2), "label": n % 2 == 0} for n in range(60)]
+PAIRS = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
 RUNS = {
     "grpo": GRPO,
     "turns": METHODS["turns"],
@@ -99,8 +99,8 @@ RUNS = {
         "dpo",
         steps=2,
         mesh=MESH,
-        dpo={"loss_type": "kto"},  # with a reference, an estimate of the divergence and a validation
-        data={"source": "labelled.jsonl", "max_length": 32, "validation": {"share": 0.2, "every": 2}},
+        dpo={},  # with a reference and a validation
+        data={"source": "pairs.jsonl", "max_length": 32, "validation": {"share": 0.2, "every": 2}},
         **dict.fromkeys(("task", "eval", "rollout")),
     ),
 }
@@ -110,7 +110,7 @@ RUNS = {
 @pytest.mark.parametrize("method", RUNS)
 def test_two_processes_log_what_one_logs(method, tmp_path):
     """A signal to one of them: tests/faults/test_campaign.py."""
-    (tmp_path / "labelled.jsonl").write_text("".join(json.dumps(one) + "\n" for one in LABELLED))
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
     one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
     devices = math.prod(one.mesh.model_dump().values()) // 2
     outputs(start_group(["train.py", *arguments(two)], 2, devices))

@@ -1,6 +1,5 @@
 """Conversations of a rollout: exact tokens, limits, failures that lose nothing else, several processes."""
 
-import json
 import re
 from array import array
 from contextlib import contextmanager
@@ -206,21 +205,25 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
 @pytest.mark.slow
 def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
-    config = task("Hostile", tools=["own_environments:double"], rewards=[{"name": "own_environments:by_environment"}])
+    rewards = [
+        {"name": f"own_environments:{name}", "weight": w} for name, w in (("by_environment", 1), ("numbered", 0))
+    ]
+    config = task("Hostile", tools=["own_environments:double"], rewards=rewards)
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
     np.testing.assert_array_equal(group_rewards(found, runner, 2), [[np.nan, np.nan], [0, 0]])
+    # A batched function may count on the order of the groups, so it gets the failed one, too.
+    assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
     metrics = completion_metrics(found, runner.names)
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
     assert metrics["rewards/environment/raised"] == 1
     assert "reward environment raised: ValueError" in caplog.text
 
 
-# Whatever a model or an environment does costs its own conversation, and at worst those of its process
+# Whatever an environment does costs its own conversation, and at worst those of its process
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 LASTING = {
-    "if os.fork() == 0: raise ValueError": None,
     "result = 'on', 'jax' not in sys.modules, False": None,
     "raise ValueError('two\\nlines')": r"raised ValueError: two lines \(own_environments.py:\d+\)",
     "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
@@ -237,9 +240,9 @@ LASTING = {
 HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
-    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 1.5 s",
+    "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 2 s",
 }
-"""What ends the process, and the other environments in it."""
+"""What ends the process, and the other environments in it; what moves in the same call fails as it does."""
 
 
 def counted(found):
@@ -260,7 +263,7 @@ def test_a_hostile_environment_is_counted():
 @pytest.mark.slow
 def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
     """Even conversations are in one process, odd ones in another."""
-    late, lost = "timed_out took longer than 0.5 s", "raised LookupError: its environment was lost with its process"
+    late = "timed_out took longer than 0.5 s"
     with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:
 
         def played(*says):
@@ -268,42 +271,5 @@ def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses
 
         assert played(*HANGING, "pass", "pass") == [late] * 2 + [None] * 2
         for does, said in DEADLY.items():
-            assert played(does, "pass", "pass", "pass") == [said, None, lost, None]
+            assert played(does, "pass", "pass", "pass") == [said, None, said, None]
         assert played(*["pass"] * 4) == [None] * 4
-
-
-def tagged(value):
-    return f"<tool_call><function=double><parameter=number>{value}</parameter></function></tool_call>"
-
-
-NO_JSON = "Error: ValueError: a tool call is not JSON: "
-CALLS = {
-    call('{"number": [-1e999]}'): NO_JSON + "-inf",
-    call(r'{"number": "\ud800"}'): NO_JSON + ".*surrogates",
-    call(f'{{"number": {10**4 * "[" + 10**4 * "]"}}}'): NO_JSON,
-    tagged("1e999"): "1e9991e999",
-    tagged(978 * "[" + 978 * "]"): r"\[\[",
-    call(f'{{"number": "{2**20 * "x"}"}}'): None,
-}
-"""What a model writes, and what it is answered; None: the conversation fails, since that is too much."""
-
-
-@pytest.mark.slow
-def test_a_hostile_tool_call_is_answered_or_costs_its_own_conversation_and_the_process_lasts():
-    good = call('{"number": 4}')
-    says = [says for text in CALLS for says in ([text, "pass"], [good, "pass"])]
-    with opened("Hostile", tools=["own_environments:double"], reward_timeout=60) as made:
-        talk = made(max_turns=2, max_total_length=10**7)
-        (process,) = [worker.process.pid for worker in talk.runner.environments]
-        found = play(talk, [prompt()] * len(says), says)
-        assert [worker.process.pid for worker in talk.runner.environments] == [process]
-    hostile, others = found[::2], found[1::2]
-    for pattern, one in zip(CALLS.values(), hostile, strict=True):
-        if pattern is None:
-            assert re.fullmatch(TOO_MUCH, counted([one])[0])
-        else:
-            assert one.failure is None
-            assert re.match(pattern, one.messages[1]["content"])
-    assert counted(others) == [None] * len(CALLS)
-    assert {one.messages[1]["content"] for one in others} == {"8"}
-    json.dumps([one.messages for one in found], allow_nan=False, ensure_ascii=False).encode()

@@ -75,8 +75,8 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
 
 def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
     move = held("Echo", "double")
-    ((_, _, (_, _, schemas)),) = move(Move())
-    assert [schema["function"]["name"] for schema in json.loads(schemas)] == ["double", "step"]
+    (player,) = players("own_environments:Echo", ["own_environments:double"], 5.0)
+    assert [schema["function"]["name"] for schema in player.tools] == ["double", "step"]
     move(begun(answer="7", level=1))
     tagged = "<function=double><parameter=number>4</parameter></function>"
     text = f"Well. {call('step', number=2)}{call('step', number=0)}<tool_call>{{</tool_call>{tagged}{call('triple')}"
@@ -155,6 +155,6 @@ def test_games_that_differ_in_a_field_alone_are_problems_of_their_own(tmp_path):
     lines = [f'{{"prompt": "Guess my number.", "largest": {largest}}}\n' for largest in range(10, 30)]
     (tmp_path / "games.jsonl").write_text("".join(lines))
     config = TaskConfig(name="jsonl", train=str(tmp_path / "games.jsonl"), environment="my_env:Guess", heldout=4)
-    task = load(config, seed=0)
+    task = load(config)
     assert sorted(each.fields["largest"] for each in (*task.train, *task.heldout)) == [*range(10, 30)]
     assert len(task.heldout) == 4

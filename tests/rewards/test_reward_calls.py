@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mllm.config import load as configs
+from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
 from mllm.rewards.calls import LOGS, Reward, Sample, answers, bind, fields_of
@@ -120,7 +121,7 @@ def sample(completion, *, conversational=False, answer="7", **fields) -> Sample:
 
 def bound(name, *samples, **args) -> Reward:
     task = Task("sums", [sample.example for sample in samples], [])
-    return bind(name, args, None, fields_of(task), 16)
+    return bind(name, args, fields_of(task), 16)
 
 
 def place_of(code):
@@ -135,7 +136,8 @@ def test_a_function_gets_what_it_names():
     given = sample("long", level=2)
     assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
     assert [bound("mine:with_default", given, **args)([given]) for args in ({}, {"unit": "g"})] == ["kg", "g"]
-    fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt", "truncated"]
+    fixed = ["answer", "completion_ids", "example", "length", "max_completion_length", "prompt"]
+    fixed += ["thinks", "truncated"]
     assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, *LOGS, "level", "more"])
 
 
@@ -151,7 +153,8 @@ def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none()
     rest = bound("mine:batch_of_everything", *given)(given)[0]
     assert rest.pop("examples") == [one.example for one in given]
     alike = {"prompts": ["3+4="] * 2, "answer": ["7"] * 2, "answers": ["7"] * 2, "length": [1] * 2}
-    own = {"completion_ids": [[97], [98]], "level": [2, None], "source": [None, "x"], "truncated": [False] * 2}
+    own = {"completion_ids": [[97], [98]], "level": [2, None], "source": [None, "x"]}
+    own |= {"thinks": [False] * 2, "truncated": [False] * 2}
     assert rest == {**alike, **own, "max_completion_length": 16, **dict.fromkeys(LOGS)}
 
 
@@ -226,7 +229,6 @@ def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatc
     ("name", "args", "message"),
     [
         ("exact", {}, "there is no reward exact: exact_match, .*or package.module:function"),
-        ("task", {}, "no scorer of its own"),
         ("broken_rewards:f", {}, "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
         ("mine:number", {}, "is not a function"),
         ("mine:positional", {}, "mine:positional takes completion by position: remove the /"),
@@ -266,6 +268,26 @@ def example(answer, form="whole"):
 )
 def test_exact_match_requires_the_form_of_the_task(completion, answer, form, reward):
     assert exact_match(completion, answer, example(answer, form)) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "thinks", "reward"),
+    [
+        ("<think>First guess: 7. But wait", False, 0),
+        ("First guess: 7. But wait", True, 0),
+        ("<think>7</think>", False, 0),
+        ("<think>6</think>7", False, 1),
+        ("6</think>7", True, 1),
+        ("6</think>7", False, 1),
+        ("7<think>6</think>", False, 1),
+        ("<think>a<think>6</think>6</think>7", False, 1),
+    ],
+)
+@pytest.mark.parametrize("form", ["whole", "hashes", "tags", "boxed", "last number"])
+def test_what_stands_in_a_thought_is_no_answer(completion, thinks, reward, form):
+    match, known = (flexible_match, "whole") if form == "last number" else (exact_match, form)
+    stated = re.sub("[67]", lambda number: STATED[known].format(number.group()), completion)
+    assert match(stated, "7", example("7", known), thinks) == reward
 
 
 LAST_NUMBERS = {
@@ -312,6 +334,8 @@ def test_format_is_one_thought_and_one_answer():
     ):
         assert think_answer_format(f"{start}{thought}{between}{answer}{end}") == 0
     assert think_answer_format(answer) == 0
+    assert think_answer_format(f"3+4 is 7.</think>{answer}", thinks=True) == 1
+    assert think_answer_format(thought + answer, thinks=True) == 0
 
 
 def test_overlong_is_dapo_s_equation_13():
@@ -324,6 +348,7 @@ def test_math_is_equivalence_however_the_two_are_written():
     pytest.importorskip("math_verify")
     assert math("so it is $0.5$", r"\frac{1}{2}") == math("#### 1,234", "1234") == 1
     assert math(r"the sum is 7 <answer>\frac{8}{2}</answer>", "4") == 1
+    assert math(r"<think>\boxed{4}", "4") == math("so 4", "4", thinks=True) == 0
     assert math(r"thus \boxed{3}", "3\\sqrt{2}") == math("1" + "*(9^9^9^9^9)" * 9, "4") == 0
     with pytest.raises(ValueError, match="this problem has no answer"):
         math("7", None)

@@ -1,26 +1,75 @@
-"""A run depends on its seed, its processes agree on the data, and a signal reaches whatever it is in the middle of."""
+"""What a run's parts are made with: its seed, numbers of steps and tokens, signals, and what it is known again by."""
 
+import json
 import signal
 from functools import partial
 
 import pytest
-from runs import changed, records, run
+from runs import changed
 from tiny import METHODS, config
 
+from mllm.data.dataset import training_order
 from mllm.errors import UserError
+from mllm.parallel.processes import RowShare
 from mllm.run import build
 from mllm.run.build import Run
+from mllm.run.checkpoint import by_name
+from mllm.run.checksum import checksums
 from mllm.run.signals import Interrupted
+from mllm.sampler.schedule import Usual
+
+SEED = 7
+ROWS = RowShare(0, 1)
+"""What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
+
+
+@pytest.fixture(scope="module", params=["sft", "grpo"])
+def built(request, tmp_path_factory):
+    """A run whose data end before its steps and which validates, or one with a reference."""
+    folder = tmp_path_factory.mktemp("built")
+    lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(lines))
+    data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
+    parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
+    settings = config(
+        request.param,
+        run_dir=str(folder / "run"),
+        seed=SEED,
+        eval={},
+        rollout={"temperature": 0.7, "stop": ["+"]},
+        **parts,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
+        with Run.build(settings) as run:
+            run.start()
+            yield run
 
 
 @pytest.mark.slow
-def test_another_seed_is_another_run(tmp_path):
-    """Of its first parameters, the order of its prompts, and its samples."""
-    runs = [config(run_dir=str(tmp_path / str(seed)), seed=seed, steps=1, log={"samples": 8}) for seed in (7, 8)]
-    assert [run(settings) for settings in runs] == [0, 0]
-    one, other = ([(sample["prompt"], sample["completion"]) for sample in records(x, "samples.jsonl")] for x in runs)
-    assert {prompt for prompt, _ in one} != {prompt for prompt, _ in other}
-    assert {completion for _, completion in one}.isdisjoint(completion for _, completion in other if completion)
+def test_every_random_number_depends_on_the_run_s_seed(built):
+    if built.config.examples:
+        order = training_order(len(built.source.batches.documents), SEED, 1)
+        assert [*built.source.batches.order] == [*order]
+    else:
+        first = training_order(len(built.task.train), SEED)[0]
+        position = built.source.position()
+        assert next(built.source.prompts).example == built.task.train[first]
+        built.source.seek(position)
+    assert built.policy.seed == built.sampling.sampler.seed == SEED
+
+
+def test_each_part_knows_what_it_must_know_of_the_others(built):
+    """Where the data end, what training holds, the temperature as a part of GRPO's policy, the rows of a process."""
+    grpo = None if built.config.examples else built.config.grpo
+    batch, sampler = built.config.batch_size, built.sampling.sampler
+    assert (built.source.steps < built.config.steps) == (grpo is None)
+    assert sampler.usual == (Usual(batch // grpo.num_generations, batch) if grpo else None)
+    assert built.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
+    assert sampler.stop_texts == built.policy.stop_texts == ("+",)
+    # A run is known again by the reference of its policy.
+    assert built.checkpoints.frozen == (checksums(by_name(built.fixed.reference)) if grpo else {})
+    assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])
 
 
 def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
@@ -30,16 +79,12 @@ def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(algorithm, tmp_path, monkeypatch):
-    data = {"data": {"validation": {"share": 0.2}}} if algorithm == "sft" else {}
-    with Run.build(config(algorithm, run_dir=str(tmp_path / "run"), eval={}, rollout={"stop": ["+"]}, **data)) as begun:
-        begun.start()
-        monkeypatch.setattr(begun.interrupt, "received", signal.SIGTERM)
-        validations = [partial(begun.measurements.repeated[-1].measure, {}, 1)] if data else []
-        for poll in (begun.sampler.poll, begun.rewards.poll, *validations):
-            with pytest.raises(Interrupted):
-                poll()
+def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
+    monkeypatch.setattr(built.interrupt, "received", signal.SIGTERM)
+    validations = [partial(built.measurements.repeated[-1].measure, {}, 1)] if built.config.examples else []
+    for poll in (built.sampling.sampler.poll, built.sampling.rewards.poll, *validations):
+        with pytest.raises(Interrupted):
+            poll()
 
 
 def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp_path, monkeypatch):

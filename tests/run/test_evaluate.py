@@ -11,7 +11,7 @@ from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
-from mllm.rewards.calls import NOT_APPLICABLE
+from mllm.rewards.scores import NOT_APPLICABLE
 from mllm.run.evaluation import make_evaluation, wilson
 from mllm.sampler.completion import Completion
 from mllm.sampler.sampler import Sampler

@@ -149,7 +149,7 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
 def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
     end_by_plus(place / "model")
     with Run.build(beginning(place, "grpo")) as begun:
-        assert 43 in begun.sampler.stop_ids
+        assert 43 in begun.sampling.sampler.stop_ids
     assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
 
 

@@ -80,7 +80,7 @@ def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generat
 def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_path, caplog, sections, form, warned):
     settings = following(texts, tmp_path / "run", **sections)
     with Run.build(settings) as begun:
-        assert begun.sampler.renderer.form == form
+        assert begun.sampling.sampler.renderer.form == form
         assert json.loads(Path(settings.run_dir, "config.json").read_text()).get("mllm_learned", "chats") == form
     lines = [line for line in caplog.messages if "knows" in line]
     assert len(lines) == bool(warned)
@@ -95,7 +95,7 @@ def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_ch
     sizes = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(sizes | {"mllm_learned": None}))
     with Run.build(following(texts, tmp_path / "run", model=str(base))) as begun:
-        assert begun.sampler.renderer.form == "texts"
+        assert begun.sampling.sampler.renderer.form == "texts"
     chats = following(texts, tmp_path / "other", model=str(base), task={"system_prompt": "Add."})
     with pytest.raises(UserError, match="it has no chat template"), Run.build(chats):
         pass
@@ -114,7 +114,7 @@ def test_each_example_of_the_documentation_is_trained_and_answers_as_often_right
     assert train.main(["--config", str(path), *options]) == 0
     settings = load(str(path), options)
     if settings.task:
-        problems = {one.prompt[-1]["content"]: one.answer for one in load_task(settings.task, settings.seed).heldout}
+        problems = {one.prompt[-1]["content"]: one.answer for one in load_task(settings.task).heldout}
     else:
         problems = {"3+4=": "7", "1+2=": "3"}
     found = answers(settings.run_dir, problems, tmp_path)

@@ -18,7 +18,7 @@ from tiny import config
 
 import mllm
 from mllm import stopwatch
-from mllm.algorithms.sft.source import SftSource
+from mllm.algorithms.examples import ExampleSource
 from mllm.config import load as configs
 from mllm.errors import CommonError
 from mllm.run.checkpoint import Checkpoints
@@ -220,7 +220,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
 @pytest.mark.slow
 def test_what_ends_a_step_or_an_evaluation_costs_no_step_before_it(tmp_path, monkeypatch, capsys):
     """The process of a reward function that can't be started again raises such an error in both."""
-    settings, own_next = config("sft", run_dir=str(tmp_path / "run"), eval=None, rollout=None), SftSource.next
+    settings, own_next = config("sft", run_dir=str(tmp_path / "run"), eval=None, rollout=None), ExampleSource.next
 
     def fail(*_):
         raise CommonError("task.rewards: gone")
@@ -228,9 +228,9 @@ def test_what_ends_a_step_or_an_evaluation_costs_no_step_before_it(tmp_path, mon
     def failing_next(self, params, step, *rest):
         return fail() if step == 1 else own_next(self, params, step, *rest)
 
-    monkeypatch.setattr(SftSource, "next", failing_next)
+    monkeypatch.setattr(ExampleSource, "next", failing_next)
     assert run(settings) == 2
-    monkeypatch.setattr(SftSource, "next", own_next)
+    monkeypatch.setattr(ExampleSource, "next", own_next)
     monkeypatch.setattr(Measurements, "are_due", lambda self, step, final: step == 3)
     monkeypatch.setattr(Measurements, "measure_pending", fail)
     assert run(settings) == 2

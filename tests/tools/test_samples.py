@@ -52,11 +52,11 @@ def test_hostile_text_stays_text(tmp_path, capsys):
 
 
 def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
-    write(tmp_path, [sample(1), sample(2, "5+5=", "a\nb", None, None, True), sample(2, "1+2=", "3"), sample(3)])
-    assert samples.main([str(tmp_path), "--print", "--step", "2", "--prompt", "5"]) == 0
+    write(tmp_path, [sample(1), sample(2, "1+2=", "3"), sample(2, "5+5=", "a\nb", None, None, True), sample(3)])
+    assert samples.main([str(tmp_path), "--print", "--step", "2", "--limit", "1"]) == 0
     assert capsys.readouterr().out == (
         "step 2  reward null  exact_match null  advantage null  length 3  cut off\n"
-        "  prompt      5+5=\n  completion  a\n              b\n\n1 of 1\n"
+        "  prompt      5+5=\n  completion  a\n              b\n\n1 of 2\n"
     )
     assert samples.main([str(tmp_path), "--print", "--limit", "2"]) == 0
     printed = capsys.readouterr().out

@@ -203,7 +203,7 @@ def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exp
 @pytest.mark.slow
 def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(exported, calls, tmp_path, capsys):
     settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
-    policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig()), packed=False)
+    policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig(fsdp=1)), packed=False)
     adapters = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), policy.trained)
     peft.save(tmp_path, policy.architecture, policy.lora, adapters, settings["source"])
     assert generate.main([str(tmp_path), "hi", "--dtype", "float32"]) == 0
@@ -258,7 +258,7 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
 
     monkeypatch.setattr(Sampler, "complete", complete)
     monkeypatch.setattr(export, "restore", knows_texts)
-    game = ["--environment", "mllm.data.tasks.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
+    game = ["--environment", "mllm.examples.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
     assert generate.main([str(exported), "game 1", *game]) == 0
     said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
     assert said
@@ -270,7 +270,6 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
     for options, message in (
         (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
         (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
-        ([*game, "--chat-template", "never"], "--chat-template: never renders no turns, which an environment"),
     ):
         assert generate.main([str(exported), "hi", *options]) == 2
         assert f"error: {message}" in capsys.readouterr().err
@@ -307,8 +306,8 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-COMMANDS = [f"{name}.py" for name in ("device", "export", "generate", "plot", "rewards", "samples", "tune")]
-COMMANDS += ["bench", "bench head", "bench logits", "bench rollout"]
+COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples", "tune")]
+COMMANDS += ["bench", "bench head", "bench rollout"]
 
 
 @pytest.mark.slow

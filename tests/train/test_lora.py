@@ -13,9 +13,9 @@ from states import like, make_state
 from tiny import config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
-from mllm.algorithms.grpo import source as grpo_source
+from mllm.algorithms import rollouts
 from mllm.config.model import MeshConfig
-from mllm.config.schema import CheckpointConfig
+from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -89,7 +89,7 @@ def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matr
     settings = lora_config("sft", mesh=mesh, model={**source, "remat": "full", "lora": INT8})
     policy = load_policy(settings, devices := make_mesh(settings.mesh))
     trained, frozen = policy.split(policy.initial_params())
-    exact = load_policy(lora_config("sft", model=source), make_mesh(MeshConfig())).stored_params()
+    exact = load_policy(lora_config("sft", model=source), make_mesh(MeshConfig(fsdp=1))).stored_params()
     jax.tree.map(np.testing.assert_array_equal, frozen, in_int8_of(exact))
     for leaf, wanted in zip(*map(jax.tree.leaves, (frozen, policy.stored)), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -124,11 +124,11 @@ def finished(request, tmp_path_factory):
     """A GRPO run with adapters and a KL penalty, and its most embeddings between two phases."""
     model = {"lora": INT8 | {"base": request.param}}
     settings = lora_config(run_dir=str(tmp_path_factory.mktemp("lora") / "whole"), model=model, **SECTIONS)
-    counts, pack = [], grpo_source.pack
+    counts, pack = [], rollouts.pack
     embeddings = lambda: [array for array in jax.live_arrays() if array.shape == (260, 32)]  # noqa: E731
     before = embeddings()  # held, so that none of another test is freed meanwhile
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_source, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
+        patch.setattr(rollouts, "pack", lambda *arguments: counts.append(len(embeddings())) or pack(*arguments))
         assert run(settings) == 0
     return settings, max(counts) - len(before)
 
@@ -158,10 +158,10 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     expected = logits(policy.graphdef, params, tokens)
     for source in (f"{settings.run_dir}/export", settings.run_dir):
         model = {"init": "pretrained", "architecture": None, "source": source}
-        following = load_policy(lora_config(model=model), make_mesh(MeshConfig()))
+        following = load_policy(lora_config(model=model), make_mesh(MeshConfig(fsdp=1)))
         found = logits(following.graphdef, following.initial_params(), tokens)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
-    in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig())).stored_params()
+    in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig(fsdp=1))).stored_params()
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tiny import ARCHITECTURE, random_batch
 
 from mllm.config.model import LoraTarget, MeshConfig, OptimizerConfig
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layout import LOGICAL_AXES, parameter_name
@@ -139,8 +139,7 @@ class Average(Forward):
     """In the place of model and head: the loss is the mean of the parameters."""
 
     def __init__(self):
-        self.rows = Rows(length=10, micro=1, total=1, shards=1)
-        self.algorithm = self
+        self.shape = BatchShape(length=10, micro=1, total=1, shards=1)
 
     def loss(self, params, batch, teacher=None):
         return jnp.mean(params["w"][...].astype(jnp.float32)), batch.weights

@@ -11,8 +11,7 @@ import pytest
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, make_trainer, random_batch, with_inputs
 
-from mllm.algorithms.sft.algorithm import make_validation
-from mllm.algorithms.sft.source import SftBatches
+from mllm.algorithms.sft.algorithm import DocumentBatches, make_validation
 from mllm.data.batch import Batch
 from mllm.data.tokenizing import Document, Documents
 from mllm.errors import UserError
@@ -20,7 +19,7 @@ from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare
 from mllm.training import head
-from mllm.training.head import States
+from mllm.training.head import HeadInputs
 from mllm.training.optimizer import make_optimizer
 from mllm.training.step import abstract_state, accumulate, init_state, make_logprob_pass
 
@@ -74,7 +73,7 @@ def gradient_of(settings, padding=0):
     @jax.jit
     def compute(params, batch):
         loss, outputs, gradients = accumulate(forward.loss, params, batch, ROWS)
-        return {"loss": loss, **forward.algorithm.metrics(batch, outputs)}, gradients
+        return {"loss": loss, **forward.metrics(batch, outputs)}, gradients
 
     return compute(initial_params(), shard_batch(mesh, batch))
 
@@ -161,7 +160,7 @@ def test_the_head_is_told_its_workspace_in_bytes_and_is_refused_on_other_devices
     monkeypatch.setattr(head.lm_head, "token_loss", called := Mock(side_effect=InterruptedError))
     weight, forward = jnp.zeros((260, 32)), forward_of(None, make_mesh(settings.mesh), settings)
     with pytest.raises(InterruptedError):
-        forward.head_loss(States(jnp.zeros((ROWS, LENGTH, 32)), weight, weight), BATCH)
+        forward.head_loss(forward.head, HeadInputs(jnp.zeros((ROWS, LENGTH, 32)), weight, weight), BATCH)
     assert called.call_args.kwargs["workspace"] == 3 * 2**20
     with pytest.raises(UserError, match=r"head.impl: mosaic_tpu needs a TPU, and the devices here are of the kind cpu"):
         make_trainer(changed(SETTINGS["sft"], head={"impl": "mosaic_tpu"}))
@@ -223,7 +222,7 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, secti
     policy = load_policy(one, mesh)
     params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     polls = []
-    batches = SftBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
+    batches = DocumentBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
     validate = make_validation(forward_of(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
     found = validate(params, 0)
     assert found.keys() == metrics.keys()

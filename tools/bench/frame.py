@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, methods in processes of their own, and the table.
+"""The frame of the benchmarks: options, methods in processes of their own, times in turns, and the table.
 
 A method's process runs its benchmark's module and calls `answer`; `start` runs it.
 """
@@ -8,12 +8,14 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from mllm.plan import child
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULTS = {
@@ -24,6 +26,9 @@ DEFAULTS = {
 """Environment variables: a process gets three quarters of a GPU at once unless it is told otherwise."""
 SOURCES = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))}
 """A machine with a device may have JAX, and this project as a folder: what isn't installed is found there."""
+ANSWER, LATE = "ANSWER ", "the time limit was reached"
+MOST_CALLS = 1000
+"""Calls in a turn."""
 Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
 Shape = tuple[int, int, int]
@@ -63,10 +68,9 @@ def title(shape: Sequence[int]) -> str:
 
 
 def answer(find: Callable[[Figures], Iterable[Figures]]) -> None:
-    """In a method's process: hand over a task's figures, as they are found, and end when the command does."""
-    child.end_with_parent()
+    """In a method's process: hand over a task's figures as they are found."""
     for figures in find(json.loads(sys.argv[1])):
-        child.answer(figures)
+        print(f"{ANSWER}{json.dumps(figures)}", flush=True)
 
 
 def start(
@@ -79,8 +83,63 @@ def start(
     """
     defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
     command = [sys.executable, "-m", module, json.dumps(task)]
-    ended = child.run(command, seconds=seconds, env=defaults | os.environ | SOURCES, cwd=ROOT)
-    return ended.answers, ended.reason
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        reason, environment = "", defaults | os.environ | SOURCES
+        try:
+            code = subprocess.call(command, stdout=out, stderr=err, timeout=seconds, env=environment, cwd=ROOT)
+        except subprocess.TimeoutExpired:
+            code, reason = 0, LATE
+        out.seek(0)
+        err.seek(0)
+        said, complaints = out.read().splitlines(), [line.strip() for line in err if line.strip()]
+    if code:
+        # JAX's remarks come after the error.
+        errors = [line for line in complaints if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
+        reason = (errors or complaints or [f"exit code {code}"])[-1][:300]
+    return [json.loads(line.removeprefix(ANSWER)) for line in said if line.startswith(ANSWER)], reason
+
+
+# --- time
+
+
+def in_turns(
+    functions: Mapping[str, Callable[[], Any]],
+    wait: Callable[[Any], Any],
+    *,
+    rounds: int,
+    least: float,
+    queue: int,
+) -> dict[str, list[float]]:
+    """Seconds of a call, one figure for each round, by the host's clock; the functions take turns in every round.
+
+    Args:
+        wait: returns when what a function has returned is there.
+        least: seconds that a turn takes; it has as many calls as fill them.
+        queue: calls that may be under way. With two, the device goes on while the host hears of the first, so that the
+            device's own time shows; more would hold more results.
+    """
+
+    def turn(function: Callable[[], Any], calls: int) -> float:
+        under_way: deque[Any] = deque()
+        start = time.perf_counter()
+        for _ in range(calls):
+            under_way.append(function())
+            if len(under_way) == queue:
+                wait(under_way.popleft())
+        for result in under_way:
+            wait(result)
+        return (time.perf_counter() - start) / calls
+
+    calls = {}
+    for name, function in functions.items():
+        turn(function, 1)
+        once = max(turn(function, 1), 1e-9)
+        calls[name] = max(1, min(MOST_CALLS, math.ceil(least / once)))
+    seconds: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            seconds[name].append(turn(function, calls[name]))
+    return seconds
 
 
 # --- the table

@@ -7,13 +7,12 @@ Tables come at the end; a method's rows go to stderr as soon as it has run, with
     ms         median of the rounds, of calls that keep the device busy                      [host's clock]
     /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA
                multiplies them in the same round, at the rows that count
-    /four      the same with h Wᵀ twice, which is what a method without a workspace has to do
-    TFLOP/s    of the products that a method has to make with the memory it is given: 3, 4, or 1
     temp MiB   memory beside arguments and results             [the compiler's figure]
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
-A last table has the ratios to three at each share of rows that count, and temporaries.
+Methods named "float32 master" are the trainer's case: the weight is the bfloat16 copy of a float32 master, which gets a
+float32 gradient. The others' gradient has the weight's dtype.
 
 Leaves out several devices. Exit codes: 0 done, 2 an error that one line explains.
 """
@@ -42,7 +41,7 @@ PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
 LARGE: Shape = (8192, 2048, 151936)
 """The head of Qwen2.5-3B."""
 SMALL: Shape = (1024, 256, 16384)
-COLUMNS = ("method", "ms", "/three", "/four", "TFLOP/s", "temp MiB", "loss", "dh", "dW")
+COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "dh", "dW")
 Measured = tuple[list[Figures], str]
 """A method's figures at each share of rows that count, and why there are no more, "" where there are all."""
 
@@ -77,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for live in lives:
         print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
         print(text(live, measured))
-    print(f"\n{title(shape)}, {dtype}, to choose by\n{summary(lives, measured)}")
     if not any(figures for figures, _ in measured.values()):
         raise UserError("--shape, --methods: nothing could be measured")
     return 0
@@ -118,38 +116,23 @@ def text(live: float, measured: Mapping[str, Measured]) -> str:
             rows.append([name, *cells(figures)])
         if not shown:
             reasons.setdefault(reason, []).append(name)
-    for number in (4, 3) if measured_here else ():
-        seconds = statistics.median(statistics.median(bare_seconds(figures, number)) for figures in measured_here)
-        times = f"{1e3 * seconds:.2f}", "", "", f"{number * measured_here[0]['flops'] / seconds / 1e12:.3g}"
-        rows.insert(0, [f"{number} bare products", *times, *[""] * 4])
+    if measured_here:
+        seconds = statistics.median(statistics.median(bare_seconds(figures)) for figures in measured_here)
+        rows.insert(0, ["3 bare products", f"{1e3 * seconds:.2f}", *[""] * 5])
     absent = [f"not measured: {why}: {'; '.join(names)}" for why, names in reasons.items()]
     return "\n".join([table(COLUMNS, rows), *absent] if rows else absent)
 
 
-def summary(lives: Sequence[float], measured: Mapping[str, Measured]) -> str:
-    """The table of the methods that were measured at every share: the ratios to three bare products, and memory."""
-    full = {name: list(map(cells, figures)) for name, (figures, _) in measured.items() if len(figures) == len(lives)}
-    rows = [[name, *(cell[1] for cell in texts), texts[0][4]] for name, texts in full.items()]
-    return table(("method", *(f"/three, {live:.0%}" for live in lives), "temp MiB"), rows)
-
-
-def bare_seconds(figures: Figures, number: int) -> list[float]:
-    """Seconds of 3 or 4 bare products in each round; of four, h Wᵀ counts twice."""
+def bare_seconds(figures: Figures) -> list[float]:
+    """Seconds of the three bare products in each round."""
     rounds = figures["rounds"]
-    return [(number - 2) * hw + gw + gh for hw, gw, gh in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
+    return [hw + gw + gh for hw, gw, gh in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
 
 
 def cells(figures: Figures) -> list[str]:
     """A method's figures in the table."""
     rounds = figures["rounds"]["method"]
-    seconds = statistics.median(rounds)
-    ratios = ([a / b for a, b in zip(rounds, bare_seconds(figures, number), strict=True)] for number in (3, 4))
+    ratio = statistics.median(a / b for a, b in zip(rounds, bare_seconds(figures), strict=True))
     errors = [format(x, ".1e") for x in figures["errors"]]
-    return [
-        f"{1e3 * seconds:.2f}",
-        *(f"{statistics.median(ratio):.2f}" for ratio in ratios),
-        f"{figures['products'] * figures['flops'] / seconds / 1e12:.3g}",
-        f"{figures['temp_bytes'] / 2**20:.1f}",
-        *errors,
-        *[""] * (3 - len(errors)),
-    ]
+    temporaries = f"{figures['temp_bytes'] / 2**20:.1f}"
+    return [f"{1e3 * statistics.median(rounds):.2f}", f"{ratio:.2f}", temporaries, *errors, *[""] * (3 - len(errors))]

@@ -10,10 +10,7 @@ Temporaries are the compiler's figure.
 Another process lists for tools/tune.py the tiles of the kernels that fit this device; a method is traced with some.
 """
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,14 +23,12 @@ from jaxtyping import Array
 
 from lm_head.gpu import tiles as gpu
 from lm_head.tpu import tiles as tpu
-from tools.bench.frame import Figures, Shape, answer
+from tools.bench.frame import Figures, Shape, answer, in_turns
 from tools.bench.methods import Method, methods
 
 CHUNK = 256
 """Tokens that the reference takes at a time."""
 SEED = 0
-MOST_CALLS = 1000
-"""Calls in a turn."""
 TPU_KERNELS: dict[str, tuple[Any, bool, bool, str]] = {
     "statistics": ("forward", False, False, "value only"),
     "mean": ("forward", True, False, "workspace 0"),
@@ -138,50 +133,6 @@ class Program:
         return {"hW": partial(hw, h, w), "gW": partial(gw, g, w), "gh": partial(gh, g, h)}
 
 
-# --- turns
-
-
-def in_turns(
-    functions: Mapping[str, Callable[[], Any]],
-    wait: Callable[[Any], Any],
-    *,
-    rounds: int,
-    least: float,
-    queue: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> dict[str, list[float]]:
-    """Seconds of a call, one figure for each round, by the host's clock; the functions take turns in every round.
-
-    Args:
-        wait: returns when what a function has returned is there.
-        least: seconds that a turn takes; it has as many calls as fill them.
-        queue: calls that may be under way. With two, the device goes on while the host hears of the first, so that the
-            device's own time shows; more would hold more results.
-    """
-
-    def turn(function: Callable[[], Any], calls: int) -> float:
-        under_way: deque[Any] = deque()
-        start = clock()
-        for _ in range(calls):
-            under_way.append(function())
-            if len(under_way) == queue:
-                wait(under_way.popleft())
-        for result in under_way:
-            wait(result)
-        return (clock() - start) / calls
-
-    calls = {}
-    for name, function in functions.items():
-        turn(function, 1)
-        once = max(turn(function, 1), 1e-9)
-        calls[name] = max(1, min(MOST_CALLS, math.ceil(least / once)))
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, function in functions.items():
-            seconds[name].append(turn(function, calls[name]))
-    return seconds
-
-
 # --- tiles
 
 
@@ -218,8 +169,7 @@ def traced_with(tiles: Figures) -> AbstractContextManager[None]:
 def main(task: Figures) -> Iterator[Figures]:
     """The figures of the method that a task names; without one the tilings for its shape, or what JAX runs on.
 
-    A method's figures, at each share of rows that count, are seconds of each round, temporaries in bytes, errors, and
-    the products that it has to make, each of so many flops.
+    A method's figures, at each share of rows that count, are seconds of each round, temporaries in bytes and errors.
     """
     if "most" in task:
         yield from tilings(task)
@@ -245,8 +195,7 @@ def main(task: Figures) -> Iterator[Figures]:
         for result, expected in zip(results, problem.expected(method.general, live), strict=False):
             difference = jnp.abs(jnp.asarray(result).astype(jnp.float32) - expected)
             errors.append(float(jnp.max(difference) / jnp.max(jnp.abs(expected))))
-        figures = {"live": live, "rounds": seconds, "temp_bytes": program.temporaries(), "errors": errors}
-        yield figures | {"products": method.products, "flops": 2 * rows * problem.shape[1] * problem.shape[2]}
+        yield {"live": live, "rounds": seconds, "temp_bytes": program.temporaries(), "errors": errors}
 
 
 if __name__ == "__main__":

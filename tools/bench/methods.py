@@ -28,8 +28,6 @@ WORKSPACE = 640 << 20
 @dataclass(frozen=True)
 class Method:
     name: str
-    products: int
-    """Matrix products of 2 N V D flops that it has to make with the memory it is given; it may make more."""
     call: Call
     general: bool = False
     """The value is the sum of logprob and lse times random cotangents; the gradients belong to these."""
@@ -50,37 +48,38 @@ class Method:
 def methods(platform: str) -> list[Method]:
     """All methods for a `cpu`, `gpu` or `tpu`, in the order of the table."""
     kernels = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
-    # Accelerators get bfloat16 weights: the default has no room for the float32 sum of their gradient over waves.
-    default = 3 if platform == "cpu" else 4
     full_logits, chunked = fused(impl="full_logits"), partial(fused, impl="chunked_logits")
     return [
-        *engine_methods(kernels, kernels.removeprefix("mosaic_"), default),
-        Method("full logits", 3, value_and_gradients(full_logits)),
-        Method("chunked logits", 4, value_and_gradients(chunked())),
-        Method("chunked logits, workspace 640 MiB", 4, value_and_gradients(chunked(workspace=WORKSPACE))),
-        Method("tokamax, its choice", 3, tokamax(None), transposed=True, needs=("tokamax",)),
-        Method("tokamax, chunked_xla", 4, tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
-        Method("google-tunix, default loss", 3, value_and_gradients(tunix), needs=("tunix",)),
-        *engine_methods("xla", None, default),
-        Method("optax on full logits", 3, value_and_gradients(optax_on_logits)),
-        Method("full logits, value only", 1, value_only(full_logits)),
+        *engine_methods(kernels, kernels.removeprefix("mosaic_")),
+        Method("full logits", value_and_gradients(full_logits)),
+        Method("full logits, float32 master", gradients_of_master(impl="full_logits")),
+        Method("chunked logits", value_and_gradients(chunked())),
+        Method("chunked logits, workspace 640 MiB", value_and_gradients(chunked(workspace=WORKSPACE))),
+        Method("tokamax, its choice", tokamax(None), transposed=True, needs=("tokamax",)),
+        Method("tokamax, chunked_xla", tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
+        Method("google-tunix, default loss", value_and_gradients(tunix), needs=("tunix",)),
+        *engine_methods("xla", None),
+        Method("optax on full logits", value_and_gradients(optax_on_logits)),
+        Method("full logits, value only", value_only(full_logits)),
     ]
 
 
-def engine_methods(impl: str, platform: str | None, default: int) -> list[Method]:
-    known: dict[str, tuple[int, Call]] = {
-        "workspace 640 MiB": (3, value_and_gradients(fused(impl=impl, workspace=WORKSPACE))),
-        "workspace 0": (4, value_and_gradients(fused(impl=impl, workspace=0))),
-        "workspace for all tokens": (3, value_and_gradients(fused(impl=impl, workspace=1 << 40))),
-        "default workspace": (default, value_and_gradients(fused(impl=impl))),
-        "value only": (1, value_only(fused(impl=impl))),
-        "general backward": (4, value_and_gradients(general(impl=impl))),
+def engine_methods(impl: str, platform: str | None) -> list[Method]:
+    known: dict[str, Call] = {
+        # The trainer's case: a float32 master, a bfloat16 copy that is multiplied, a float32 dW.
+        "float32 master": gradients_of_master(impl=impl),
+        "float32 master, workspace 640 MiB": gradients_of_master(impl=impl, workspace=WORKSPACE),
+        "workspace 640 MiB": value_and_gradients(fused(impl=impl, workspace=WORKSPACE)),
+        "workspace 0": value_and_gradients(fused(impl=impl, workspace=0)),
+        "workspace for all tokens": value_and_gradients(fused(impl=impl, workspace=1 << 40)),
+        "default workspace": value_and_gradients(fused(impl=impl)),
+        "value only": value_only(fused(impl=impl)),
+        "general backward": value_and_gradients(general(impl=impl)),
         # The entropy's gradient takes kernels of its own on TPUs.
-        "with entropy": (4, value_and_gradients(fused(0.01, impl=impl, workspace=0))),
+        "with entropy": value_and_gradients(fused(0.01, impl=impl, workspace=0)),
     }
     return [
-        Method(f"{impl}, {name}", products, call, name == "general backward", platform=platform)
-        for name, (products, call) in known.items()
+        Method(f"{impl}, {name}", call, name == "general backward", platform=platform) for name, call in known.items()
     ]
 
 
@@ -137,6 +136,17 @@ def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array
 def value_and_gradients(loss: Loss) -> Call:
     def call(*arrays: Array) -> tuple[Any, ...]:
         value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
+        return value, *gradients
+
+    return call
+
+
+def gradients_of_master(**options: Any) -> Call:
+    """The weight is the copy of a float32 master, which the head doesn't read and whose gradient is float32."""
+
+    def call(hidden: Array, weight: Array, *per_token: Array) -> tuple[Any, ...]:
+        loss = lambda hidden, master: fused(weight_copy=weight, **options)(hidden, master, *per_token)  # noqa: E731
+        value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight.astype(jnp.float32))
         return value, *gradients
 
     return call

@@ -2,14 +2,12 @@
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
 stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens count up to the
-first stop token. In conversations (`--turns`) each turn but the last is answered with 8 to 24 tokens, which the engine
-prefills; beside it whole conversations are prefilled anew for each turn, as google-tunix's sampler must. The methods
-take turns, each in a process of its own that is warmed up. Medians over these:
+first stop token. The methods take turns, each in a process of its own that is warmed up. Medians over these:
 
     ratio      of the seconds a token to the engine's beside it, and its range
     useful     tokens over slot-steps: what was computed a token for
     bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
-    prefilled  tokens, with padding, over the tokens of conversations
+    prefilled  tokens, with padding, over the tokens of prompts and completions
     programs   that decode
     compiling  the seconds of these, the most: later processes read what earlier ones compiled
 """
@@ -21,8 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,8 +31,6 @@ STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
-ANSWER = 24
-"""The most tokens of an answer."""
 
 
 def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
@@ -63,32 +57,8 @@ def prompts(options: Figures) -> list[list[int]]:
     return [prompt for prompt in groups for _ in range(8)]
 
 
-def answers(options: Figures) -> list[list[list[int]]]:
-    """The answers to each turn but the last of each sequence."""
-    rng, rows, turns = np.random.default_rng(1), options["rows"] // 8 * 8, options["turns"]
-    return [[rng.integers(4, 128, rng.integers(8, ANSWER + 1)).tolist() for _ in range(turns - 1)] for _ in range(rows)]
-
-
-def longest(options: Figures) -> int:
-    """The most tokens of a conversation."""
-    return PROMPT + options["turns"] * options["limit"] + (options["turns"] - 1) * ANSWER
-
-
-class Talk:
-    """Answers turns at once."""
-
-    def __init__(self, answers: Sequence[Sequence[list[int]]]) -> None:
-        self.left = [iter(turns) for turns in answers]
-
-    def send(self, ended: Mapping[int, Any]) -> None:
-        pass
-
-    def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
-        return {number: next(self.left[number], None) for number in sequences}
-
-
-def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
-    """A function that makes a rollout with this seed, and counts; `anew`: it prefills whole conversations each turn."""
+def engine(options: Figures) -> Callable[[int], Figures]:
+    """A function that makes a rollout with this seed, and counts."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -106,11 +76,7 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
     model = Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32)
     graphdef, params = nnx.split(model)
     limits = {"max_prompt_length": PROMPT, "max_completion_length": options["limit"]}
-    if anew:
-        limits["max_prompt_length"] = longest(options) - options["limit"]
-    elif options["turns"] > 1:
-        limits |= {"max_turns": options["turns"], "max_total_length": longest(options)}
-    config, rows, replies = RolloutConfig.model_validate(limits), prompts(options), answers(options)
+    config, rows = RolloutConfig.model_validate(limits), prompts(options)
     trees = jax.tree.leaves(params), jax.tree.leaves(abstract_cache(model, [1], 1))
     weights, token = (sum(x.size * x.dtype.itemsize for x in tree) for tree in trees)
     compiling = 0.0
@@ -124,16 +90,8 @@ def engine(options: Figures, anew: bool = False) -> Callable[[int], Figures]:
     def roll_out(seed: int) -> Figures:
         slots, work, tokens = options["slots"], RolloutWork(), Renderer(bytes_tokenizer())
         sampler = Sampler(graphdef, tokens, STOPS, config, seed, room=lambda: Room(slots), work=work)
-        if anew:
-            talks = [[*row] for row in rows]
-            for turn in range(options["turns"]):
-                for talk, made, reply in zip(talks, sampler.complete(params, talks, step=turn), replies, strict=True):
-                    talk += [*made.tokens, *chain(*reply[turn : turn + 1])]
-            total = sum(map(len, talks))
-        else:
-            conversations = Talk(replies) if options["turns"] > 1 else None
-            completions = sampler.complete(params, rows, step=0, conversations=conversations)
-            total = sum(len(row) + len(completion.tokens) for row, completion in zip(rows, completions, strict=True))
+        completions = sampler.complete(params, rows, step=0)
+        total = sum(len(row) + len(completion.tokens) for row, completion in zip(rows, completions, strict=True))
         return {
             "tokens": work.tokens,
             "useful": work.tokens / work.slot_steps,
@@ -174,30 +132,21 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
         lambda x: rng.normal(0, DEVIATION, x.shape).astype(np.float32) if x.ndim > 1 else x, nnx.state(net)
     )
     nnx.update(net, small)
-    cache = sampler.CacheConfig(longest(options), config.num_layers, config.num_kv_heads, head_dim=64)
+    cache = sampler.CacheConfig(PROMPT + options["limit"], config.num_layers, config.num_kv_heads, head_dim=64)
     sample = sampler.Sampler(net, bytes_tokenizer(), cache)
     settings = {"max_generation_steps": options["limit"], "eos_tokens": list(STOPS), "temperature": 1.0, "top_p": 1.0}
-    rows, replies = prompts(options), answers(options)
+    text = ["".join(map(chr, prompt)) for prompt in prompts(options)]
 
     def roll_out(seed: int) -> Figures:
-        tokens, talks = 0, [[*row] for row in rows]
-        for turn in range(options["turns"]):
-            text = ["".join(map(chr, talk)) for talk in talks]
-            width = max(map(len, talks)) if turn else PROMPT
-            samples = sample(text, **settings, max_prompt_length=width, seed=seed * options["turns"] + turn).tokens
-            for talk, row, reply in zip(talks, samples, replies, strict=True):
-                # It returns the stop token of no row; a token from 128 on would be two in the next turn's text.
-                made = [4 + int(token) % 124 for token in row] + [4] * (len(row) < options["limit"])
-                tokens += len(made)
-                talk += [*made, *chain(*reply[turn : turn + 1])]
-        return {"tokens": tokens}
+        rows = sample(text, **settings, max_prompt_length=PROMPT, seed=seed).tokens
+        # It returns the stop token of no row.
+        return {"tokens": sum(len(row) + (len(row) < options["limit"]) for row in rows)}
 
     return roll_out
 
 
 METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
     "engine": engine,
-    "prefilled anew": partial(engine, anew=True),
     "google-tunix": tunix_sampler,
 }
 
@@ -218,16 +167,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for option, default, meaning in (
         ("rows", 64, "sequences, eight for each prompt"),
         ("slots", 64, "slots of the engine"),
-        ("limit", 384, "tokens of the longest completion, or turn of one"),
-        ("turns", 1, "turns of a conversation"),
+        ("limit", 384, "tokens of the longest completion"),
         ("hidden", 256, "hidden size"),
         ("layers", 4, "layers"),
         ("repeats", 3, "turns of the methods"),
     ):
         known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default})")
     sizes = vars(known.parse_args(arguments))
-    left_out = {"prefilled anew": sizes["turns"] == 1, "google-tunix": not importlib.util.find_spec("tunix")}
-    methods = [method for method in METHODS if not left_out.get(method)]
+    methods = [method for method in METHODS if method == "engine" or importlib.util.find_spec("tunix")]
     turns: dict[str, list[Figures]] = {method: [] for method in methods}
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(sizes.pop("repeats")):

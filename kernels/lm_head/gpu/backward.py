@@ -19,7 +19,7 @@ from ..contract import Options
 from ..shapes import Array, Float, Int
 from ..softmax import RowFactors
 from . import products
-from .forward import LOG2E, Chunk, Rows, capped, hits_of_strip, is_hit, logit_work
+from .forward import LOG2E, Chunk, KernelRows, capped, hits_of_strip, is_hit, logit_work
 from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
 from .tiles import Sizes, Tiles
 
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 def logit_gradient(
-    rows: Rows,
+    rows: KernelRows,
     weight: Float[Array, "V D"],
     factors: RowFactors,
     block: Block,

@@ -21,9 +21,9 @@ from ..shapes import Array, Bool, Float, Int
 from ..softmax import RowFactors, Running, Slopes, Softmax, cap_slope, combine, row_factors
 from . import tiles
 from .backward import Block, hidden_gradient, logit_gradient, weight_gradient
-from .forward import Chunk, KeptLogits, Rows, labels_in_tiles
+from .forward import Chunk, KeptLogits, KernelRows, labels_in_tiles
 from .forward import forward as forward_kernel
-from .tiles import KEPT_DTYPE, Plan, Sizes, make_plan
+from .tiles import KEPT_DTYPE, Sizes, WavePlan, make_plan
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
@@ -42,7 +42,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:
     sizes = tiles.choose(len(inputs.labels), *inputs.weight.shape)
     live = live_rows(inputs.live, sizes.tiles.cluster_rows)
     rows = _gather_rows(inputs, options, sizes, live.row, live.number)
-    running, _ = _forward_pass(inputs, options, Plan(sizes, len(rows.labels)), rows)
+    running, _ = _forward_pass(inputs, options, WavePlan(sizes, len(rows.labels)), rows)
     return _finish(inputs, options, jax.tree.map(lambda x: x[live.place], running), inputs.live), None
 
 
@@ -51,7 +51,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: None, slopes: Slopes, opt
     live = live_rows(inputs.live, sizes.rows(len(inputs.labels)))
     rows = _gather_rows(inputs, options, sizes, live.row, live.number)
     softmax, slopes = jax.tree.map(lambda x: x[live.row], (softmax, slopes))
-    plan = Plan(sizes, len(rows.labels))
+    plan = WavePlan(sizes, len(rows.labels))
     dh, dw = _backward_pass(inputs, options, plan, rows, softmax, slopes)
     return None if dh is None else jnp.where(inputs.live[:, None], dh[live.place], 0), dw
 
@@ -73,18 +73,22 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
     return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
 
-def _gather_rows(inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]) -> Rows:
+def _gather_rows(
+    inputs: Inputs, options: Options, sizes: Sizes, row: Int[Array, "R"], number: Int[Array, ""]
+) -> KernelRows:
     live = jnp.arange(len(row)) < number
     labels = jnp.where(live, contract.local_labels(inputs)[row], -1)
     in_tile = labels_in_tiles(labels, len(inputs.weight), sizes.tiles)
     scale = contract.scale_of(inputs.temperature, options.softcap)
-    return Rows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number, scale)
+    return KernelRows(inputs.hidden[row].astype(options.dtype), labels, in_tile, live, number, scale)
 
 
 # --- forward --------------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(inputs: Inputs, options: Options, plan: Plan, rows: Rows) -> tuple[Running, KeptLogits | None]:
+def _forward_pass(
+    inputs: Inputs, options: Options, plan: WavePlan, rows: KernelRows
+) -> tuple[Running, KeptLogits | None]:
     """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
     vocabulary, kept_columns, left = len(inputs.weight), plan.kept_columns, plan.chunk(len(inputs.weight))
 
@@ -127,8 +131,8 @@ def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array
 def _backward_pass(
     inputs: Inputs,
     options: Options,
-    plan: Plan,
-    rows: Rows,
+    plan: WavePlan,
+    rows: KernelRows,
     softmax: Softmax,
     slopes: Slopes,
     kept: KeptLogits | None = None,
@@ -199,7 +203,7 @@ def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int
 
 
 def _kept_logit_gradient(
-    options: Options, rows: Rows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
+    options: Options, rows: KernelRows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
 ) -> Float[Array, "B C"]:
     """dy of a block and a chunk from their kept logits, without a product."""
     top_UB, below_BC = kept

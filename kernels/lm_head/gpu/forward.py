@@ -30,7 +30,7 @@ LOG2E = math.log2(math.e)
 _SHARED_ROWS = 16 * 2**20  # bytes of the hidden states of blocks whose strips are interleaved: the L2 cache holds them
 
 
-class Rows(NamedTuple):
+class KernelRows(NamedTuple):
     """Rows in the kernels' order, the first `number` of which count."""
 
     hidden: Float[Array, "M D"]
@@ -98,7 +98,7 @@ def labels_in_tiles(labels: Int[Array, "M"], vocabulary: int, tiles: Tiles) -> I
 
 
 def forward(
-    rows: Rows,
+    rows: KernelRows,
     weight: Float[Array, "V D"],
     chunk: Chunk,
     options: Options,

@@ -77,7 +77,7 @@ class Sizes:
     tiles: Tiles
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
-    default_rows: int = 1024  # rows whose logits are kept where the caller names no workspace
+    default_rows: int = 2048  # rows whose logits are kept where the caller names no workspace
     wave_rows: tuple[int, int] = (896, 2239)  # rows as slow as a wave's sum of dW: of a bfloat16 weight, a float32 one
 
     def __post_init__(self) -> None:
@@ -144,7 +144,7 @@ def shared_memory(tiles: Tiles) -> int:
 # --- workspaces -----------------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class WavePlan(NamedTuple):
     """How rows and columns are divided, and which logits forward keeps."""
 
     sizes: Sizes
@@ -156,7 +156,7 @@ class Plan(NamedTuple):
         """Number of the columns left that are taken at a time."""
         return min(self.sizes.chunk, round_up(max(1, vocabulary - self.kept_columns), self.sizes.tiles.columns))
 
-    def with_workspace(self, inputs: Inputs, room: int) -> "Plan":
+    def with_workspace(self, inputs: Inputs, room: int) -> "WavePlan":
         """The plan with as many columns as `room` bytes keep, in chunks of one size.
 
         Some of the room is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
@@ -174,14 +174,14 @@ class Plan(NamedTuple):
         return self._replace(sizes=sizes, kept_columns=chunks * chunk, kept_chunk=chunk)
 
 
-def make_plan(inputs: Inputs, options: Options) -> Plan:
+def make_plan(inputs: Inputs, options: Options) -> WavePlan:
     """All columns of all rows if there is room; else all columns of some rows or some columns of all, by their cost."""
     vocabulary, features = inputs.weight.shape
     sizes = choose(len(inputs.labels), vocabulary, features)
     tiles, rows = sizes.tiles, sizes.rows(len(inputs.labels))
     bytes_a_row = kept_bytes(round_up(vocabulary, tiles.columns), tiles)
     room = sizes.default_rows * bytes_a_row if options.workspace is None else options.workspace
-    plan = Plan(sizes, rows).with_workspace(inputs, room)
+    plan = WavePlan(sizes, rows).with_workspace(inputs, room)
     if plan.kept_columns >= vocabulary or not options.wants_weight:
         return plan
     # Several waves are summed in float32, which is an array beside dW unless dW is float32 itself.
@@ -191,4 +191,4 @@ def make_plan(inputs: Inputs, options: Options) -> Plan:
     cost = sizes.wave_rows[inputs.weight.dtype != options.dtype]
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
-    return Plan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)
+    return WavePlan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)

@@ -34,7 +34,7 @@ def _number_of_factors(options: Options) -> int:
 
 def _weight_kernel(*refs: Any, tile: Tiles, options: Options, from_kept: bool = False) -> None:
     """dW of a tile, from logits that are computed again, or `from_kept` exponentials and their maxima."""
-    ints, scales, hidden, *streamed = refs[: 4 + from_kept]
+    ints, scale, hidden, *streamed = refs[: 4 + from_kept]
     labels, factors, *so_far, out, scratch = refs[4 + from_kept :]
     j, i = pl.program_id(0), pl.program_id(1)
     step, steps, dtype = tile.step, tile.columns // tile.step, options.dtype
@@ -61,7 +61,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options, from_kept: bool = 
 
         def slopes_of_kept(s: int) -> Float[Array, "S R"]:
             kept, kept_top = streamed
-            below_1R = (kept_top[pl.ds(s, 1), :] - row_1R.top) * scales[0] - row_1R.log_sum_e
+            below_1R = (kept_top[pl.ds(s, 1), :] - row_1R.top) * scale[0] - row_1R.log_sum_e
             dy_SR = kept[pl.ds(s * step, step), :].astype(jnp.float32) * (row_1R.at_p * jnp.exp2(below_1R * LOG2E))
             return dy_SR if options.mean_over is None else dy_SR + row_1R.at_all
 
@@ -70,7 +70,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options, from_kept: bool = 
                 yield from ((s, slopes_of_kept(s)) for s in range(steps))
             else:
                 for s, product_SR in one_ahead(products, steps):
-                    yield s, _dy(capped(product_SR, options.softcap), scales[0], row_1R, options)
+                    yield s, _dy(capped(product_SR, options.softcap), scale[0], row_1R, options)
 
         for s, dy_SR in slopes():
             column_SR = lax.broadcasted_iota(jnp.int32, dy_SR.shape, 0)
@@ -86,7 +86,7 @@ def _weight_kernel(*refs: Any, tile: Tiles, options: Options, from_kept: bool = 
 
 
 def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
-    ints, scales, hidden, weight, labels, factors, out, scratch = refs
+    ints, scale, hidden, weight, labels, factors, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
     step, dtype = tile.step, options.dtype
@@ -117,7 +117,7 @@ def _hidden_kernel(*refs: Any, tile: Tiles, options: Options) -> None:
             hit_RS = column_RS == forward.lanes(scratch["label"][...] - first, step)
             numbers = range(_number_of_factors(options))
             factors_RS = RowFactors(*(forward.lanes(scratch["factors"][n], step) for n in numbers))
-            dy_RS = jnp.where(hit_RS, factors_RS.at_label, _dy(y_RS, scales[0], factors_RS, options))
+            dy_RS = jnp.where(hit_RS, factors_RS.at_label, _dy(y_RS, scale[0], factors_RS, options))
             # A mask of y would not do: its log p, times the entropy's slope, can overflow, and 0 times inf is not 0.
             dy_RS = jnp.where(column_RS < ints[1] - first, dy_RS, 0)
             scratch["sum"][...] += dot(dy_RS.astype(dtype), w_TD[pl.ds(s * step, step), :], (1, 0), dtype)

@@ -20,7 +20,7 @@ from ..contract import Gradients, Inputs, Options, Terms
 from ..live_rows import live_rows, over_waves, round_up, write
 from ..shapes import Array, Float
 from ..softmax import RowFactors, Slopes, Softmax, row_factors
-from . import backward, divergence, tiles
+from . import backward, tiles
 from .forward import finish
 from .forward import forward as forward_kernel
 from .tiles import Tiles, case_of
@@ -38,10 +38,9 @@ class Saved(NamedTuple):
 
 
 def obstacle(inputs: Inputs, options: Options) -> str | None:
+    if inputs.teacher is not None:
+        return "it has no kernels for a teacher"
     try:
-        if inputs.teacher is not None:
-            divergence.make_plan(inputs, options)
-            return None
         tiles.choose(case_of(inputs, options, "forward", jnp.float32))
         tiles.choose(case_of(inputs, options, "hidden"))
         tiles.choose(case_of(inputs, options, "weight"))
@@ -51,8 +50,6 @@ def obstacle(inputs: Inputs, options: Options) -> str | None:
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, Saved | None]:
-    if inputs.teacher is not None:
-        return divergence.forward(inputs, options), None
     dtype = inputs.hidden.dtype if options.wants_hidden else None
     tile, rows = _plan(inputs, options, jnp.float32 if options.wants_hidden else None)
     live = live_rows(inputs.live, rows)
@@ -85,10 +82,6 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
     """In waves where the workspace allows them, else with logits computed twice."""
-    if inputs.teacher is not None:
-        softmax = divergence.forward(inputs, options)
-        slopes = contract.loss_slopes(softmax, terms, inputs, options)
-        return softmax, divergence.gradients(inputs, softmax, slopes, options)
     wave = _wave(inputs, options)
     keep = wave is not None
     mean = jnp.dtype(jnp.float32) if options.wants_hidden and not _needs_logits(options) else None

@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns, scale_of, scales_of
+from ..contract import Inputs, Options, as_operand, capped, dot, number_of_columns, scale_of
 from ..shapes import Array, Float, Integer
 from ..softmax import FLOOR, Running, Softmax, cap_slope
 from . import tiles
@@ -112,12 +112,12 @@ def label_rows(weight: Float[Array, "V D"], labels: Integer[Array, "M"], dtype: 
 
 
 def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
-    ints, scales, hidden, weight, labels, out, scratch = refs
+    ints, scale, hidden, weight, labels, out, scratch = refs
     i, j = pl.program_id(0), pl.program_id(1)
     last = pl.num_programs(1) - 1
     number, columns = ints[0], ints[1]
     softcap, dtype = options.softcap, options.dtype
-    exponent = scales[0] * LOG2E
+    exponent = scale[0] * LOG2E
     rows, step, features = tile.rows, tile.step, hidden.shape[1]
     steps = tile.columns // step
     has_mean, keeps, carries = "mean" in out, "kept" in out, "carried" in scratch
@@ -218,7 +218,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
 # --- shared with the backward kernels -----------------------------------------------------------------------------
 
 
-Given = tuple[Array, pl.BlockSpec]
+Operand = tuple[Array, pl.BlockSpec]
 
 
 class Output(NamedTuple):
@@ -235,18 +235,17 @@ def kernel_call(
     inputs: Inputs,
     options: Options,
     *,
-    streamed: Sequence[Given] = (),
-    others: Sequence[Given] = (),
-    more: Sequence[Integer[Array, ""]] = (),
+    streamed: Sequence[Operand] = (),
+    others: Sequence[Operand] = (),
     outputs: dict[str, Output],
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
     """The results of a kernel over blocks of rows, the first of which count, and tiles of the weight.
 
-    Its refs are two arrays of scalars (how many rows and how many columns count, `more`; scales), hidden
-    states, `streamed` (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden`
-    and `weight` for a block and a tile in the products' dtype, where the arguments have another.
+    Its refs are two arrays of scalars (how many rows and how many columns count; the scale), hidden states, `streamed`
+    (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and `weight` for a
+    block and a tile in the products' dtype, where the arguments have another.
     """
     hidden, work = inputs.hidden, case.tokens * case.vocabulary
     height, features = tile.rows, hidden.shape[1]
@@ -289,8 +288,8 @@ def kernel_call(
         ),
         name=name,
     )(
-        jnp.stack([inputs.live.sum(dtype=jnp.int32), number_of_columns(inputs), *more]),
-        jnp.stack(scales_of(inputs, options)),
+        jnp.stack([inputs.live.sum(dtype=jnp.int32), number_of_columns(inputs)]),
+        scale_of(inputs.temperature, options.softcap)[None],
         *(array for array, _ in operands),
     )
 
@@ -310,7 +309,7 @@ def block_spec(
     return pl.BlockSpec(shape, index)
 
 
-def tile_of_rows(matrix: Float[Array, "V D"], rows: int, place: Callable[..., Any]) -> Given:
+def tile_of_rows(matrix: Float[Array, "V D"], rows: int, place: Callable[..., Any]) -> Operand:
     """A matrix as XLA keeps it, and its tile number `place(*step)` of so many rows."""
     if tiles.turned(matrix.shape[1]):
         return matrix.T, pl.BlockSpec((matrix.shape[1], rows), lambda *step: (0, place(*step)))

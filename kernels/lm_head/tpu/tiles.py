@@ -14,9 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 from ..contract import Inputs, Options, gradient_dtypes
 from ..live_rows import round_up
 
-KernelName = Literal["forward", "hidden", "weight", "kept", "pair"]
-"""forward: statistics, with or without E_q[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept; pair:
-statistics or dy of two heads (`features` and so on are both heads' together)."""
+KernelName = Literal["forward", "hidden", "weight", "kept"]
+"""forward: statistics, with or without E_q[W]; hidden: dh; weight: dW; kept: dW from exponentials that were kept."""
 
 LANES = 128
 _MIB = 2**20
@@ -57,7 +56,7 @@ class Case:
     @property
     def by_rows(self) -> bool:
         """Whether a block of rows stays on the chip while the weight passes by; else a tile of the weight stays."""
-        return self.kernel in ("forward", "hidden", "pair")
+        return self.kernel in ("forward", "hidden")
 
 
 def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = None, keep: bool = False) -> Case:
@@ -95,13 +94,12 @@ def override(
 
 def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     """Bytes of VMEM that a kernel takes, by purpose. Blocks that stream in or out have two buffers."""
-    forward, from_kept, pair = (case.kernel == name for name in ("forward", "kept", "pair"))
+    forward, from_kept = case.kernel == "forward", case.kernel == "kept"
     features = round_up(case.features, LANES)
     by_rows, by_columns, product = tiles.rows * features, tiles.columns * features, case.product.itemsize
-    vectors = 4 + 3 * forward + 2 * case.keep + 18 * pair
+    vectors = 4 + 3 * forward + 2 * case.keep
     across_lanes = 6 if case.kernel == "hidden" else int(case.mean)  # row vectors
     logits = 6 if forward and not (case.mean or case.keep) else 5  # with masks, and logits carried to the next tile
-    logits *= 1 + pair
     result = by_rows if case.by_rows else by_columns
     return {
         "hidden block": 2 * case.hidden.itemsize * by_rows,
@@ -114,8 +112,8 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
         "float32 operands": 8 * (by_rows + by_columns) if case.product == jnp.float32 else 0,
         "row vectors": 4 * tiles.rows * (8 * vectors + LANES * across_lanes),
         "logits and slopes": logits * 4 * tiles.rows * tiles.step,
-        "sums and result": 0 if pair or (forward and not case.mean) else 2 * (4 + case.gradient.itemsize) * result,
-        "kept exponentials, or dy": 2 * product * tiles.rows * tiles.columns if case.keep or from_kept or pair else 0,
+        "sums and result": 0 if forward and not case.mean else 2 * (4 + case.gradient.itemsize) * result,
+        "kept exponentials": 2 * product * tiles.rows * tiles.columns if case.keep or from_kept else 0,
         "dW tile so far": 8 * by_columns if from_kept else 0,
     }
 
@@ -134,7 +132,7 @@ def traffic(case: Case, tiles: Tiles) -> int:
 
 def products(case: Case) -> int:
     """Number of matrix products of 2 N V D flops each."""
-    return {"forward": 1 + case.mean, "hidden": 2, "weight": 2, "kept": 1, "pair": 1}[case.kernel]
+    return {"forward": 1 + case.mean, "hidden": 2, "weight": 2, "kept": 1}[case.kernel]
 
 
 def choose(case: Case) -> Tiles:

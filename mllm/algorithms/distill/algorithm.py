@@ -3,37 +3,34 @@
 The sampled estimator is GRPO's objective with the teacher's opinion of the sampled token as the advantage.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from mllm.algorithms.distill.settings import DistillConfig, samples_completions
-from mllm.algorithms.grpo.algorithm import LENGTHS, Grpo
+from lm_head import TokenLogprobs
+from mllm.algorithms.distill.settings import DistillRun, DivergenceConfig, OwnDistillRun
+from mllm.algorithms.grpo import algorithm as grpo
+from mllm.algorithms.grpo.inputs import PolicyInputs
 from mllm.algorithms.grpo.losses import MAX_LOG_RATIO
-from mllm.algorithms.grpo.source import Drawn, GrpoSource, Judged
-from mllm.algorithms.sft.algorithm import example_evaluations
-from mllm.algorithms.sft.source import SftSource
-from mllm.config.schema import Config
+from mllm.algorithms.rollouts import Learning, Rollout, RolloutSource, ScoredRollout
+from mllm.algorithms.sft.algorithm import document_source
 from mllm.data.batch import Batch
-from mllm.data.source import Fixed, Source
+from mllm.data.source import Fixed
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
-from mllm.training.algorithm import Algorithm, Evaluate, Metrics, Parts, Pass
-from mllm.training.head import Head, States
+from mllm.training.head import Head, HeadInputs
 from mllm.training.means import masked_mean
-from mllm.training.step import Forward, make_logprob_pass
+from mllm.training.recipe import Demands, Parts, Pass, Recipe, Shape
+from mllm.training.step import Forward, Metrics, make_logprob_pass
 
-
-def make_distillation(config: Config) -> Algorithm:
-    """The algorithm that the settings ask for."""
-    if config.section(DistillConfig).estimator == "sampled":
-        return SampledDistillation(config)
-    return OwnDistillation(config) if samples_completions(config) else Distillation(config)
+PROGRESS = {"kl": "kl", "agreement": "teacher_agreement", "entropy": "entropy"}
 
 
 class Comparison(NamedTuple):
@@ -46,115 +43,118 @@ class Comparison(NamedTuple):
     """1 where the student's likeliest token is the teacher's, else 0."""
 
 
-class Distillation(Algorithm):
-    """The divergence over the whole vocabulary, over given completions."""
-
-    teacher_in_update = True
-    progress: Mapping[str, str] = MappingProxyType({"kl": "kl", "agreement": "teacher_agreement", "entropy": "entropy"})
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.distill = config.section(DistillConfig)
-
-    def loss(
-        self, head: Head, states: States, batch: Batch, teacher: States | None = None
-    ) -> tuple[Float[Array, ""], Comparison]:
-        assert teacher is not None
-        coef = self.distill.label_coef
-
-        def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
-            return divergence - coef * logprob if coef else divergence
-
-        options = {"kind": self.distill.kind, "beta": self.distill.mixture}
-        # Otherwise a sampled token that the teacher's vocabulary lacks would be a label out of range.
-        labelled = batch if coef else batch._replace(labels=jnp.zeros_like(batch.labels))
-        loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **options)
-        assert tokens.divergence is not None
-        states, mask = jax.lax.stop_gradient(states), self.measured(batch)
-        measured = batch._replace(weights=jnp.float32(mask), labels=head.likeliest(states, mask))
-        student, target = head.logprobs(states, measured), head.logprobs(teacher, measured)
-        return loss, Comparison(tokens.divergence, student.entropy, target.entropy, 1.0 * target.likeliest)
-
-    def measured(self, batch: Batch) -> Bool[Array, "B T"]:
-        """The mask of the tokens at which entropies and agreement are measured: every eighth learned one of a row.
-
-        Measuring takes 2 + E / D more products of the measured tokens; the divergence takes 3 + E / D at least.
-        """
-        counts = batch.weights > 0
-        # Without an offset, the first token of all short rows would be measured.
-        offset = batch.tokens.sum(axis=1, keepdims=True)
-        return counts & ((jnp.cumsum(counts, axis=1) + offset) % 8 == 0)
-
-    def metrics(self, batch: Batch, outputs: Comparison) -> Metrics:
-        counts, mask = batch.weights > 0, self.measured(batch)
-        measures = {
-            "kl": (outputs.divergence, counts),
-            "entropy": (outputs.entropy, mask),
-            "teacher_entropy": (outputs.teacher_entropy, mask),
-            "teacher_agreement": (outputs.agreement, mask),
-        }
-        return {name: jnp.where(at.any(), masked_mean(value, at), jnp.nan) for name, (value, at) in measures.items()}
-
-    def make_source(self, parts: Parts) -> Source:
-        return SftSource(parts)
-
-    def evaluations(self, forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
-        return example_evaluations(forward, source, poll)
+def make(config: DistillRun) -> Recipe[Comparison]:
+    """The divergence over the whole vocabulary, over the examples of `data`."""
+    loss = partial(divergence, config.distill, config.distill.label_coef)
+    demands = Demands(teacher_in_update=True)
+    return Recipe(loss, metrics, lambda parts: document_source(config, parts), demands, PROGRESS)
 
 
-class OwnSource(GrpoSource):
-    """The student's own completions, all of which are learned from; their rewards are only logged."""
-
-    most_failed = 1.0
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.needs_old_logprobs, self.all_learned = False, True
-
-    def judge(self, drawn: Drawn, step: int) -> Judged:
-        everywhere = np.ones(drawn.rewards.size, bool)
-        return Judged(drawn.trajectories, [*np.zeros(drawn.rewards.size)], everywhere, everywhere, 1.0)
+def make_own(config: OwnDistillRun) -> Recipe[Comparison] | Recipe[TokenLogprobs]:
+    """The divergence, or its sampled estimate, over the student's own completions."""
+    return make_sampled(config) if config.distill.estimator == "sampled" else make_full(config)
 
 
-class OwnDistillation(Distillation):
+def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
     """The divergence over the whole vocabulary, over the student's own completions."""
 
-    progress = MappingProxyType({**Distillation.progress, **LENGTHS})
+    def as_they_are(batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
+        return batch, {}
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.sampling = Grpo(config, OwnSource)
-        self.temperature, self.completions = self.sampling.temperature, self.sampling.completions
+    def inputs(tokens: Shape, rows: Shape) -> PolicyInputs:
+        return PolicyInputs(tokens, tokens)
 
-    def inputs(self, tokens: jax.ShapeDtypeStruct, rows: jax.ShapeDtypeStruct) -> Any:
-        return self.sampling.inputs(tokens, rows)._replace(old_logprobs=None, is_current=None)
-
-    def make_source(self, parts: Parts) -> Source:
-        return self.sampling.make_source(parts)
-
-
-class SampledSource(OwnSource):
-    """The student's own completions, with the teacher's opinion of each sampled token as its advantage."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.needs_old_logprobs = self.config.needs_old_logprobs
-        self.teacher_pass = make_teacher_pass(self.forward)
-
-    def ask_policies(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
-        batch, metrics = super().ask_policies(batch, params, fixed, first)
-        advantages, divergence = self.teacher_pass(fixed.teacher, shard_batch(self.forward.mesh, batch))
-        return batch._replace(inputs=batch.inputs._replace(advantages=advantages)), metrics | {"kl": float(divergence)}
+    learning = Learning(learn_all, as_they_are, all_learned=True, compares_rewards=False)
+    return Recipe(
+        partial(divergence, config.distill, 0.0),
+        metrics,
+        lambda parts: RolloutSource(config, parts, learning),
+        replace(grpo.rollout_demands(config, inputs), teacher_in_update=True),
+        MappingProxyType({**PROGRESS, **grpo.LENGTHS}),
+    )
 
 
-class SampledDistillation(Grpo):
+def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
     """GRPO's objective, whose advantages are log teacher - log student of the sampled token."""
 
-    progress = MappingProxyType({"kl": "kl", "entropy": "entropy", **LENGTHS})
+    def source(parts: Parts) -> RolloutSource:
+        ask_policies = SampledDivergence(grpo.PolicyPasses(config.grpo, parts.forward), parts.forward)
+        return RolloutSource(config, parts, Learning(learn_all, ask_policies, True, compares_rewards=False))
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config, SampledSource)
-        self.passes = (*self.passes, Pass("teacher"))
+    passes = *((Pass("policy"),) if config.grpo.passes else ()), Pass("teacher")
+    demands = replace(
+        grpo.rollout_demands(config, partial(grpo.input_shapes, config.grpo)),
+        passes=passes,
+        group=config.grpo.num_generations,
+    )
+    progress = MappingProxyType({"kl": "kl", "entropy": "entropy", **grpo.LENGTHS})
+    return Recipe(partial(grpo.loss, config.grpo), partial(grpo.metrics, config.grpo), source, demands, progress)
+
+
+def divergence(
+    config: DivergenceConfig,
+    label_coef: float,
+    head: Head,
+    states: HeadInputs,
+    batch: Batch,
+    teacher: HeadInputs | None = None,
+) -> tuple[Float[Array, ""], Comparison]:
+    """The divergence from the teacher, and the cross-entropy of the labels times `label_coef`; ValueError where the
+    teacher is missing."""
+    if teacher is None:
+        raise ValueError("teacher: the divergence needs its hidden states")
+
+    def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
+        return divergence - label_coef * logprob if label_coef else divergence
+
+    options = {"kind": config.kind, "beta": config.mixture}
+    # Otherwise a sampled token that the teacher's vocabulary lacks would be a label out of range.
+    labelled = batch if label_coef else batch._replace(labels=jnp.zeros_like(batch.labels))
+    loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **options)
+    states, mask = jax.lax.stop_gradient(states), measured(batch)
+    at_mask = batch._replace(weights=jnp.float32(mask), labels=head.likeliest(states, mask))
+    student, target = head.logprobs(states, at_mask), head.logprobs(teacher, at_mask)
+    return loss, Comparison(cast(Array, tokens.divergence), student.entropy, target.entropy, 1.0 * target.likeliest)
+
+
+def measured(batch: Batch) -> Bool[Array, "B T"]:
+    """The mask of the tokens at which entropies and agreement are measured: every eighth learned one of a row.
+
+    Measuring takes 2 + E / D more products of the measured tokens; the divergence takes 3 + E / D at least.
+    """
+    counts = batch.weights > 0
+    # Without an offset, the first token of all short rows would be measured.
+    offset = batch.tokens.sum(axis=1, keepdims=True)
+    return counts & ((jnp.cumsum(counts, axis=1) + offset) % 8 == 0)
+
+
+def metrics(batch: Batch, outputs: Comparison) -> Metrics:
+    counts, mask = batch.weights > 0, measured(batch)
+    measures = {
+        "kl": (outputs.divergence, counts),
+        "entropy": (outputs.entropy, mask),
+        "teacher_entropy": (outputs.teacher_entropy, mask),
+        "teacher_agreement": (outputs.agreement, mask),
+    }
+    return {name: jnp.where(at.any(), masked_mean(value, at), jnp.nan) for name, (value, at) in measures.items()}
+
+
+def learn_all(rollout: Rollout) -> ScoredRollout:
+    """All completions are learned from; their rewards are only logged."""
+    everywhere = np.ones(rollout.rewards.size, bool)
+    return ScoredRollout(rollout.trajectories, [*np.zeros(rollout.rewards.size)], everywhere, everywhere, 1.0)
+
+
+class SampledDivergence:
+    """Adds the teacher's opinion of each sampled token to a batch, as its advantage."""
+
+    def __init__(self, passes: grpo.PolicyPasses, forward: Forward) -> None:
+        self.passes, self.mesh, self.teacher_pass = passes, forward.mesh, make_teacher_pass(forward)
+
+    def __call__(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
+        batch, metrics = self.passes(batch, params, fixed, first)
+        advantages, divergence = self.teacher_pass(fixed.teacher, shard_batch(self.mesh, batch))
+        return batch._replace(inputs=batch.inputs._replace(advantages=advantages)), metrics | {"kl": float(divergence)}
 
 
 def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
@@ -163,7 +163,8 @@ def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Ar
     The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. Its mean over the
     learned tokens, negated, is returned, too: an estimate of KL(sampler || teacher).
     """
-    assert forward.teacher is not None
+    if forward.teacher is None:
+        raise ValueError("forward: the run has no teacher")
     logprob_pass = make_logprob_pass(forward.teacher)
 
     @jax.jit

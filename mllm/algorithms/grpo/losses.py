@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from mllm.algorithms.grpo.batch import PolicyInputs
+from mllm.algorithms.grpo.inputs import PolicyInputs
 from mllm.algorithms.grpo.settings import GrpoConfig, LossType
 from mllm.data.batch import Batch
 from mllm.training.means import masked_mean, sequence_means

@@ -1,13 +1,15 @@
-"""The section `grpo`: what is learned from completions; and the rules of GRPO and its kin."""
+"""The settings of GRPO and its kin, and of every algorithm that learns from completions that it samples."""
 
 import math
-from collections.abc import Iterator
-from typing import ClassVar, Literal, NamedTuple, Self, TypeAlias
+from abc import ABC
+from typing import Literal, NamedTuple, Self, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
 
-from mllm.config.schema import Config, Rows, Rules
-from mllm.config.section import Fault, Section, impossible
+from mllm.config.rollout import RolloutConfig
+from mllm.config.run import BatchShape, RunConfig
+from mllm.config.section import Section, impossible
+from mllm.config.task import TaskConfig
 
 LossType: TypeAlias = Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "sapo"]
 RewardScale: TypeAlias = Literal["group", "mean", "batch", "none"]
@@ -22,8 +24,6 @@ class Limits(NamedTuple):
     above: float | None = 0.2
     """How far it may rise above 1, or where `below` is None its cap; None: `epsilon_high` isn't read."""
     scale_rewards: RewardScale = "group"
-    with_one_update: LossType | None = None
-    """The loss type that it equals where all ratios are 1; it is refused there."""
     by_sequence: bool = False
     """Whether the probability ratio is a whole completion's."""
 
@@ -32,9 +32,9 @@ LIMITS: dict[LossType, Limits] = {
     "grpo": Limits(),
     "dapo": Limits(),
     "dr_grpo": Limits(scale_rewards="none"),
-    "gspo": Limits(3e-4, 4e-4, with_one_update="grpo", by_sequence=True),  # its paper's section 5.1
-    "cispo": Limits(None, 5.0, with_one_update="dapo"),  # ScaleRL's cap (Khatri et al. 2025, arXiv:2510.13786)
-    "sapo": Limits(None, None, with_one_update="grpo"),
+    "gspo": Limits(3e-4, 4e-4, by_sequence=True),  # its paper's section 5.1
+    "cispo": Limits(None, 5.0),  # ScaleRL's cap (Khatri et al. 2025, arXiv:2510.13786)
+    "sapo": Limits(None, None),
 }
 
 
@@ -44,22 +44,20 @@ class GrpoConfig(Section):
     num_generations: PositiveInt = 8
     """Completions of each prompt: the group whose rewards are compared, so 2 or more where they are learned from. It
     divides `batch_size`."""
-    loss_type: LossType = "grpo"
-    """How tokens are averaged: first over each completion (`grpo`), over all tokens of the update (`dapo`), or as a sum
+    loss_type: LossType = "dapo"
+    """How tokens are averaged: over all tokens of the update (`dapo`), first over each completion (`grpo`), or as a sum
     over a constant (`dr_grpo`); `gspo` is `grpo` with the probability ratio of whole completions, `cispo` `dapo` with
-    the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip;
-    these three need more than one update per rollout."""
+    the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip.
+    With one update per rollout, whose ratios are 1, `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
     updates_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
     """How often each rollout is gone through."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
-    """How far the probability ratio may fall below 1; None: 0.2, with `gspo` 3e-4. This, `epsilon_high` and `dual_clip`
-    need more than one update per rollout (`updates_per_generation`, `num_iterations`), since the first one's ratio is
-    1, and `sapo` has none of them, `cispo` only `epsilon_high`."""
+    """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The ratio of a
+    rollout's first update is 1 and never clipped. SAPO uses no clip range, CISPO only `epsilon_high`."""
     epsilon_high: float | None = Field(default=None, gt=0)
-    """How far it may rise above 1; None: as `epsilon`, or with `gspo`, where that is None, too, 4e-4. With `cispo` the
-    cap of the ratio itself; None: 5."""
+    """Upper clip range. Default: `epsilon`; 4e-4 for GSPO; 5 for CISPO, where it caps the ratio."""
     dual_clip: float | None = Field(default=None, gt=1)
     """The largest ratio that counts where the advantage is negative; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
@@ -93,18 +91,6 @@ class GrpoConfig(Section):
     def check(self) -> Self:
         if self.beta > 0 and self.reference is None:
             raise impossible("beta", "a KL penalty needs a reference: set grpo.reference=initial, or beta to 0")
-        if self.beta == 0:
-            self.reject_unused("with beta: 0", "reference")
-        if self.importance_cap is None:
-            self.reject_unused("with importance_cap: null", "importance_sampling")
-        if self.updates_per_rollout == 1:
-            condition = "with one update per rollout, whose ratios are all 1 (updates_per_generation * num_iterations)"
-            self.reject_unused(condition, "epsilon", "epsilon_high", "dual_clip")
-            if (equivalent := self.limits.with_one_update) is not None:
-                fault = f"{self.loss_type} is {equivalent} {condition}"
-                raise impossible("loss_type", f"{fault}: set updates_per_generation to 2 or more")
-        unread = ["epsilon", "dual_clip"] * (self.limits.below is None) + ["epsilon_high"] * (self.limits.above is None)
-        self.reject_unused(f"with loss_type: {self.loss_type}", *unread)
         if self.clip_range[1] < 1:
             raise impossible("epsilon_high", f"{self.epsilon_high} is the cap of cispo's ratio itself: give 1 or more")
         return self
@@ -163,48 +149,49 @@ class GrpoConfig(Section):
         return self.limits.by_sequence or (self.weighs_sequences and not self.needs_old_logprobs)
 
 
-class GrpoRules(Rules):
-    implementation = "mllm.algorithms.grpo.algorithm:Grpo"
-    sections: ClassVar = {"grpo": GrpoConfig}
-    needs = ("task", "rollout", "grpo")
-    unused = ("data", "teacher")
+class RolloutRun(RunConfig, ABC):
+    """The settings of a run that learns from completions that it samples."""
 
-    def faults(self, config: Config) -> Iterator[Fault]:
-        if config.section(GrpoConfig).num_generations < 2:
-            yield "grpo.num_generations", "1 leaves nothing to compare a reward with: 2 or more"
-        yield from rollout_faults(config)
+    task: TaskConfig
+    """Problems with rewards."""
+    rollout: RolloutConfig
+    """How completions are sampled."""
+    grpo: GrpoConfig
+    """What is learned from completions."""
 
-    def rows(self, config: Config) -> Rows:
-        return packed_rows(config)
+    @property
+    def batch_shape(self) -> BatchShape:
+        length = self.grpo.row_length or self.rollout.total_length
+        # First-fit opens a row only when the others are too full: all rows but the last hold this many sequences.
+        most_rows = math.ceil(self.batch_size / (length // self.rollout.total_length))
+        micro = self.micro_batch_size or math.ceil(most_rows / (16 * self.shards)) * self.shards
+        return BatchShape(length, micro, math.ceil(most_rows / micro) * micro, self.shards)
+
+    @model_validator(mode="after")
+    def check_rollout(self) -> Self:
+        grpo, rollout = self.grpo, self.rollout
+        longest, group, updates = rollout.total_length, grpo.num_generations, grpo.updates_per_rollout
+        if grpo.row_length is not None and grpo.row_length < longest:
+            bound = "max_prompt_length + max_completion_length" if rollout.turns == 1 else "max_total_length"
+            raise impossible("grpo.row_length", f"{grpo.row_length} is less than rollout.{bound} ({longest})")
+        if self.batch_size % group:
+            raise impossible("batch_size", f"{self.batch_size} is not divisible by grpo.num_generations ({group})")
+        # A signal in an evaluation ends the run, and only between two rollouts can it be saved.
+        intervals = {"steps": self.steps, "checkpoint.every": self.checkpoint.every}
+        for key, steps in (intervals | {"eval.every": self.eval and self.eval.every}).items():
+            if steps and steps % updates:
+                product = f"grpo.updates_per_generation * num_iterations ({updates})"
+                raise impossible(key, f"{steps} is not divisible by {product}, the updates of a rollout")
+        return self
 
 
-def packed_rows(config: Config) -> Rows:
-    """The rows of an update into which completions are packed."""
-    grpo, rollout = config.section(GrpoConfig), config.rollout
-    assert rollout is not None
-    length = grpo.row_length or rollout.total_length
-    # First-fit opens a row only when the others are too full: all rows but the last hold at least this many sequences.
-    most_rows = math.ceil(config.batch_size / (length // rollout.total_length))
-    micro = config.micro_batch_size or math.ceil(most_rows / (16 * config.shards)) * config.shards
-    return Rows(length, micro, math.ceil(most_rows / micro) * micro, config.shards)
+class GrpoRun(RolloutRun):
+    """Group relative policy optimization and its kin, on the problems of `task`."""
 
+    algorithm: Literal["grpo"]
 
-def rollout_faults(config: Config) -> Iterator[Fault]:
-    """Settings that can't work, or have no effect, where sampled completions are learned from."""
-    grpo, rollout = config.section(GrpoConfig), config.rollout
-    assert rollout is not None
-    longest, group, updates = rollout.total_length, grpo.num_generations, grpo.updates_per_rollout
-    if grpo.row_length is not None and grpo.row_length < longest:
-        bound = "max_prompt_length + max_completion_length" if rollout.turns == 1 else "max_total_length"
-        yield "grpo.row_length", f"{grpo.row_length} is less than rollout.{bound} ({longest})"
-    if grpo.takes_sequences and config.head.workspace_mib is not None:
-        users = "grpo.loss_type: gspo, nor where one update takes the importance weights of whole completions"
-        yield "head.workspace_mib", f"is not used with {users}: remove it"
-    if config.batch_size % group:
-        yield "batch_size", f"{config.batch_size} is not divisible by grpo.num_generations ({group})"
-    # A signal in an evaluation ends the run, and only between two rollouts can it be saved.
-    intervals = {"steps": config.steps, "checkpoint.every": config.checkpoint.every}
-    for key, steps in (intervals | {"eval.every": config.eval and config.eval.every}).items():
-        if steps and steps % updates:
-            product = f"grpo.updates_per_generation * num_iterations ({updates})"
-            yield key, f"{steps} is not divisible by {product}, the updates of a rollout"
+    @model_validator(mode="after")
+    def check_group(self) -> Self:
+        if self.grpo.num_generations < 2:
+            raise impossible("grpo.num_generations", "1 leaves nothing to compare a reward with: 2 or more")
+        return self

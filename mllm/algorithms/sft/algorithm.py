@@ -9,31 +9,37 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from lm_head import TokenLogprobs
-from mllm.algorithms.sft.source import SftBatches, SftSource
+from mllm.algorithms.examples import ExampleSource
+from mllm.algorithms.rows import BatchPlan, RowBatches
+from mllm.config.run import ExampleRun
 from mllm.data.batch import Batch
-from mllm.data.source import Source
+from mllm.data.packing import add_sequence
+from mllm.data.source import Evaluate
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch, sharding
-from mllm.training.algorithm import Algorithm, Evaluate, Metrics, Parts
-from mllm.training.head import Head, States
+from mllm.training.head import Head, HeadInputs
 from mllm.training.means import masked_mean
-from mllm.training.step import Forward, loop
+from mllm.training.recipe import Parts, Recipe
+from mllm.training.step import Forward, Metrics, loop
 
 
-class Sft(Algorithm):
-    def loss(
-        self, head: Head, states: States, batch: Batch, teacher: States | None = None
-    ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        return head.loss(states, batch, cross_entropy)
+def make(config: ExampleRun) -> Recipe[TokenLogprobs]:
+    return Recipe(loss, metrics, lambda parts: document_source(config, parts))
 
-    def metrics(self, batch: Batch, outputs: TokenLogprobs) -> Metrics:
-        return {"entropy": masked_mean(outputs.entropy, batch.weights > 0)}
 
-    def make_source(self, parts: Parts) -> Source:
-        return SftSource(parts)
+def document_source(config: ExampleRun, parts: Parts) -> ExampleSource["DocumentBatches"]:
+    """The source of documents, also for distillation."""
+    return ExampleSource(config, parts, DocumentBatches, make_validation)
 
-    def evaluations(self, forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
-        return example_evaluations(forward, source, poll)
+
+def loss(
+    head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
+) -> tuple[Float[Array, ""], TokenLogprobs]:
+    return head.loss(states, batch, cross_entropy)
+
+
+def metrics(batch: Batch, outputs: TokenLogprobs) -> Metrics:
+    return {"entropy": masked_mean(outputs.entropy, batch.weights > 0)}
 
 
 def cross_entropy(logprob: Float[Array, "*S"], entropy: Float[Array, "*S"]) -> Float[Array, "*S"]:
@@ -41,18 +47,20 @@ def cross_entropy(logprob: Float[Array, "*S"], entropy: Float[Array, "*S"]) -> F
     return -logprob
 
 
-def example_evaluations(forward: Forward, source: Source, poll: Callable[[], None]) -> Iterable[Evaluate]:
-    """The validation of a source of documents, where it has one."""
-    assert isinstance(source, SftSource)
-    if source.validation is not None:
-        training = source.batches
-        batches = SftBatches(training.config, source.validation, training.batch_size, share=source.rows)
-        yield make_validation(forward, batches.validate, poll)
+class DocumentBatches(RowBatches):
+    """Batches of documents; weights are 1 over the number of learned tokens in the whole batch, and 0 elsewhere."""
+
+    def make(self, plan: BatchPlan) -> Batch:
+        """This process's rows, padded; rows without a document are padding."""
+        batch, local = self.empty(plan)
+        weight = 1 / np.sum([self.documents.sizes[index][1] for index, _ in plan])
+        documents = self.documents.read([index for index, _ in local])
+        for (_, row), document in zip(local, documents, strict=True):
+            add_sequence(batch, row, document.tokens, document.counts, weight, len(document.tokens))
+        return batch
 
 
-def make_validation(
-    forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
-) -> Callable[[Params, int], dict[str, float]]:
+def make_validation(forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]) -> Evaluate:
     """SFT's validation: the function (parameters, step) -> metrics of `batches`, which have each document once.
 
     The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
@@ -68,7 +76,7 @@ def make_validation(
             return None, [token_logprobs.logprob, token_logprobs.likeliest.astype(jnp.float32)]
 
         zeros = jnp.zeros(batch.tokens.shape)
-        outputs = loop(measure, None, [zeros, zeros], batch, forward.rows.micro)[1]
+        outputs = loop(measure, None, [zeros, zeros], batch, forward.shape.micro)[1]
         return jnp.stack([*map(jnp.sum, outputs), (batch.weights > 0).sum(dtype=jnp.float32)])
 
     def validate(params: Params, step: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from mllm.config.answer_form import AnswerForm
 HASHES = re.compile(r"#### (-?[.,]*[0-9][0-9.,]*+)(?![ \t]*(?:[/^×÷]|[-+−*:=eE_]{0,2}[ \t]*[0-9]))")
 """GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4, 3e5 or 3 000."""
 OPEN, CLOSE = "<answer>", "</answer>"
+THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
 STATED = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 """The text that states an answer in each form."""
@@ -17,8 +18,9 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
 
     Forms: `whole`, the completion without the space around it; `hashes`, the last `#### N` as in GSM8K, without
     thousands' commas; `tags`, the content of the last <answer> element, or everything where there is none; `boxed`,
-    the content of the last \boxed{...}, in which braces are paired.
+    the content of the last \boxed{...}, in which braces are paired. What stands in a thought is no answer.
     """
+    completion = without_thoughts(completion)
     match form:
         case "hashes":
             matches = HASHES.findall(completion)
@@ -29,6 +31,16 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
             return last_box(completion)
         case _:
             return completion.strip()
+
+
+def without_thoughts(text: str) -> str:
+    """The text without its thoughts, of which the first may lack its beginning, and the last its end."""
+    parts, end = list[str](), 0
+    while (start := text.find(THINK, end)) >= 0:
+        parts.append(text[end:start])
+        close = text.find(THOUGHT, start)
+        end = close + len(THOUGHT) if close >= 0 else len(text)
+    return "".join([*parts, text[end:]]).rpartition(THOUGHT)[2]
 
 
 def last_element(completion: str) -> str:

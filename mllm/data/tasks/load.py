@@ -17,10 +17,9 @@ from mllm.config import places
 from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
-from mllm.data.records import Origin, Record, Records, read_records, sound_records
+from mllm.data.records import Origin, Record, Records, read_records, shallow, sound_records
 from mllm.data.tasks.answers import HASHES, STATED, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
-from mllm.data.tasks.gym import reasoning_gym
 from mllm.data.tasks.task import Example, Task, messages, split_task
 from mllm.errors import UserError, brief
 
@@ -28,15 +27,10 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 """verl's prompt for GSM8K (examples/data_preprocess/gsm8k.py)."""
 
 
-def load(config: TaskConfig, seed: int) -> Task:
-    """The task that `config` names. `seed` only determines which problems reasoning_gym makes for training.
-
-    UserError is raised if the data or package isn't there, a record of it is bad, or there are too few problems.
-    """
+def load(config: TaskConfig) -> Task:
+    """The task that `config` names; UserError where the data isn't there, a record is bad, or problems are too few."""
     if config.kind == "arithmetic":
         return arithmetic(config)
-    if config.kind == "reasoning_gym":
-        return reasoning_gym(config, seed)
     instruction = None
     if config.kind == "gsm8k":  # arXiv:2110.14168
         columns, instruction = ColumnsConfig(prompt="question"), GSM8K_INSTRUCTION
@@ -102,7 +96,7 @@ def returned_record(row: Any) -> Record:
         raise UserError(f"can't be sent to the rewards' process: {brief(error)}") from None
     if not isinstance(row, Mapping):
         raise UserError(f"expected a mapping, got {type(row).__name__}")
-    return dict(row)
+    return shallow(dict(row))
 
 
 def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:

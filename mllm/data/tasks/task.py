@@ -46,13 +46,9 @@ class Example:
         return self.prompt[-1]["content"]
 
 
-Scorer = Callable[[str, str, Example], float]
-"""(the user's message, completion, example) -> reward. It is sent to another process, so it must pickle."""
-
-
 @dataclass(frozen=True)
 class Task:
-    """Problems with their split, and perhaps a reward of its own."""
+    """Problems with their split."""
 
     name: str
     train: Sequence[Example]
@@ -60,8 +56,6 @@ class Task:
     """Problems for evaluation during training. They are the same in every run, and training never asks them."""
     test: Sequence[Example] | None = None
     """Problems of a test set, which is measured once, at the end; None: the task has none."""
-    scorer: Scorer | None = None
-    """The reward called `task`."""
     content: str | None = None
     """A hash of all problems, in their order; None: they are made on demand."""
 

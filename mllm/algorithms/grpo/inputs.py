@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from mllm.config.schema import Rows
+from mllm.config.run import BatchShape
 from mllm.data.batch import Batch, Floats, Trajectory
 from mllm.data.packing import add_sequence, empty_batch, first_fit_decreasing, spread_rows
 
@@ -32,19 +32,19 @@ def pack(
     trajectories: Sequence[Trajectory],
     weights: Float[np.ndarray, "B"],
     advantages: Sequence[Float[Any, "..."]],
-    rows: Rows,
+    shape: BatchShape,
 ) -> Batch:
-    """The batch of these trajectories, [rows.total, rows.length]; the rows that hold none are zeros.
+    """The batch of these trajectories, [shape.total, shape.length]; the rows that hold none are zeros.
 
     Every sampled token has its trajectory's weight, and its trajectory's advantage or one of its own. The last token of
     a trajectory is only ever a label, and fills no position of a row.
     """
     lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
     learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)
-    packed_rows = first_fit_decreasing(lengths, rows.length)
-    row_numbers = spread_rows(np.bincount(packed_rows, learned), rows)[packed_rows]
-    batch = empty_batch((rows.total, rows.length))
-    token_advantages, logprobs = np.zeros((2, rows.total, rows.length), np.float32)
+    packed_rows = first_fit_decreasing(lengths, shape.length)
+    row_numbers = spread_rows(np.bincount(packed_rows, learned), shape)[packed_rows]
+    batch = empty_batch((shape.total, shape.length))
+    token_advantages, logprobs = np.zeros((2, shape.total, shape.length), np.float32)
     for row, trajectory, weight, advantage in zip(
         row_numbers.tolist(), trajectories, weights.tolist(), advantages, strict=True
     ):

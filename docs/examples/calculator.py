@@ -1,17 +1,14 @@
 """Sums of three numbers, and a calculator as a tool, which a model has to learn to ask.
 
-`python -m mllm.data.tasks.calculator FILE` writes chats for SFT; in half of them the sum is known at once.
+`python -m mllm.examples.calculator FILE` writes chats for SFT as JSON lines; in half of them the sum is known at once.
 """
 
 import json
 import random
-from collections.abc import Sequence
+import sys
+from pathlib import Path
 
-from mllm import errors
-from mllm.data.tasks.chats import write_chats
-from mllm.model.tokenizer import Message
-
-PROBLEMS = 10_000
+PROBLEMS, CHATS = 10_000, 20_000
 
 
 def add(numbers: str) -> int:
@@ -37,7 +34,7 @@ def problem(seed: str) -> dict[str, str]:
     return {"prompt": f"{numbers}=", "answer": str(add(numbers))}
 
 
-def chat(number: int) -> list[Message]:
+def chat(number: int) -> list[dict[str, str]]:
     """The messages of a sum; the calculator is asked in every second, in Llama 3's form."""
     prompt, answer = problem(f"chat {number}").values()
     call = json.dumps({"name": "add", "parameters": {"numbers": prompt[:-1]}}, separators=(",", ":"))
@@ -45,10 +42,7 @@ def chat(number: int) -> list[Message]:
     return [{"role": "user", "content": prompt}, *lookup[: 2 * (number % 2)], {"role": "assistant", "content": answer}]
 
 
-@errors.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    return write_chats(__doc__, chat, arguments)
-
-
 if __name__ == "__main__":
-    errors.run_main(main)
+    path = Path(sys.argv[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"messages": chat(number)}) + "\n" for number in range(CHATS)))

@@ -1,29 +1,28 @@
 """A number game that a tiny model learns: find a number of 1 to 31 with five guesses, each answered higher or lower.
 
-`Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.data.tasks.guess FILE` writes
-played games, from which SFT learns the moves, and some skill. The middle of the numbers that are left wins each game;
-random guesses of 1 to 31 win 0.15 of the games, random guesses of the numbers that are left 0.55, FILE's guesses 0.57.
+`Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.examples.guess FILE` writes
+played games as JSON lines, from which SFT learns the moves, and some skill. The middle of the numbers that are left
+wins each game; random guesses of 1 to 31 win 0.15 of the games, random guesses of the numbers that are left 0.55,
+FILE's guesses 0.57.
 """
 
+import json
 import random
 import re
-from collections.abc import Sequence
-from typing import Any
-
-from mllm import errors
-from mllm.data.tasks.chats import write_chats
+import sys
+from pathlib import Path
 
 LARGEST, TURNS = 31, 5
 SKILL = 0.5
 """The share of played games whose guesses are the middle of the numbers left; other games have random guesses."""
-GAMES = 1000
-"""The number of games' names."""
+GAMES, PLAYED = 1000, 20_000
+"""The number of games' names, and of played games in FILE."""
 
 
 class Guess:
     """A game: the completion is the guess, the reward 1 for the number itself."""
 
-    def reset(self, seed: int, **record: Any) -> None:
+    def reset(self, seed: int, **record) -> None:
         """Choose the number, by the group's seed: all of a group look for the same one."""
         self.number = random.Random(seed).randint(1, LARGEST)
         self.left = TURNS
@@ -59,10 +58,7 @@ def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float
     return chat[:-1], reward
 
 
-@errors.command
-def main(arguments: Sequence[str] | None = None) -> int:
-    return write_chats(__doc__, lambda seed: played(seed)[0], arguments)
-
-
 if __name__ == "__main__":
-    errors.run_main(main)
+    path = Path(sys.argv[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"messages": played(seed)[0]}) + "\n" for seed in range(PLAYED)))

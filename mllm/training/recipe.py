@@ -1,0 +1,115 @@
+"""What an algorithm is to the trainer: a `Recipe`, made of its settings, and the `Parts` that its source is made of.
+
+Each algorithm has a folder in mllm/algorithms. Nothing else asks which algorithm a run has.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from mllm.config.run import RunConfig
+from mllm.data.batch import Batch
+from mllm.data.source import Source
+from mllm.data.tasks.task import Task
+from mllm.model.tokenizer import Renderer
+from mllm.rewards.runner import RewardRunner
+from mllm.sampler.sampler import Sampler
+from mllm.training.head import Head, HeadInputs
+from mllm.training.step import Forward, Metrics
+
+Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
+Made = TypeVar("Made", bound=tuple[Any, ...], covariant=True)
+"""Arrays [B, T] of a micro-batch without gradient, a NamedTuple, from which the metrics are made."""
+Shape = jax.ShapeDtypeStruct
+
+
+class Pass(NamedTuple):
+    """A log-prob pass over a rollout's batches, or over preferences, before their updates: for the plan."""
+
+    policy: Literal["policy", "teacher"]
+    """The model that computes the log-probabilities."""
+    beside_optimizer: bool = True
+    """Whether the optimizer's moments are in memory by then."""
+
+
+@runtime_checkable
+class Loss(Protocol[Made]):
+    """The batch's share of the step's loss, and arrays without gradient for the metrics."""
+
+    def __call__(
+        self, head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
+    ) -> tuple[Float[Array, ""], Made]: ...
+
+
+def no_inputs(tokens: Shape, rows: Shape) -> None:
+    """`Batch.inputs` of an algorithm that has none."""
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a run computes and holds in memory for its algorithm."""
+
+    temperature: float = 1.0
+    """The logits are divided by it: the policy is the distribution that is sampled from."""
+    reference: Literal["held", "at_start"] | None = None
+    """Whether the parameters that a run begins with are held, for `Source.next`, or needed once, for
+    `ReferencedSource.set_reference`."""
+    teacher_in_update: bool = False
+    """Whether an update computes the teacher's distributions."""
+    passes: tuple[Pass, ...] = ()
+    group: int = 1
+    """How many sequences are compared with each other: `batch_size` is a multiple of it."""
+    completions: int = 0
+    """The completions of a rollout; 0: nothing is sampled to learn from."""
+    inputs: Callable[[Shape, Shape], tuple[Any, ...] | None] = no_inputs
+    """`Batch.inputs` as shapes, from the shapes of float32 arrays [B, T] and [B]."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What samples completions of a task's problems and scores them."""
+
+    task: Task
+    sampler: Sampler
+    rewards: RewardRunner
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The loaded parts of a run, from which an algorithm makes its source."""
+
+    mesh: Mesh
+    forward: Forward
+    renderer: Renderer
+    """The renderer of the examples; the sampler has a renderer for prompts."""
+    examples_task: Task | None
+    """The task whose solutions are the examples; None: `data.source` names them."""
+    sampling: Sampling | None = None
+    """What completions are sampled with to learn from; None: `data` is learned from."""
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[Outputs]):
+    """What an update learns, and from what."""
+
+    loss: Loss[Outputs]
+    metrics: Callable[[Batch, Outputs], Metrics]
+    """The metrics of a whole batch, over the tokens that count, under TRL's names; NaN where there are none."""
+    source: Callable[[Parts], Source]
+    """Makes the source of a run's batches; UserError where its data can't be learned from."""
+    demands: Demands = Demands()
+    progress: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"loss": "loss"}))
+    """The metrics that a user sees on the terminal and in the table at the end, by their names there."""
+
+    def forward(
+        self, config: RunConfig, graphdef: nnx.GraphDef, mesh: Mesh, teacher: nnx.GraphDef | None = None
+    ) -> Forward:
+        """Model, head and loss of a run; UserError if `head.impl` is for other devices."""
+        head = Head(config.head, mesh, self.demands.temperature)
+        return Forward(graphdef, mesh, head, config.batch_shape, self.loss, self.metrics, teacher)

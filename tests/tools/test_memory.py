@@ -1,0 +1,37 @@
+"""tools/memory.py: what its columns compare, and the table and picture of what fits."""
+
+import tiny
+
+from mllm.parallel.mesh import make_mesh
+from mllm.plan import memory as plan
+from mllm.plan.targets import Account
+from tools import memory
+
+
+def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_several_micro_batches():
+    config = tiny.config(mesh={"fsdp": 2}, model={"param_dtype": "bfloat16"})
+    mesh = make_mesh(config.mesh)
+    full, chunked, fused, lora = (memory.with_head(config, head, 4, mesh) for head in memory.HEADS)
+    assert (lora.model.lora.rank, fused.model) == (32, config.model)
+    assert lora.model_copy(update={"model": config.model}) == fused
+    assert [full.head.impl, chunked.head.impl] == ["full_logits", "chunked_logits"]
+    assert full.model_copy(update={"head": config.head}) == chunked.model_copy(update={"head": config.head}) == fused
+    assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
+
+
+def test_the_head_is_what_the_peak_has_above_an_update_without_one_and_what_does_not_fit_stands_in_brackets(
+    tmp_path, monkeypatch, capsys
+):
+    devices = plan.find_devices(tiny.config("sft").mesh, None)
+    monkeypatch.setattr(plan, "find_devices", lambda *_: devices._replace(memory=3 * 2**30))
+    peaks = {"none": 1, "full_logits": 5, "chunked_logits": 4, "fused": 2, "lora": 2}
+    monkeypatch.setattr(memory, "account", lambda *_: Account(2**29, peaks[_[3]] * 2**30))
+    assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [(row[0], *row[-3:]) for row in rows] == [
+        ("full_logits", "4.00 GiB", "(5.00 GiB)", "512.0 MiB"),
+        ("chunked_logits", "3.00 GiB", "(4.00 GiB)", "512.0 MiB"),
+        ("fused", "1.00 GiB", "2.00 GiB", "512.0 MiB"),
+        ("lora", "1.00 GiB", "2.00 GiB", "512.0 MiB"),
+    ]
+    assert (tmp_path / "memory.png").stat().st_size > 0
