@@ -49,7 +49,8 @@ def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
     folder = {"source": str(store.folder), "init": "pretrained", "architecture": None, "tokenizer": None}
     model = config.model.model_copy(update={**folder, "step": None, "revision": None, "lora": lora})
     policy = load.load_policy(config, mesh, model)
-    return replace(policy, read=lambda: load_policy(config, mesh).stored_params())
+    base = config.model.model_copy(update={"lora": lora})
+    return replace(policy, read=lambda: load_policy(config, mesh, base).stored_params())
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:

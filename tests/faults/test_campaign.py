@@ -29,7 +29,7 @@ RUNS = {
     "grpo": config("grpo", **LONGER, task=EVEN),
     "turns": changed(METHODS["turns"], **LONGER),
     "distill": changed(METHODS["distill"], **LONGER),
-    "dpo": changed(METHODS["dpo"], **LONGER | {"eval": None}, data={"validation": {"share": 0.2, "every": 4}}),
+    "dpo": config("dpo", **LONGER, mesh={"dp": 2}, dpo={}),
 }
 STRIKES = [
     *((signal.SIGKILL, phase) for phase in ("start", "update", "eval", "save", "save", "after a save")),

@@ -299,13 +299,6 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
 # How they find each other
 
 
-def test_an_impossible_flag_is_refused_with_what_was_given(monkeypatch):
-    monkeypatch.setattr(jax.config, "update", lambda *_: None)
-    monkeypatch.setattr("jax._src.xla_bridge.backends_are_initialized", lambda: False)
-    with pytest.raises(UserError, match="--process 2: process_id and num_processes must be nonnegative"):
-        group_module.join(("host:1", 2, 2), {})
-
-
 def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone(monkeypatch):
     def found(*flags):
         options = train.make_parser().parse_args(["--config", "any.yaml", *flags])

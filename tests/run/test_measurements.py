@@ -7,7 +7,7 @@ import signal
 from dataclasses import replace
 
 import pytest
-from runs import changed, checkpoints, records, run, signal_trainer
+from runs import changed, checkpoints, records, run
 from tiny import config
 
 from mllm.config.data import ValidationConfig
@@ -110,7 +110,7 @@ def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings,
 
     def stopped(self, state, *given):
         if state.step == 2:
-            signal_trainer(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
         return measure(self, state, *given)
 
     learning = {"optimizer": {"schedule": "constant", "learning_rate": 0.3, "max_grad_norm": None}}

@@ -14,7 +14,7 @@ from runs import ROOT, arguments, assert_same_end, changed, killed_after, record
 from tiny import TEACHER, config
 
 import train
-from mllm.algorithms.table import schema
+from mllm.algorithms.table import RUNS
 from mllm.config.load import read
 from mllm.config.section import keys_of
 from mllm.errors import UserError
@@ -355,5 +355,5 @@ def test_the_documentation_names_every_setting_that_may_never_change_and_that_al
         prefix = f"{section.strip('`')}." if section.startswith("`") else ""
         named |= {prefix + name for name in re.findall(r"`([\w.]+)`", names)}
     assert named == (folder.FIXED | folder.FREE) - {"changes"}  # which is the record of them
-    settings = {*keys_of(schema())}
+    settings = {key for kind in RUNS.values() for key in keys_of(kind)}
     assert not {name for name in named if not any(f"{key}.".startswith(f"{name}.") for key in settings)}
