@@ -24,6 +24,8 @@ Answer = tuple[str, float | str, *tuple[Logged, ...]]
 """What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
 it logged with it follows."""
 NOTHING: Answer = (NOT_APPLICABLE, "")
+ROUNDINGS = 8 * np.finfo(float).eps
+"""How far two orders of a sum may be apart, in the sum of its parts' sizes."""
 LARGEST = 1e18
 """The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
 
@@ -63,14 +65,29 @@ class Totals(NamedTuple):
 
 
 def totals(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Totals:
-    """The rewards of completions, from the answer of each function for each completion."""
+    """The rewards of completions, from the answer of each function for each completion.
+
+    Sums that differ by their rounding alone are equal, to the bit.
+    """
     kinds = np.array([[kind for kind, *_ in row] for row in answers])
     values = np.array([[number(answer) for answer in row] for row in answers])
     counts = weights != 0
-    sums = np.where(counts & (kinds == "value"), weights * values, 0.0).sum(axis=1)
+    parts = np.where(counts & (kinds == "value"), weights * values, 0.0)
+    sums = without_rounding(parts.sum(axis=1), ROUNDINGS * np.abs(parts).sum(axis=1))
     failed = (counts & np.isin(kinds, FAILURES)).any(axis=1)
     unscored = counts.any() & (~counts | (kinds == NOT_APPLICABLE)).all(axis=1)
     return Totals(np.where(failed | unscored, np.nan, sums), failed)
+
+
+def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
+    """The sums, of which each that is within the tolerance of the next lower one is replaced by it."""
+    order = np.argsort(sums, kind="stable")
+    ordered, allowed = sums[order], tolerance[order]
+    distinct = np.diff(ordered, prepend=-np.inf) > np.maximum(allowed, np.roll(allowed, 1))
+    lowest = np.maximum.accumulate(np.where(distinct, np.arange(len(sums)), 0))
+    result = np.empty_like(sums)
+    result[order] = ordered[lowest]
+    return result
 
 
 def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.ndarray, " K"]:

@@ -138,6 +138,17 @@ def test_a_completion_of_which_no_function_with_a_weight_says_anything_has_no_re
         assert found.failed.tolist() == [*map(bool, failed)]
 
 
+def test_sums_that_differ_by_rounding_alone_are_equal_and_others_are_what_they_were():
+    weights = np.array([0.1, 0.2, 0.3])
+    scores = [(1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, -1), (0, 0, 0), (1 + 1e-12, 0, 0)]
+    found = totals([[("value", float(value)) for value in row] for row in scores], weights).reward
+    assert found[0] == found[1]
+    assert found[4] == found[5]
+    exact = np.array(scores) @ weights
+    np.testing.assert_array_equal(found[[2, 3, 6]], exact[[2, 3, 6]])
+    np.testing.assert_allclose(found, exact, atol=1e-15)
+
+
 def assert_answered(expected, answers):
     for (does, pattern), (kind, result) in zip(expected.items(), answers, strict=True):
         assert re.fullmatch(pattern, kind if kind == "value" else f"{kind} {result}"), does
