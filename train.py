@@ -38,9 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
-        from mllm.plan.memory import plan
+        from mllm.plan.fit import with_micro_batch
+        from mllm.plan.memory import find_devices, plan
 
-        plan(config, options.target)
+        config, devices = find_devices(config, options.target)
+        plan(with_micro_batch(config, devices), devices)
         return 0
 
     group = options.coordinator, options.processes, options.process
@@ -75,6 +77,7 @@ def train(config: RunConfig, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
     from mllm.parallel.mesh import shard_batch
     from mllm.parallel.processes import is_writer
+    from mllm.plan.fit import fit
     from mllm.run.build import Run
     from mllm.run.metrics import summary, why_ended
     from mllm.run.signals import Interrupted
@@ -82,7 +85,7 @@ def train(config: RunConfig, change: bool = False) -> int:
     from mllm.stopwatch import Stopwatch
 
     # Load and check every part: nothing is written before all of them are sound.
-    with Run.build(config, change) as run:
+    with Run.build(config, change, fit) as run:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
         joined = partial(run.policy.join, frozen=run.frozen)
 

@@ -19,7 +19,7 @@ OPTIMIZER = make_optimizer(OptimizerConfig(learning_rate=0.1), 10)
 
 
 @cache
-def first_state(mesh_config=MeshConfig()):  # noqa: B008
+def first_state(mesh_config=MeshConfig(fsdp=1)):  # noqa: B008
     """Parameters and optimizer of a model of two parameters; all arrays differ."""
     mesh = make_mesh(mesh_config)
     layout = {"embed": ("vocab", "embed"), "norm": ("embed",)}
@@ -30,13 +30,13 @@ def first_state(mesh_config=MeshConfig()):  # noqa: B008
     return jax.tree.map(lambda leaf: leaf + 1 if leaf.ndim else leaf, init_state(params, OPTIMIZER))
 
 
-def make_state(step, mesh_config=MeshConfig(), value=None, **fields):  # noqa: B008
+def make_state(step, mesh_config=MeshConfig(fsdp=1), value=None, **fields):  # noqa: B008
     """The state of a run after `step` updates; `value` (by default the step) makes its arrays different."""
     value = step if value is None else value
     return RunState(step, jax.tree.map(lambda leaf: leaf + value, first_state(mesh_config)), POSITION, **fields)
 
 
-def like(mesh_config=MeshConfig()):  # noqa: B008
+def like(mesh_config=MeshConfig(fsdp=1)):  # noqa: B008
     return abstract_state(first_state(mesh_config).params, OPTIMIZER)
 
 

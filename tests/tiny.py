@@ -57,6 +57,7 @@ def config(algorithm: str = "grpo", **sections) -> RunConfig:
         "batch_size": 8,
         "model": {"init": "random", "architecture": ARCHITECTURE, "dtype": "float32", "remat": "none"},
         "optimizer": {"learning_rate": 1e-2},
+        "mesh": {"fsdp": 1},
         "task": {"name": "arithmetic", "heldout": 16},
         "rollout": {"max_prompt_length": 16, "max_completion_length": 4},
     }
@@ -173,5 +174,5 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, tokens, positions=None, se
 def load_weights(folder: Path) -> nnx.State:
     """The parameters in a model's folder, float32 on one device."""
     sizes = weights.read_config(folder)
-    layout = Layout.of(make_mesh(MeshConfig()), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=1)), sizes)
     return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)

@@ -133,7 +133,7 @@ def restore(
     config = configs.load_run(store.folder / CONFIG, overrides)
     if adapter and config.model.lora is None:
         raise UserError(f"--adapter: {run} trained the whole model (no model.lora): leave it out")
-    policy = load_own_policy(store, config, make_mesh(MeshConfig()))
+    policy = load_own_policy(store, config, make_mesh(MeshConfig(fsdp=1)))
     step = choose_step(store, step, "--step")
     params = restore_params(store, policy.trained, step)
     return config, policy, step, params if adapter else policy.complete(params)

@@ -154,7 +154,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     from mllm.run.store import find_run
     from tools.export import restore
 
-    mesh, dtype = make_mesh(MeshConfig()), options.dtype or "bfloat16"
+    mesh, dtype = make_mesh(MeshConfig(fsdp=1)), options.dtype or "bfloat16"
     keep_programs()
     if find_run(options.model, "MODEL_OR_RUN") is not None:
         config, policy, step, params = restore(options.model, options.step, options.dtype)

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configs.load(options.config, options.overrides)
     if recipe_of(config).demands.teacher_in_update:
         raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
-    devices = plan.find_devices(config.mesh, options.target)
+    config, devices = plan.find_devices(config, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}
     for head in HEADS:

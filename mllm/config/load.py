@@ -59,6 +59,24 @@ def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str] = ()
         raise UserError(f"{' '.join([str(path), *overrides])}: {explain(error)}") from None
 
 
+def for_devices(config: RunConfig, devices: int) -> RunConfig:
+    """The configuration with a number in place of `mesh.fsdp: -1`, for so many devices.
+
+    UserError is raised where they are fewer than dp * tp, or don't divide the batch.
+    """
+    if config.mesh.fsdp != -1:
+        return config
+    used = config.mesh.dp * config.mesh.tp
+    if used > devices:
+        raise UserError(f"mesh: dp * tp = {used}, but there are {devices} devices: lower one of them")
+    mesh = config.mesh.model_copy(update={"fsdp": devices // used})
+    try:
+        return schema().validate_python(config.model_dump() | {"mesh": mesh.model_dump()})
+    except ValidationError as error:
+        fault = f"{explain(error)}, with all {devices} devices"
+        raise UserError(f"{fault}: change it, or set mesh.fsdp to use fewer of them") from None
+
+
 class PlainConstructor(SafeConstructor):
     """Reads a date as a text, because no setting is a date."""
 

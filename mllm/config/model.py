@@ -137,11 +137,17 @@ class OptimizerConfig(Section):
 
 
 class MeshConfig(Section):
-    """Devices along each axis; their product is the number of devices that are used."""
+    """The devices along each axis. Their product is the number of devices that are used."""
 
     dp: PositiveInt = 1
     """Devices that share a batch, each with all parameters."""
-    fsdp: PositiveInt = 1
-    """Devices that share a batch, the parameters and the optimizer's state."""
+    fsdp: int = Field(default=-1, ge=-1)
+    """Devices that share a batch, the parameters and the optimizer's state; -1: all devices that dp and tp leave."""
     tp: PositiveInt = 1
     """Devices that share every matrix product; divides the model's numbers of heads."""
+
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.fsdp == 0:
+            raise impossible("fsdp", "give 1 or more, or -1 for all devices that dp and tp leave")
+        return self

@@ -84,9 +84,10 @@ class RunConfig(Section, ABC):
     `num_generations` of them share a prompt, and a rollout has `grpo.updates_per_generation` times as many. A multiple
     of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
-    """Rows in one forward and backward pass; None: the whole batch, or under GRPO, whose packed rows vary in number, a
-    sixteenth of the most rows. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and
-    DPO it divides `batch_size`."""
+    """Rows in one forward and backward pass; None: as many as the memory plan says fit, at most the whole batch, or
+    under GRPO, whose packed rows vary in number, a sixteenth of the most rows. The number is noted in the run's
+    config.yaml, and a resume keeps it. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under
+    SFT and DPO it divides `batch_size`."""
     model: ModelConfig
     """The model that is trained."""
     chat_template: ChatTemplate = "auto"
@@ -128,8 +129,8 @@ class RunConfig(Section, ABC):
 
     @property
     def shards(self) -> int:
-        """The devices' shares of a batch's rows."""
-        return self.mesh.dp * self.mesh.fsdp
+        """The devices' shares of a batch's rows; with `mesh.fsdp: -1`, which stands for a number later, dp's alone."""
+        return self.mesh.dp * max(self.mesh.fsdp, 1)
 
     @model_validator(mode="before")
     @classmethod

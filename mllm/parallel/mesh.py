@@ -40,7 +40,10 @@ device along fsdp has all rows of its replica."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh (dp, fsdp, tp) over the first devices; UserError where they are too few, or processes would be idle."""
+    """The mesh (dp, fsdp, tp) over the first devices, whose numbers are given.
+
+    UserError is raised where there are too few devices, or processes would be idle.
+    """
     axes = config.model_dump()
     needed, devices = int(np.prod(list(axes.values()))), jax.devices()
     if needed > len(devices):

@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from mllm.config.model import MeshConfig
+from mllm.config.load import for_devices
 from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.layout import count
 from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
+from mllm.parallel.processes import gather_objects
 from mllm.plan import targets
 from mllm.plan.programs import Program, Programs
 from mllm.plan.targets import Account
@@ -82,13 +83,11 @@ def subject(shapes: Programs) -> Iterator[str]:
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
 
-def plan(config: RunConfig, target: str | None, tell: Tell = print) -> None:
+def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
     """Print what is planned, what each phase takes, and whether all phases fit.
 
-    UserError is raised if a phase does not fit (the message names the nearest setting that does), or target or mesh
-    are impossible.
+    UserError is raised if a phase does not fit; the message names the nearest setting that does.
     """
-    devices = find_devices(config.mesh, target)
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
     memory = size(devices.memory)
     tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
@@ -163,29 +162,50 @@ def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
         else:
             account, head = compiled("log-prob", shapes.logprob()), compiled("log-prob, head", shapes.head_of_logprob())
             planned.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
-    known = {**held, "gradients": bytes_on_device(shapes.gradients())}
-    account, head = compiled("update", shapes.update()), compiled("update, head", shapes.head_of_update())
-    planned.append(
-        phase("update", account.peak + (reference if demands.teacher_in_update else frozen), known, head.temporaries)
-    )
+    start = time.perf_counter()
+    planned.append(update_phase(shapes, devices))
+    tell(f"update: compiled in {time.perf_counter() - start:.0f} s")
     return planned
 
 
-def find_devices(config: MeshConfig, target: str | None) -> Devices:
-    """The mesh on the devices at hand, TPUs as in `v6e:2x4`, or H100s as in `h100:8`; UserError where there is none."""
+def update_phase(shapes: Programs, devices: Devices) -> Phase:
+    """The phase of the update."""
+    reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
+    teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
+    known = {
+        "parameters": bytes_on_device(shapes.policy.params) + reference + teacher,
+        "optimizer": bytes_on_device(shapes.state.opt_state),
+        "gradients": bytes_on_device(shapes.gradients()),
+    }
+    account, head = (account_of(program, devices) for program in (shapes.update(), shapes.head_of_update()))
+    beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
+    return phase("update", account.peak + beside, known, head.temporaries)
+
+
+def find_devices(config: RunConfig, target: str | None) -> tuple[RunConfig, Devices]:
+    """The devices at hand, TPUs as in `v6e:2x4`, or GPUs of a host as in `h100:8`; and the settings with their number.
+
+    UserError is raised where there are no such devices.
+    """
     if target is None:
         try:
-            mesh = make_mesh(config)
+            config = for_devices(config, jax.device_count())
+            return config, at_hand(make_mesh(config.mesh))
         except UserError as error:
             raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
-        device_kind = mesh.devices.flat[0].device_kind
-        return Devices(f"{device_kind} at hand", mesh, jax.device_count(), device_memory(mesh), None)
     try:
-        mesh = targets.mesh(target, [getattr(config, axis) for axis in AXES], AXES)
-        chip = targets.CHIPS[targets.split(target)[0]]
-        return Devices(target, mesh, len(targets.devices(target)), chip.memory, target)
+        available = len(targets.devices(target))
+        config = for_devices(config, available)
+        mesh = targets.mesh(target, [getattr(config.mesh, axis) for axis in AXES], AXES)
+        return config, Devices(target, mesh, available, targets.CHIPS[targets.split(target)[0]].memory, target)
     except (ValueError, ModuleNotFoundError) as error:
         raise UserError(f"--target: {error}") from None
+
+
+def at_hand(mesh: Mesh) -> Devices:
+    """The devices of a mesh of this machine."""
+    memory = min(gather_objects(device_memory(mesh)))  # all processes must choose the same numbers
+    return Devices(f"{mesh.devices.flat[0].device_kind} at hand", mesh, jax.device_count(), memory, None)
 
 
 def account_of(program: Program, devices: Devices) -> Account:

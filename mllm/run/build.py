@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,8 +21,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from mllm.algorithms.recipes import recipe_of
+from mllm.config.load import for_devices
 from mllm.config.rollout import RolloutConfig
 from mllm.config.run import RunConfig
 from mllm.config.task import Form, TaskConfig
@@ -60,6 +62,12 @@ from mllm.training.room import room_that_fits
 from mllm.training.step import abstract_state, init_state, make_train_step
 
 logger = logging.getLogger(__name__)
+Fit = Callable[[RunConfig, Policy, Mesh], RunConfig]
+"""(configuration, model, devices) -> the configuration with numbers in place of what it leaves open."""
+
+
+def as_it_is(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
+    return config
 
 
 @dataclass(frozen=True)
@@ -77,18 +85,22 @@ class Run:
 
     @classmethod
     @contextmanager
-    def build(cls, config: RunConfig, change: bool = False) -> Iterator["Run"]:
+    def build(
+        cls, config: RunConfig, change: bool = False, fit: Fit = lambda config, policy, mesh: config
+    ) -> Iterator["Run"]:
         """The run of a configuration, whose place is held until the end; UserError where something can't work.
 
-        All processes must enter this. `change` permits other settings than the run has had.
+        All processes must enter this. `change` permits other settings than the run has had. `fit` sets what the
+        configuration leaves to the memory that is there.
         """
         with ExitStack() as stack, ending_together():
-            yield cls(config, change, stack)
+            yield cls(config, change, fit, stack)
 
-    def __init__(self, config: RunConfig, change: bool, stack: ExitStack) -> None:
+    def __init__(self, config: RunConfig, change: bool, fit: Fit, stack: ExitStack) -> None:
         """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
         self.stack = stack
         self.interrupt = Interrupt()
+        config = for_devices(config, jax.device_count())
         self.mesh = make_mesh(config.mesh)
         keep_programs()
         self.store, config = stack.enter_context(folder.claim(config, change))
@@ -102,6 +114,7 @@ class Run:
         self.task = load_task(task) if task else None
         self.problems = self.load_problems()
         self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
+        self.config = config = fit(config, policy, self.mesh)
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
         self.recipe, demands = (recipe := recipe_of(config)), recipe.demands
         self.forward = recipe.forward(config, policy.graphdef, self.mesh, None if teacher is None else teacher.graphdef)

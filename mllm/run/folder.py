@@ -139,7 +139,10 @@ def fixed(key: str, before: Any, after: Any) -> bool:
 
 
 def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
-    """The configuration with the step, commit and adapters with which the run began, where it leaves them open."""
+    """The configuration with the step, commit, adapters and micro-batch of the run, where it leaves them open."""
+    micro = old.get("micro_batch_size")
+    if config.micro_batch_size is None and micro and micro % config.shards == 0:
+        config = config.model_copy(update={"micro_batch_size": micro})
     for name in ("model", "teacher"):
         section, begun = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number

@@ -263,7 +263,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monke
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig()))
+    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig(fsdp=1)))
     with jax.default_matmul_precision(OTHER):
         for name in ("update", "logprob", "prefill", "decode"):
             merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
@@ -276,7 +276,7 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monke
 )
 def test_the_head_multiplies_at_the_precision_of_its_operands(impl, dtype):
     sizes = {"tokens": 256, "vocabulary": 512, "features": 128, "hidden": dtype, "weight": dtype, "impl": impl}
-    mesh = make_mesh(MeshConfig())
+    mesh = make_mesh(MeshConfig(fsdp=1))
     for program in (head.general(mesh, entropy=True, **sizes), head.loss(mesh, workspace=1 << 30, **sizes)):
         with jax.default_matmul_precision(OTHER), jax.sharding.use_abstract_mesh(V6E):
             assert precisions(*program) <= allowed(dtype)

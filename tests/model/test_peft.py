@@ -83,7 +83,7 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
     for source, learned in ((PEFT, "chats"), (taught, "texts")):
         settings = {"source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes", "lora": {"source": str(source)}}
         model = ModelConfig.model_validate(settings)
-        assert load_model(model, make_mesh(MeshConfig()), packed=False).learned == learned
+        assert load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False).learned == learned
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_adapters_of_all_products_are_written_under_the_names_that_were_read(who
     sizes = weights.read_config(whole)
     lora, _ = peft.resolve(LoraConfig(rank=2, alpha=4.0), sizes)
     assert lora.targets == ("q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out")
-    layout = Layout.of(make_mesh(MeshConfig()), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=1)), sizes)
     shapes, _ = split_adapters(layout.abstract_parameters(nnx.state(Decoder.abstract(sizes, lora=lora))))
     adapters = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), shapes)
     for place, original, prefix in (("own", None, "model."), ("as", Original.open(whole), "model.language_model.")):

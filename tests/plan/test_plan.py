@@ -92,6 +92,10 @@ def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_tha
 # What does not fit
 
 
+def planned_run(folder):
+    return changed(tiny.config(), micro_batch_size=4, run_dir=str(folder / "run"))
+
+
 @pytest.mark.parametrize(
     ("phase", "mib", "missing", "message"),
     [
@@ -108,7 +112,7 @@ def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_
     columns = dict(zip(("parameters", "optimizer", "KV cache", "head", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
-    rows = max(memory.fitting_micro_batches(found, shapes.rows, 100 * MIB), default=0)
+    rows = max(memory.fitting_micro_batches(found, shapes.shape, 100 * MIB), default=0)
     devices = memory.Devices("some", shapes.mesh, 8, 100 * MIB, None)
     said = memory.remedy(shapes, [found], devices, rows)
     assert said.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
@@ -117,7 +121,7 @@ def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
     monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
-    assert train.main([*arguments(changed(tiny.config(), run_dir=str(tmp_path / "run"))), "--plan"]) == 2
+    assert train.main([*arguments(planned_run(tmp_path)), "--plan"]) == 2
     output, errors = capsys.readouterr()
     assert errors.startswith("error: mesh: parameters and optimizer take 0.3 MiB a device")
     assert errors.count("\n") == 1
@@ -140,7 +144,7 @@ def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsy
 def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
-    assert train.main([*arguments(changed(tiny.config(), run_dir=str(tmp_path / "run"))), *options]) == 2
+    assert train.main([*arguments(planned_run(tmp_path)), *options]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 1
     assert message in errors
@@ -174,7 +178,7 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
     own = {"data": None, "eval": None, "grpo": {"num_generations": 4}, "distill": {"estimator": estimator}}
     source = str(Path(tiny.__file__).parent / "fixtures" / "tiny_grpo")
     config = tiny.config("distill", **own, teacher={"source": source}, micro_batch_size=4)
-    shapes = Programs(config, make_mesh(MeshConfig()))
+    shapes = Programs(config, make_mesh(MeshConfig(fsdp=1)))
     teacher, found = bytes_on_device(shapes.teacher.params), planned(shapes)
     policy, moments = bytes_on_device(shapes.policy.params), bytes_on_device(shapes.state.opt_state)
     assert teacher == 2 * 115_520
@@ -192,12 +196,12 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
 
 
 def test_answers_to_turns_are_a_phase_of_their_own(planned):
-    phases = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig())))
+    phases = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig(fsdp=1))))
     assert list(phases) == ["prefill", "decode", "answers", "update"]
 
 
 def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_waits(planned):
-    shapes = Programs(tiny.config(model={"architecture": tiny.QWEN35}), make_mesh(MeshConfig()))
+    shapes = Programs(tiny.config(model={"architecture": tiny.QWEN35}), make_mesh(MeshConfig(fsdp=1)))
     found = planned(shapes)
     heads, inputs = 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)
     state, token = 2 * 4 * (heads + inputs), 4 * 2 * 2 * 16  # two delta nets; keys and values of the other layer

@@ -91,7 +91,7 @@ def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store)
 
 def test_training_goes_on_while_a_checkpoint_is_written(store):
     params = {"embed": jnp.arange(2.0**21).reshape(2**12, 2**9), "norm": jnp.ones(8)}
-    params = jax.device_put(params, sharding(make_mesh(MeshConfig()), ()))
+    params = jax.device_put(params, sharding(make_mesh(MeshConfig(fsdp=1)), ()))
     train = init_state(params, OPTIMIZER)
     with opened(store) as checkpoints:
         with unpublished():

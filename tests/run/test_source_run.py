@@ -126,7 +126,7 @@ def test_a_run_in_a_bucket_of_a_model_and_data_there_is_that_of_their_files_and_
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = tmp_path / "files"
-    policy = load_policy(config("sft"), make_mesh(MeshConfig()))
+    policy = load_policy(config("sft"), make_mesh(MeshConfig(fsdp=1)))
     save = policy.tokenizer.save_pretrained
     weights.save(files / "model", policy.architecture, policy.initial_params(), stop_ids=policy.stop_ids, also=save)
     (files / "train-1.jsonl.gz").write_bytes(gzip.compress("".join(LINES[:20]).encode()))

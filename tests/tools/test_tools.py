@@ -203,7 +203,7 @@ def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exp
 @pytest.mark.slow
 def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(exported, calls, tmp_path, capsys):
     settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
-    policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig()), packed=False)
+    policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig(fsdp=1)), packed=False)
     adapters = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), policy.trained)
     peft.save(tmp_path, policy.architecture, policy.lora, adapters, settings["source"])
     assert generate.main([str(tmp_path), "hi", "--dtype", "float32"]) == 0

@@ -89,7 +89,7 @@ def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matr
     settings = lora_config("sft", mesh=mesh, model={**source, "remat": "full", "lora": INT8})
     policy = load_policy(settings, devices := make_mesh(settings.mesh))
     trained, frozen = policy.split(policy.initial_params())
-    exact = load_policy(lora_config("sft", model=source), make_mesh(MeshConfig())).stored_params()
+    exact = load_policy(lora_config("sft", model=source), make_mesh(MeshConfig(fsdp=1))).stored_params()
     jax.tree.map(np.testing.assert_array_equal, frozen, in_int8_of(exact))
     for leaf, wanted in zip(*map(jax.tree.leaves, (frozen, policy.stored)), strict=True):
         assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
@@ -158,10 +158,10 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     expected = logits(policy.graphdef, params, tokens)
     for source in (f"{settings.run_dir}/export", settings.run_dir):
         model = {"init": "pretrained", "architecture": None, "source": source}
-        following = load_policy(lora_config(model=model), make_mesh(MeshConfig()))
+        following = load_policy(lora_config(model=model), make_mesh(MeshConfig(fsdp=1)))
         found = logits(following.graphdef, following.initial_params(), tokens)
         np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
-    in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig())).stored_params()
+    in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig(fsdp=1))).stored_params()
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 
