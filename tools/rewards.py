@@ -24,7 +24,7 @@ from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import FAILURES, reward_metrics, weighted_sum
+from mllm.rewards.scores import FAILURES, reward_metrics, totals
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         answers = rewards.score(samples)
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
-    for sample, row, total in zip(samples[:SHOWN], answers, weighted_sum(answers, rewards.weights), strict=False):
+    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights).reward, strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, result, *logged) in zip(rewards.names, row, strict=True):
             shown = f"{result:.3f}" if kind == "value" else f"{kind} {result}"
