@@ -108,7 +108,7 @@ def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_
     columns = dict(zip(("parameters", "optimizer", "KV cache", "head", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
-    rows = max(memory.fitting_micro_batches(found, shapes.rows, 100 * MIB), default=0)
+    rows = max(memory.fitting_micro_batches(found, shapes.shape, 100 * MIB), default=0)
     devices = memory.Devices("some", shapes.mesh, 8, 100 * MIB, None)
     said = memory.remedy(shapes, [found], devices, rows)
     assert said.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
