@@ -11,13 +11,14 @@ import pytest
 from rollouts import BYTES
 
 from mllm.config.rollout import RolloutConfig
-from mllm.config.task import TaskConfig
+from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
-from mllm.sampler.conversations import Conversations
+from mllm.run.evaluation import make_evaluation
+from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Completion, Sampler
 from mllm.sampler.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
 from mllm.stopwatch import Stopwatch
@@ -200,6 +201,24 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     metrics = completion_metrics(found, runner.names)
     assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():
+    config = task("Guess", rewards=[{"name": "own_environments:number"}])
+    problems = [prompt("Guess.", largest=10**6).example] * 2
+    with RewardRunner(config, Task("", problems, []), 60) as runner:
+        sampler = speaker(["0"], ["0"])
+        evaluate = make_evaluation(EvalConfig(), config, problems, sampler, runner, ALL_ROWS)
+        first, later = (evaluate(None, step)["eval/rewards/number/mean"] for step in (3, 4))
+    assert first == later
+
+
+def test_the_rewards_of_a_turn_are_added():
+    """An environment gives one with its answer, and one for a conversation that has ended."""
+    found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
+    for reward in (0.5, -2.0):
+        found.took(("value", reward, ("turn", [], True, {})))
+    assert found.played.reward == ("value", -1.5)
 
 
 @pytest.mark.slow

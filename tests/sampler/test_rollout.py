@@ -116,6 +116,16 @@ def test_a_model_whose_logits_are_no_numbers_ends_the_rollout(greedy, model, pro
         complete(nnx.merge(graphdef, params), prompts, greedy=greedy)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_decode_steps_read_matrices_in_the_dtype_that_is_asked_for(weights, model):
+    graphdef, params = nnx.split(model)
+    options = OPTIONS.model_copy(update={"weights": weights})
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), STOPS, options, 0)
+    rollout = engine.RolloutEngine(sampler, params, [[1]], step=0, first_sequence=0, greedy=False)
+    leaves = jax.tree.leaves((rollout.weights.outer, rollout.weights.layers))
+    assert any(leaf.dtype == jnp.int8 for leaf in leaves) == (weights == "int8")
+
+
 @jax.jit
 def gumbel_noise(keys):
     def at(key, position):
