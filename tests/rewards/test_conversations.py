@@ -14,6 +14,7 @@ from mllm.config.rollout import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
@@ -147,6 +148,26 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
     said = "raised", "rollout.max_prompt_length: the prompt has 43 tokens"
     assert [one.failure for one in found] == [None, said]
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
+
+
+@pytest.mark.parametrize(
+    ("environment", "begins", "fault"),
+    [
+        ("Hostile", "raise ValueError('no board')", r"ValueError: no board \(own_environments.py:\d+\)"),
+        ("Hostile", "os._exit(3)", "ended its process with exit code 3"),
+        ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
+    ],
+)
+def test_an_environment_that_can_not_begin_with_the_first_problem_is_refused_at_once(environment, begins, fault):
+    first = prompt(**({} if begins is None else {"begins": begins})).example
+    message = f"task.environment: own_environments:{environment} fails with the first problem: {fault}"
+    with pytest.raises(UserError, match=message):
+        RewardRunner(task(environment), Task("", [first], []), 60)
+
+
+def test_an_environment_that_was_tried_out_is_closed(capfd):
+    with RewardRunner(task("Hostile"), Task("", [prompt().example], []), 60):
+        assert capfd.readouterr().err == "closed\n"
 
 
 @pytest.mark.slow
