@@ -1,16 +1,18 @@
 """A compact JAX trainer for Qwen2.5 and its kin: SFT, GRPO, DPO and distillation around a fused LM-head loss.
 
-    from mllm import load_config, train
+    from mllm import UserError, load_config, train
 
     config = load_config("tiny_sft.yaml", ["steps=40", "run_dir=runs/mine"])  # a path, or a file in configs/
     exit_code = train(config)  # 0: done; the same call resumes
 
-`train` is the loop in train.py, as `python train.py` calls it. Both names are imported on their first use: processes
-that compute rewards import this package, too, and must start without JAX.
+`UserError` is raised for every mistake that the user can mend; its text is one line. `train` is the loop in train.py,
+as `python train.py` calls it. In a thread other than the main one, signals are left to the caller. The names are
+imported on their first use, because processes that compute rewards import this package and must start without JAX.
 """
 
 import os
 from importlib import import_module, util
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,8 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def __getattr__(name: str) -> Any:
+    if name == "UserError":
+        return import_module("mllm.errors").UserError
     if name == "load_config":
         return import_module("mllm.config.load").load
     if name == "train":
@@ -29,11 +33,9 @@ def __getattr__(name: str) -> Any:
 
 def script() -> ModuleType:
     """train.py, which stands beside this package, whether that is installed or a checkout."""
-    spec = util.spec_from_file_location("mllm_train", Path(__file__).parents[1] / "train.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = SourceFileLoader("mllm_train", str(Path(__file__).parents[1] / "train.py"))
+    module = util.module_from_spec(ModuleSpec("mllm_train", loader))
+    loader.exec_module(module)
     return module
 
 

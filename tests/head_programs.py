@@ -40,10 +40,23 @@ def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
 
 
 def loss(
-    mesh: Mesh, *, workspace: int | None = None, entropy: bool = False, softcap: float | None = None, **sizes: Any
+    mesh: Mesh,
+    *,
+    workspace: int | None = None,
+    entropy: bool = False,
+    softcap: float | None = None,
+    master: bool = False,
+    **sizes: Any,
 ) -> Program:
-    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight."""
+    """A policy-gradient loss, optionally with an entropy bonus, and its gradients by hidden states and weight.
+
+    With `master` the weight is float32 and has a copy, as the trainer's.
+    """
     options, arguments = options_and_shapes(mesh, **sizes)
+    if master:
+        copy = arguments[1]
+        of_master = jax.ShapeDtypeStruct(copy.shape, jnp.float32, sharding=copy.sharding)
+        arguments = arguments[0], of_master, *arguments[2:], copy
 
     def objective(logprob: Array, tokens_entropy: Array, advantage: Array, old: Array) -> Array:
         ratio = jnp.exp(logprob - old)
@@ -54,6 +67,7 @@ def loss(
         def total(hidden: Array, weight: Array) -> Any:
             per_token = operands[:2]  # advantages, and log-probabilities of the policy that sampled
             given = {"weights": weights, "workspace": workspace, "softcap": softcap, **options}
+            given["weight_copy"] = operands[-1] if master else None
             return token_loss(hidden, weight, labels, objective, *per_token, **given)
 
         return jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, weight)

@@ -24,7 +24,7 @@ from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.errors import UserError, printable
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import FAILURES, reward_metrics, weighted_sum
+from mllm.rewards.scores import FAILURES, reward_metrics, totals
 
 log = logging.getLogger(__name__)
 
@@ -36,16 +36,22 @@ PROBLEMS, MOST_SEARCHED, SHOWN = 4, 10**6, 8
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file, or its name in configs/")
-    parser.add_argument("samples", metavar="SAMPLES.jsonl", nargs="?", help="completions; else right and empty ones")
+    more = "completions (else right and empty ones), and settings that replace the file's"
+    parser.add_argument("more", metavar="SAMPLES.jsonl | key.sub=value", nargs="*", help=more)
     options = parser.parse_args(arguments)
-    if options.samples and "=" in options.samples and not Path(options.samples).exists():
-        raise UserError(f"{options.samples}: settings aren't taken here: change {options.config}")
-    config = configs.load(options.config)
+    overrides = [word for word in options.more if "=" in word and not Path(word).exists()]
+    file, *others = [word for word in options.more if word not in overrides] or [None]
+    if others:
+        raise UserError(f"{others[0]}: give one file of samples")
+    config = configs.load(options.config, overrides)
     if config.task is None or config.rollout is None:
         raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
+    if config.task.environment and not config.task.rewards:
+        play = f"tools/generate.py --environment {config.task.environment} plays one"
+        raise UserError(f"task.environment: its reward is given in a conversation, and no function gives one; {play}")
     task = load_task(config.task.of_run(config.eval is not None))
     most = config.rollout.sampled_length
-    pairs = completed(task, options.samples) if options.samples else answered(task.train[:PROBLEMS])
+    pairs = completed(task, file) if file else answered(task.train[:PROBLEMS])
     tokens = token_ids(config.model, [completion for _, completion in pairs])
     samples = [
         Sample(example, completion, array("i", ids[:most]), len(ids) > most)
@@ -54,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         answers = rewards.score(samples)
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
-    for sample, row, total in zip(samples[:SHOWN], answers, weighted_sum(answers, rewards.weights), strict=False):
+    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights).reward, strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, result, *logged) in zip(rewards.names, row, strict=True):
             shown = f"{result:.3f}" if kind == "value" else f"{kind} {result}"

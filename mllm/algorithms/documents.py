@@ -1,27 +1,31 @@
 """The documents that a run learns from, and the ones that it is validated on: of files, the hub, a mix, or a task."""
 
-import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from mllm.config.data import DataConfig, SourceConfig, names_files
-from mllm.data.cache import cached_documents, signed
+from mllm.data.cache import cached_documents
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
 from mllm.data.tasks.task import OnDemand, Task
-from mllm.data.tokenizing import Document, Documents, Skipped, encode_document, encode_pair, joined
+from mllm.data.tokenizing import Document, Documents, Pair, Skipped, encode_document, encode_pair, joined
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer
 
+log = logging.getLogger(__name__)
+
 CACHED_DOCUMENTS = 2**16
 """How many documents of a task, which are made to know their sizes, are kept until they are read."""
+
 MOST_PAIRS = 2**17
-"""How many pairs of a task, which are all made at once."""
+"""How many pairs of a task are learned from: the reference's log-probabilities of all are computed at every start."""
 
 
 def load_documents(
@@ -36,7 +40,7 @@ def load_documents(
         if mix_heldout is not None:
             return training, mix_heldout
     elif task is not None and config.source == "task":
-        training = (task_pairs if pairs else task_documents)(task, renderer, config.max_length)
+        training = task_documents(task, renderer, config.max_length, pairs)
     else:
         origin = origin_of("data.source", config.source, config.subset, config.split)
         training = cached_documents(origin, config, renderer, pairs)
@@ -51,7 +55,9 @@ def load_documents(
         named = config.mix[0] if config.mix else config  # which data.source is the name of
         config = config.model_copy(update={"columns": named.columns or config.columns})
         heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
-    return training, cached_documents(heldout, config, renderer, pairs)
+    validating = cached_documents(heldout, config, renderer, pairs)
+    warn_of_repeats(heldout.key, training, validating)
+    return training, validating
 
 
 def load_mix(
@@ -69,18 +75,28 @@ def load_mix(
     return joined(training), joined(heldout)
 
 
-def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents:
-    """The solutions of a task's training problems, made when they are needed; UserError then where one is missing."""
+def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
+    """The solutions of a task's training problems, or `pairs` of right and wrong ones, made when they are needed.
+
+    UserError is raised then where a problem lacks one.
+    """
+    if pairs and len(task.train) > MOST_PAIRS:
+        fault = f"task {task.name} has {len(task.train)} problems, and at most {MOST_PAIRS} pairs can be compared"
+        raise UserError(f"data.source: {fault}: give a file")
+    needed = {"chosen": "solution", "rejected": "rejected"} if pairs else {"completion": "solution"}
+    encode = encode_pair if pairs else encode_document
 
     @lru_cache(CACHED_DOCUMENTS)
-    def make(index: int) -> Document:
+    def make(index: int) -> Document | Pair:
         example = task.train[index]
         location = example.place or f"{task.name}[{index}]"
-        if example.solution is None:
-            raise UserError(f"data.source: {location} has no solution to learn from: give a file of JSON lines")
-        completion = [{"role": "assistant", "content": example.solution}]
+        record: dict[str, Any] = {"prompt": example.prompt}
+        for field, name in needed.items():
+            if (text := getattr(example, name)) is None:
+                raise UserError(f"data.source: {location} has no {name} to learn from: give a file of JSON lines")
+            record[field] = [{"role": "assistant", "content": text}]
         try:
-            encoded = encode_document(renderer, max_length, {"prompt": example.prompt, "completion": completion})
+            encoded = encode(renderer, max_length, record)
         except UserError as error:
             raise UserError(f"{location}: {error}") from None
         if isinstance(encoded, Skipped):
@@ -91,46 +107,40 @@ def task_documents(task: Task, renderer: Renderer, max_length: int) -> Documents
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
 
 
-def task_pairs(task: Task, renderer: Renderer, max_length: int) -> Documents:
-    """The right and wrong completions of a task's training problems; UserError where one lacks either, or too many."""
-    if len(task.train) > MOST_PAIRS:
-        fault = f"task {task.name} has {len(task.train)} problems, and at most {MOST_PAIRS} pairs can be made of them"
-        raise UserError(f"data.source: {fault}: give a file")
-    pairs = []
-    for index, example in enumerate(task.train):
-        location = example.place or f"{task.name}[{index}]"
-        if example.solution is None or example.rejected is None:
-            raise UserError(
-                f"data.source: {location} has no {'rejected' if example.solution else 'solution'} to learn from"
-            )
-        answers = {"chosen": example.solution, "rejected": example.rejected}
-        record = {name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()}
-        try:
-            encoded = encode_pair(renderer, max_length, {"prompt": example.prompt, **record})
-        except UserError as error:
-            raise UserError(f"{location}: {error}") from None
-        if isinstance(encoded, Skipped):
-            raise UserError(f"{location}: {encoded.reason}")
-        pairs.append(encoded[0])
-    content = hashlib.sha256(b"".join(signed(pair).tobytes() for pair in pairs)).hexdigest()
-    sizes = np.array([pair.size for pair in pairs], np.int32)
-    return Documents(sizes, lambda indices: [pairs[index] for index in indices], content, renderer.form)
-
-
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation."""
-    count = max(1, round(share * len(documents)))
-    if count >= len(documents):
+    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation.
+
+    Equal documents are all on one side.
+    """
+    count, hashes = max(1, round(share * len(documents))), documents.hashes
+    if hashes is None:
+        raise UserError("data.validation.share: the examples are made on demand: give a source")
+    _, group = np.unique(hashes, return_inverse=True)
+    order, members = training_order(len(documents), seed=0, epochs=1), np.bincount(group)
+    in_order = list(dict.fromkeys(group[[order[index] for index in range(len(order))]].tolist()))
+    chosen = in_order[: 1 + int(np.searchsorted(np.cumsum(members[in_order]), count))]
+    heldout = np.isin(group, chosen)
+    if heldout.all():
         raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
-    order = training_order(len(documents), seed=0)
-    heldout = np.sort([order[index] for index in range(count)])
 
     def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
-        content = f"{documents.content} {len(indices)}"
-        sizes = documents.sizes[indices]
-        return replace(documents, sizes=sizes, read=lambda at: documents.read(indices[at].tolist()), content=content)
+        return replace(
+            documents,
+            sizes=documents.sizes[indices],
+            read=lambda at: documents.read(indices[at].tolist()),
+            content=f"{documents.content} {len(indices)}",
+            hashes=hashes[indices],
+        )
 
-    return choose(np.delete(np.arange(len(documents)), heldout)), choose(heldout)
+    return choose(np.flatnonzero(~heldout)), choose(np.flatnonzero(heldout))
+
+
+def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
+    """Warn where documents of the validation are trained on."""
+    if training.hashes is None or heldout.hashes is None:
+        return
+    if repeated := np.isin(heldout.hashes, training.hashes).sum():
+        log.warning("%s: %d of %d examples are trained on, too", key, repeated, len(heldout))
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:

@@ -38,7 +38,7 @@ class Rollout(NamedTuple):
 
     trajectories: list[Trajectory]
     rewards: Float[np.ndarray, "G n"]
-    """Weighted sums; NaN in a group that failed."""
+    """Weighted sums; NaN for no reward."""
     rounds: int
     """The number of rounds in which dynamic sampling has sampled them."""
 
@@ -104,7 +104,7 @@ class RolloutSource:
         return f"{len(self.task.train):,} problems to train on, {len(self.task.heldout):,} held out{tested}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
-        """The data of update `step`. Raises StepError where rewards failed in too many groups."""
+        """The data of update `step`. Raises StepError where rewards failed for too many completions."""
         update = step % self.config.updates_per_rollout
         first = update == 0 or not self.parts
         if first:
@@ -145,7 +145,7 @@ class RolloutSource:
                 watch=watch,
                 group=self.config.num_generations,
             )
-            limit = trajectories.MOST_FAILED_GROUPS if self.learning.compares_rewards else 1.0
+            limit = trajectories.MOST_FAILED if self.learning.compares_rewards else 1.0
             rewards = trajectories.group_rewards(sampled, self.rewards, self.config.num_generations, limit)
             missing = wanted - int(np.count_nonzero(~groups.equal_rewards(rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:

@@ -23,6 +23,7 @@ TABLE = (
     ("model_name_or_path model_name model_path", "model.source"),
     ("tokenizer_name tokenizer_path", "model.tokenizer"),
     ("attn_implementation", "model.attention"),
+    ("r", "rank, in model.lora"),
     ("use_peft lora_r lora_rank lora_alpha lora_target_modules target_modules use_rslora", "model.lora, a section"),
     ("load_in_8bit load_in_4bit", "model.lora.base: int8, of a LoRA run's frozen matrices"),
     ("lora_dropout", "adapters have no dropout, since the sampler has none"),

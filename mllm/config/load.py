@@ -127,7 +127,8 @@ def find(name: str) -> Path:
         if os.path.isfile(path):  # never raises, as Path.is_file does at names that are too long
             return path
     names = sorted(path.name for path in CONFIGS.glob("*.yaml"))
-    close = difflib.get_close_matches(name, names, n=1)
+    beside = [str(path) for path in Path(name).parent.glob("*.y*ml")]
+    close = difflib.get_close_matches(name, beside, n=1, cutoff=0.8) or difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]}?" if close else f"configs/ has {', '.join(names) or 'none'}"
     raise UserError(f"--config {name}: no such file, here or in configs/; {hint}")
 

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grain
 import numpy as np
 from array_record.python.array_record_module import ArrayRecordWriter
-from jaxtyping import Int32
+from jaxtyping import Int32, UInt64
 from tqdm import tqdm
 
 from mllm.config.data import DataConfig
@@ -36,11 +36,13 @@ from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 6
+VERSION = 7
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
 """The endings of a cache's files."""
 MOST_BAD = 10_000
+Found: TypeAlias = tuple[Int32[np.ndarray, "N 2"], UInt64[np.ndarray, "N"], dict[str, Any]]
+"""The sizes of a cache's documents, a hash of each, and a summary of them."""
 
 
 def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pairs: bool = False) -> Documents:
@@ -65,14 +67,14 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pai
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
-    sizes, summary = found
+    sizes, hashes, summary = found
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
     for outcome, count in counts.items():
         if count:
             log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, outcome)
     form: Form = "texts" if summary["texts"] == len(sizes) else "chats"
-    return Documents(sizes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form)
+    return Documents(sizes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form, hashes=hashes)
 
 
 def folder_of(config: DataConfig) -> Path:
@@ -104,41 +106,37 @@ def whole(path: Path) -> Iterator[None]:
         raise UserError(f"data.cache: {path} is damaged ({brief(error)}): delete it") from None
 
 
-def read_summary(cache: Path) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]] | None:
-    """The sizes of a cache's documents, and its summary; None where there is no cache."""
+def read_summary(cache: Path) -> Found | None:
+    """What is known of a cache's documents; None where there is no cache."""
     path = cache.with_suffix(SUMMARY)
     if not path.exists():
         return None
     with whole(path), np.load(path) as file:
-        return file["sizes"], json.loads(file["summary"].item())
+        return file["sizes"], file["hashes"], json.loads(file["summary"].item())
 
 
-def make(
-    cache: Path, origin: Origin, encoded: Iterator[Encoded], content: str
-) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]]:
-    """Write the cache of a source with this content. Returns its sizes and summary."""
+def make(cache: Path, origin: Origin, encoded: Iterator[Encoded], content: str) -> Found:
+    """Write the cache of a source with this content."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix="unfinished-") as folder:
         records, summarized = (Path(folder, f"cache{ending}") for ending in (RECORDS, SUMMARY))
-        sizes, summary = write_documents(records, origin, encoded)
+        sizes, hashes, summary = write_documents(records, origin, encoded)
         if origin.content() != content:
             raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
-        np.savez(summarized, sizes=sizes, summary=json.dumps(summary))
+        np.savez(summarized, sizes=sizes, hashes=hashes, summary=json.dumps(summary))
         records.replace(cache.with_suffix(RECORDS))
         summarized.replace(cache.with_suffix(SUMMARY))
-    return sizes, summary
+    return sizes, hashes, summary
 
 
-def write_documents(
-    path: Path, origin: Origin, encoded: Iterator[Encoded]
-) -> tuple[Int32[np.ndarray, "N 2"], dict[str, Any]]:
+def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> Found:
     """Write the documents.
 
-    Returns their sizes, and a summary: a hash of the documents, how many are texts or were cut, and how many were
-    skipped for each reason.
+    Returns their sizes and hashes, and a summary: a hash of all documents, how many are texts or were cut, and how many
+    were skipped for each reason.
     """
     content, bad, skipped, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), Counter[str](), 0, 0
-    sizes = array("i")
+    sizes, hashes = array("i"), array("Q")
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
         for location, result in bar:
@@ -154,6 +152,7 @@ def write_documents(
                 writer.write(record)
                 content.update(record)
                 sizes.extend(document.size)
+                hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
                 cut += not complete
                 texts += is_text
     if bad:
@@ -162,7 +161,7 @@ def write_documents(
         why = f" that can be learned: {'; '.join(skipped)}" if skipped else " in it"
         raise UserError(f"{origin.key}: {origin.source}: there is no example{why}")
     summary = {"content": content.hexdigest(), "skipped": skipped, "cut": cut, "texts": texts}
-    return np.array(sizes, np.int32).reshape(-1, 2), summary
+    return np.array(sizes, np.int32).reshape(-1, 2), np.array(hashes, np.uint64), summary
 
 
 def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:

@@ -25,8 +25,8 @@ T = TypeVar("T")
 Record = dict[str, Any]
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
-LISTED_PLACES = 3
-"""How many bad lines an error lists."""
+LISTED_FAULTS, LISTED_PLACES = 5, 50
+"""How many kinds of faults an error lists, and lines of each."""
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
 DEEPEST = 100
@@ -118,14 +118,25 @@ def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Ite
 
 
 def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
-    """The error of bad lines: the first line's fault and fields, and the places of all lines with the same fault."""
-    first = bad[0][1]
-    alike = [location for location, error in bad if str(error) == str(first)]
-    unlisted, different = len(alike) - LISTED_PLACES, len(bad) - len(alike)
-    locations = ", ".join(alike[:LISTED_PLACES]) + (f" and {unlisted} more" if unlisted > 0 else "")
-    suffix = f"; {different} other lines are bad, too" if different else ""
-    fields = ", ".join(first.fields) if isinstance(first, BadRecord) else ""
-    return UserError(f"{key}: {first} ({locations}){suffix}" + f"; the fields there are {fields}" * bool(fields))
+    """The error of bad lines: each fault with the places of its lines, and the fields of the first line."""
+    places = dict[str, list[str]]()
+    for location, error in bad:
+        places.setdefault(str(error), []).append(location)
+    listed = [f"{fault} ({numbers(found)})" for fault, found in [*places.items()][:LISTED_FAULTS]]
+    listed += [f"and {len(places) - LISTED_FAULTS} other faults"] * (len(places) > LISTED_FAULTS)
+    fields = ", ".join(first.fields) if isinstance(first := bad[0][1], BadRecord) else ""
+    return UserError(f"{key}: {'; '.join(listed)}" + f"; the fields there are {fields}" * bool(fields))
+
+
+def numbers(places: Sequence[str]) -> str:
+    """The places of lines, `a.jsonl:3, 4, 7, b.jsonl:1`."""
+    shown, before = list[str](), ""
+    for place in places[:LISTED_PLACES]:
+        file, _, number = place.rpartition(":")
+        shown.append(number if file == before and number.isdecimal() else place)
+        before = file
+    unlisted = len(places) - LISTED_PLACES
+    return ", ".join(shown) + (f" and {unlisted} more" if unlisted > 0 else "")
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -229,6 +240,8 @@ def parse(row: bytes | Record) -> Record:
         raise UserError(f"longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
         record = json.loads(row.decode("utf-8-sig"))
+    except json.JSONDecodeError as error:  # its own text counts lines within the line
+        raise UserError(f"not JSON: {error.msg}, at character {error.pos + 1}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(record, dict):

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Bool, Int32, UInt64
 
 from mllm.config.task import Form
 from mllm.data.formats import messages_of, pair_of, renamed, text, tools_of, turns
@@ -56,6 +56,8 @@ class Documents:
     form: Form = "chats"
     parts: tuple[int, ...] = ()
     """How many documents each of several sources has, one after the other; empty: there is one source."""
+    hashes: UInt64[np.ndarray, "N"] | None = None
+    """A hash of each document, by which equal ones are found; None where they are made on demand."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -82,7 +84,8 @@ def joined(sources: Sequence[Documents]) -> Documents:
     content = hashlib.sha256(" ".join(str(source.content) for source in sources).encode()).hexdigest()
     sizes = np.concatenate([source.sizes for source in sources])
     form: Form = "texts" if all(source.form == "texts" for source in sources) else "chats"
-    return Documents(sizes, read, content, form, parts)
+    hashes = np.concatenate([np.zeros(0, np.uint64) if x.hashes is None else x.hashes for x in sources])
+    return Documents(sizes, read, content, form, parts, hashes)
 
 
 class Skipped(NamedTuple):

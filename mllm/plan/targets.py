@@ -1,8 +1,8 @@
 """Compiles JAX programs for devices that this machine doesn't have, by the real compilers, and reads their memory.
 
-A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or
-the H100s of a host, as in `h100` and `h100:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The plugin is
-in a folder of its own: if JAX found it without a driver, every program would complain.
+A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or the
+H100s or H200s of a host, as in `h100` and `h200:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The
+plugin is in a folder of its own: if JAX found it without a driver, every program would complain.
 
 Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel, which may
 not exist. With one, it may find cuBLAS faster, and then the operations before a product are stored first, which takes
@@ -57,7 +57,12 @@ TPUS = {
     "v6e": Chip("TPU v6 lite", 2, int(31.25 * 2**30)),
     "tpu7x": Chip("TPU7x", 3, int(94.75 * 2**30)),
 }
-CHIPS = {**TPUS, "h100": Chip("NVIDIA H100 80GB HBM3", 1, 84_942_979_072 * 3 // 4)}
+GPUS = {
+    "h100": (84_942_979_072, 3_352_320_000_000, "NVIDIA H100 80GB HBM3"),
+    "h200": (150_754_820_096, 4_800_000_000_000, "NVIDIA H200"),
+}
+"""Memory in bytes, its bandwidth in bytes a second, and JAX's name. The rest of an H200 is an H100's."""
+CHIPS = {**TPUS, **{name: Chip(kind, 1, memory * 3 // 4) for name, (memory, _, kind) in GPUS.items()}}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -70,7 +75,8 @@ def split(target: str) -> tuple[str, tuple[int, ...]]:
     """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""
     name, colon, shape = target.partition(":")
     if name not in CHIPS:
-        raise ValueError(f"target {target!r}: there are {', '.join(TPUS)} and their slices, as in v6e:2x4, and h100:8")
+        known = f"{', '.join(TPUS)} and their slices, as in v6e:2x4, and {', '.join(GPUS)}, as in h100:8"
+        raise ValueError(f"target {target!r}: there are {known}")
     dims = CHIPS[name].dims
     sizes = tuple(int(size) if size.isdecimal() else 0 for size in shape.split("x")) if colon else (1,) * dims
     if len(sizes) != dims or min(sizes) < 1 or (name not in TPUS and sizes[0] > GPUS_OF_A_HOST):
@@ -87,7 +93,7 @@ def devices(target: str) -> Sequence[jax.Device]:
     """
     chip, sizes = split(target)
     if chip not in TPUS:
-        return gpus(*sizes)
+        return gpus(chip, *sizes)
     if importlib.util.find_spec("libtpu") is None:
         raise ModuleNotFoundError("libtpu, the TPU compiler, isn't installed: pip install -e '.[tpu]' (half a minute)")
     for key, value in ENVIRONMENT.items():
@@ -100,9 +106,11 @@ def devices(target: str) -> Sequence[jax.Device]:
         raise ValueError(f"target {target!r}: {chip} has no such slice") from None
 
 
-def gpus(count: int) -> Sequence[jax.Device]:
-    """So many H100s of a host; ModuleNotFoundError where the plugin isn't installed."""
+def gpus(chip: str, count: int) -> Sequence[jax.Device]:
+    """So many GPUs of a host; ModuleNotFoundError where the plugin isn't installed."""
     description = Path(__file__).with_name("h100.txtpb").read_text()
+    for own, other in zip(GPUS["h100"], GPUS[chip], strict=True):
+        description = description.replace(str(own), str(other))
     # Partitions, hosts of each, GPUs of each.
     shape = {"topology": f"1x1x{count}", "target_config": description}
     # JAX would ask for the CUDA libraries that a GPU needs.

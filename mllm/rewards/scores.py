@@ -7,10 +7,10 @@ reward. JAX must not be imported here.
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from mllm.errors import printable
 
@@ -24,6 +24,8 @@ Answer = tuple[str, float | str, *tuple[Logged, ...]]
 """What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
 it logged with it follows."""
 NOTHING: Answer = (NOT_APPLICABLE, "")
+ROUNDINGS = 8 * np.finfo(float).eps
+"""How far two orders of a sum may be apart, in the sum of its parts' sizes."""
 LARGEST = 1e18
 """The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
 
@@ -49,15 +51,58 @@ def number(answer: Answer) -> float:
     return float(value) if kind == "value" else float("nan")
 
 
-def weighted_sum(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Float[np.ndarray, "B"]:
-    """Each completion's reward; NaN where a function failed whose weight is not 0. What does not apply adds nothing."""
+class Totals(NamedTuple):
+    """The rewards of completions."""
+
+    reward: Float[np.ndarray, "B"]
+    """The weighted sum; NaN for no reward: a function failed, or none says anything of the completion.
+
+    A completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged: they don't
+    matter here.
+    """
+    failed: Bool[np.ndarray, "B"]
+    """Whether a function failed."""
+
+
+def totals(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Totals:
+    """The rewards of completions, from the answer of each function for each completion.
+
+    Sums that differ by their rounding alone are equal, to the bit.
+    """
+    kinds = np.array([[kind for kind, *_ in row] for row in answers])
     values = np.array([[number(answer) for answer in row] for row in answers])
-    nothing = np.array([[kind == NOT_APPLICABLE for kind, *_ in row] for row in answers])
-    return np.where((weights == 0) | nothing, 0.0, weights * values).sum(axis=1)
+    counts = weights != 0
+    parts = np.where(counts & (kinds == "value"), weights * values, 0.0)
+    sums = without_rounding(parts.sum(axis=1), ROUNDINGS * np.abs(parts).sum(axis=1))
+    failed = (counts & np.isin(kinds, FAILURES)).any(axis=1)
+    unscored = counts.any() & (~counts | (kinds == NOT_APPLICABLE)).all(axis=1)
+    return Totals(np.where(failed | unscored, np.nan, sums), failed)
 
 
-def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """For each reward function what it logs, the mean and deviation of its values, and how often it failed."""
+def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
+    """The sums, of which each that is within the tolerance of the next lower one is replaced by it."""
+    order = np.argsort(sums, kind="stable")
+    ordered, allowed = sums[order], tolerance[order]
+    distinct = np.diff(ordered, prepend=-np.inf) > np.maximum(allowed, np.roll(allowed, 1))
+    lowest = np.maximum.accumulate(np.where(distinct, np.arange(len(sums)), 0))
+    result = np.empty_like(sums)
+    result[order] = ordered[lowest]
+    return result
+
+
+def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.ndarray, " K"]:
+    """The values that aren't NaN, and the lowest of them for each failure, for evaluations: failing is no success."""
+    known = values[~np.isnan(values)]
+    return np.append(known, [known.min()] * failures) if known.size else known
+
+
+def reward_metrics(
+    names: Sequence[str], answers: Sequence[Sequence[Answer]], evaluates: bool = False
+) -> dict[str, float]:
+    """For each reward function what it logs, the mean and deviation of its values, and how often it failed.
+
+    Where it `evaluates`, a failure counts as the lowest of the values.
+    """
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):
         logged = defaultdict[str, list[float]](list)
@@ -65,7 +110,8 @@ def reward_metrics(names: Sequence[str], answers: Sequence[Sequence[Answer]]) ->
             if kind == "metric":
                 logged[printable(metric)].append(float(value))
         metrics |= {f"rewards/{name}/{metric}": float(np.mean(values)) for metric, values in logged.items()}
-        numbers = np.array([number(answer) for answer in column if answer[0] == "value"])
+        failures = sum(map(failed, column)) if evaluates else 0
+        numbers = with_failures(np.array([number(answer) for answer in column]), failures)
         metrics[f"rewards/{name}/mean"] = float(numbers.mean()) if numbers.size else float("nan")
         metrics[f"rewards/{name}/std"] = float(numbers.std()) if numbers.size else float("nan")
         kinds = [kind for kind, *_ in column]

@@ -14,7 +14,7 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare
 from mllm.rewards.functions import exact_match, flexible_match
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import reward_metrics, weighted_sum
+from mllm.rewards.scores import reward_metrics, totals, with_failures
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch
@@ -36,12 +36,12 @@ def make_evaluation(
     """The function (parameters, step) -> metrics that evaluates on the problems.
 
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
-    with `prefix` for `eval/`: `eval/reward`, the mean over the completions whose rewards did not fail, and
-    `eval/rewards/NAME/...` for each function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too;
-    for the completions at temperature `eval/sampled_reward...` and so on. If all problems have answers, there are
-    `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at temperature) and
-    `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its 95 % interval, and
-    `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
+    with `prefix` for `eval/`: `eval/reward`, the mean over the completions, and `eval/rewards/NAME/...` for each
+    function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too; for the completions at
+    temperature `eval/sampled_reward...` and so on. A reward that failed counts as the lowest one. If all problems have
+    answers, there are `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at
+    temperature) and `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its
+    95 % interval, and `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
@@ -56,11 +56,11 @@ def make_evaluation(
             repeated = [prompt for prompt in prompts for _ in range(k)]
             trajectories = sample(repeated, params, step=step, watch=Stopwatch(), greedy=mode == "greedy", group=k)
             answers = [reply.rewards for reply in trajectories]
-            total = weighted_sum(answers, rewards.weights)
-            total = total[~np.isnan(total)]
+            reward, failed = totals(answers, rewards.weights)
+            total = with_failures(reward, int(failed.sum()))
             start = prefix if mode == "greedy" else f"{prefix}sampled_"
             metrics[f"{start}reward"] = float(total.mean()) if total.size else float("nan")
-            logged = reward_metrics(rewards.names, answers) | turn_metrics(trajectories)
+            logged = reward_metrics(rewards.names, answers, evaluates=True) | turn_metrics(trajectories)
             metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(reply.logprobs) for reply in trajectories]))
             if answered:

@@ -6,6 +6,7 @@ knows no SIGINT and nothing between two steps, and does nothing in a process tha
 
 import os
 import signal
+import threading
 from types import FrameType
 
 from mllm.parallel.processes import gather_objects
@@ -25,7 +26,9 @@ class Interrupt:
         """The signal's number; 0: none has come."""
 
     def __enter__(self) -> "Interrupt":
-        self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
+        # Python lets the main thread alone set handlers: in another one signals are the caller's.
+        heard = self.SIGNALS if threading.current_thread() is threading.main_thread() else ()
+        self.previous = {number: signal.signal(number, self.note) for number in heard}
         return self
 
     def note(self, number: int, frame: FrameType | None) -> None:

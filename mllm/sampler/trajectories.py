@@ -16,14 +16,14 @@ from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import FAILURES, number, reward_metrics, weighted_sum
+from mllm.rewards.scores import FAILURES, number, reward_metrics, totals
 from mllm.sampler.completion import Completion
 from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Sampler
 from mllm.stopwatch import Stopwatch
 
-MOST_FAILED_GROUPS = 0.5
-"""The share of a step's groups that a failed reward may leave out of the update; a larger one stops the run."""
+MOST_FAILED = 0.5
+"""The share of a step's completions whose reward may fail; a larger one stops the run."""
 
 
 def sample_trajectories(
@@ -107,16 +107,14 @@ def trajectory(
 
 
 def group_rewards(
-    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MOST_FAILED_GROUPS
+    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MOST_FAILED
 ) -> Float[np.ndarray, "G n"]:
-    """The weighted sum of each completion's rewards, by groups of `group` one after the other.
+    """The reward of each completion, as in `Totals`, by groups of `group` one after the other.
 
-    All are NaN in a group in which a reward with a weight failed, for the completions that were scored have no known
-    mean to be compared with. Raises StepError where more than the share `most_failed` of the groups failed; it quotes
-    the first failure of the most frequent function and kind.
+    Raises StepError where the rewards of more than the share `most_failed` of the completions failed; it quotes the
+    first failure of the most frequent function and kind.
     """
-    rewards = weighted_sum([trajectory.rewards for trajectory in trajectories], functions.weights).reshape(-1, group)
-    failed = np.isnan(rewards).any(axis=1)
+    rewards, failed = totals([trajectory.rewards for trajectory in trajectories], functions.weights)
     if failed.mean() > most_failed:
         failures = [
             (name, kind, message)
@@ -126,10 +124,10 @@ def group_rewards(
         ]
         (most, count), *_ = Counter(failure[:2] for failure in failures).most_common(1)
         name, kind, message = next(failure for failure in failures if failure[:2] == most)
-        share = f"{failed.sum()} of {failed.size} groups, and in at most {most_failed:.0%} of them it may"
+        share = f"{failed.sum()} of {failed.size} completions, and for at most {most_failed:.0%} of them it may"
         first = f"{name} {kind} {count} times, first: {message}"
-        raise StepError(f"task.rewards: a reward failed in {share}; {first}; correct the function")
-    return np.where(failed[:, None], np.nan, rewards)
+        raise StepError(f"task.rewards: a reward failed for {share}; {first}; correct the function")
+    return rewards.reshape(-1, group)
 
 
 def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str]) -> dict[str, float]:
@@ -174,7 +172,7 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
         "rewards": dict(zip(functions.names, map(finite, map(number, trajectory.rewards)), strict=True)),
-        "reward": finite(weighted_sum([trajectory.rewards], functions.weights)[0]),
+        "reward": finite(totals([trajectory.rewards], functions.weights).reward[0]),
         "advantage": finite(advantage),
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,

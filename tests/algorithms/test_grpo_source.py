@@ -52,10 +52,10 @@ def test_each_completion_has_its_weight_advantages_and_log_probabilities(baselin
     assert step.batch.inputs[2:] == (None,) * 4
 
 
-def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_groups():
+def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_ones():
     step, prompts, completions = roll_out(mask_truncated_completions=True, bad=[2])
     finished = np.array([one.finished for one in completions])
-    counts = finished & (np.arange(2 * GROUP) >= GROUP)
+    counts = finished & (np.arange(2 * GROUP) != 2)
     assert not finished.all()
     kept = {(*prompts[i], *completions[i].tokens) for i in np.flatnonzero(counts)}
     assert sequences(step.batch).keys() == kept
@@ -63,17 +63,22 @@ def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_gr
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_group_in_which_a_reward_failed_is_left_out_and_changes_no_bit_of_the_others(loss_type):
+def test_a_completion_whose_reward_failed_is_left_out_and_changes_no_bit_of_other_groups(loss_type):
     sound, _, completions = roll_out(loss_type=loss_type)
     step, _, _ = roll_out(loss_type=loss_type, bad=[2])
     others, left = sequences(sound.batch), sequences(step.batch)
-    assert len(left) == GROUP
+    assert len(left) == 2 * GROUP - 1
+    changed = 0
     for tokens, fields in left.items():
         expected = others[tokens]
         expected[2] = fields[2]  # other neighbours in the row
         if loss_type == "dapo":  # the mean over the tokens that are left
-            expected[4] = (expected[4] > 0) * np.float32(1 / sum(len(one.tokens) for one in completions[GROUP:]))
+            count = sum(len(one.tokens) for i, one in enumerate(completions) if i != 2)
+            expected[4] = (expected[4] > 0) * np.float32(1 / count)
+        changed += not np.array_equal(fields[5], expected[5])
+        expected[5] = fields[5]  # another mean in the group
         np.testing.assert_array_equal(fields, expected)
+    assert changed == GROUP - 1
 
 
 def test_by_default_every_token_of_an_update_weighs_the_same():
@@ -90,15 +95,15 @@ def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_tu
     assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
 
 
-def test_more_than_half_of_the_groups_may_not_fail():
-    assert roll_out(bad=[0, 4], updates_per_generation=2)[0].metrics["frac_groups_failed"] == 0.5
-    said = "a reward failed in 3 of 4 groups, .*; exact_match raised 3 times, first: too many; correct the function"
+def test_more_than_half_of_the_completions_may_not_fail():
+    assert roll_out(bad=range(4))[0].metrics["frac_groups_failed"] == 0.5
+    said = "a reward failed for 5 of 8 completions, .*; exact_match raised 5 times, first: too many; correct the"
     with pytest.raises(StepError, match=said):
-        roll_out(bad=[0, 4, 8], updates_per_generation=2)
+        roll_out(bad=range(5))
 
 
 def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_no_policy():
-    step, *_ = roll_out(bad=[0, 4], algorithm="distill", num_iterations=2)
+    step, *_ = roll_out(bad=range(8), algorithm="distill", num_iterations=2)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.inputs.advantages.any()
     assert step.batch.inputs.old_logprobs is None
@@ -125,19 +130,24 @@ def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty
         np.testing.assert_array_equal(step.batch.inputs.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
 
 
-def test_failed_rewards_are_counted_and_null_in_samples_and_their_groups_left_out_of_the_means():
+def test_a_failed_reward_costs_its_own_completion_and_is_null_in_samples_and_in_no_mean():
     sound, _, _ = roll_out()
     step, _, completions = roll_out(bad=[2])
     assert step.metrics.keys() == sound.metrics.keys()
-    assert step.metrics["reward"] == pytest.approx(np.mean([i**2 for i in range(4, 8)]))
-    assert step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean([i**2 for i in range(8) if i != 2]))
+    scored = [i**2 for i in range(8) if i != 2]
+    assert step.metrics["reward"] == step.metrics["rewards/exact_match/mean"] == pytest.approx(np.mean(scored))
+    deviations = [np.std([0, 1, 9], ddof=1), np.std(scored[3:], ddof=1)]
+    assert step.metrics["reward_std"] == pytest.approx(np.mean(deviations))
     assert step.metrics["rewards/exact_match/raised"] == 1
-    assert (sound.metrics["frac_groups_failed"], step.metrics["frac_groups_failed"]) == (0, 0.5)
+    assert len(sequences(step.batch)) == 7
     cut_off = np.mean([not one.finished for one in completions])
     assert step.metrics["completions/clipped_ratio"] == pytest.approx(cut_off)
     assert [sample["completion"] for sample in step.samples] == [*"01234567"]
     assert [sample["rewards"]["exact_match"] for sample in step.samples[:5]] == [0, 1, None, 9, 16]
-    assert [sample["advantage"] for sample in step.samples[:GROUP]] == [None] * GROUP
+    expected = [(one - 10 / 3) / (deviations[0] + 1e-4) for one in (0, 1, 9)]
+    advantages = [sample["advantage"] for sample in step.samples[:GROUP]]
+    assert advantages.pop(2) is None
+    assert advantages == pytest.approx(expected)
     assert step.samples[GROUP]["advantage"] < 0
     assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
 

@@ -278,7 +278,7 @@ def test_the_baseline_of_a_token_weighs_rewards_by_the_norms_of_the_completions_
 def test_statistics_of_rewards_leave_failed_ones_out():
     rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
     assert equal_rewards(rewards).tolist() == [False, True, True, True]
-    expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 4, "frac_reward_zero_std": 3 / 4}
+    expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 3, "frac_reward_zero_std": 2 / 3}
     assert group_metrics(rewards) == pytest.approx(expected)
     assert np.isnan(group_metrics(np.full((2, 3), np.nan))["reward"])
 

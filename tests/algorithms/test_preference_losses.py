@@ -142,7 +142,7 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
             np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
-def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_are_won_by_neither():
+def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_count_half():
     """At the first step policy and reference are equal, and so are the ratios of chosen and rejected completions."""
     config = config_of("orpo")
     batch, logprob, _ = make_rows(config)
@@ -150,10 +150,20 @@ def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_are_won_by_ne
     gradient = jax.jit(jax.grad(lambda logprob: preference_loss(config, logprob, batch)))(certain)
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0
-    assert means(preference_sums(config, certain, batch))["rewards/accuracies"] == 0
+    assert means(preference_sums(config, certain, batch))["rewards/accuracies"] == 0.5
     batch, _, _ = make_rows(config_of("sigmoid"))
     equal = with_inputs(batch, reference_logprobs=np.zeros(logprob.shape, np.float32))
-    assert means(preference_sums(config_of("sigmoid"), certain, equal))["rewards/accuracies"] == 0
+    assert means(preference_sums(config_of("sigmoid"), certain, equal))["rewards/accuracies"] == 0.5
+    # Rewards that differ by rounding alone are equal; a difference above it is none.
+    for scale, accuracies in ((1e-7, {0.5}), (1e-3, {0.0, 1.0})):
+        noisy = jnp.float32(logprob * (1 + scale * np.random.default_rng(1).normal(size=logprob.shape)))
+        first = jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, 42)[ids])(
+            jnp.where(batch.weights > 0, jnp.float32(logprob), 0), batch.segments
+        )
+        starts = batch.inputs.reference_logprobs != 0
+        close = with_inputs(batch, reference_logprobs=jnp.where(starts, first, 0))
+        found = means(preference_sums(config_of("sigmoid"), noisy, close))["rewards/accuracies"]
+        assert (float(found) == 0.5) == (accuracies == {0.5})
 
 
 @cache

@@ -72,10 +72,13 @@ def test_an_environment_pays_alone_unless_rewards_are_given_too(tmp_path):
     assert [reward.name for reward in both.task.rewards] == ["format"]
 
 
-def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name():
+def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name(tmp_path):
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
     with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
         configs.load("tiny_grop.yaml")
+    (tmp_path / "sft.yaml").write_text(SFT)
+    with pytest.raises(UserError, match=r"did you mean .*/sft\.yaml\?"):
+        configs.load(str(tmp_path / "sft.yml"))
 
 
 def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_text(tmp_path):
@@ -238,6 +241,13 @@ def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) ->
     config = configs.load("ours/run.yaml", settings)
     assert (config.task.id, config.task.train, config.task.test) == ("us/sums", "train", "test")
     assert config.model.tokenizer == "bytes"
+
+
+def test_a_missing_file_is_answered_with_a_name_that_is_like_it_and_not_by_its_ending(here: Path) -> None:
+    for name in ("ant.jsonl", "training.jsonl"):
+        (here / name).touch()
+    assert "(did you mean training.jsonl?)" in places.missing("trainings.jsonl")
+    assert "did you mean" not in places.missing("missing.jsonl")
 
 
 def test_modules_are_found_in_both_folders_after_all_that_python_knows_while_users_code_runs(here: Path) -> None:

@@ -81,7 +81,7 @@ def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkey
             write(tmp_path, some(21))
 
     said = {
-        "a bad line": r"data.source: not JSON .*data.jsonl:21\)",
+        "a bad line": r"data.source: not JSON: .*data.jsonl:21\)",
         "changed": r"data.source: .* has changed while it was read: start",
     }
     with monkeypatch.context() as patched:

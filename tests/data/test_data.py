@@ -229,7 +229,7 @@ def test_a_split_of_a_hub_s_data_set_is_read_without_nulls_and_a_mix_has_its_fir
         loaded.clear()
 
 
-def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
+def test_a_share_is_held_out_by_a_fixed_permutation_and_equal_examples_fall_on_one_side(tmp_path):
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
     documents, _ = load_documents(settings, Renderer(BYTES), None)
     training, heldout = hold_out(documents, 0.2)
@@ -238,8 +238,21 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     assert held != everything[:8]
     assert [tokens for tokens, _ in training.sizes] == [len(text) for text in trained]
     assert len({part.content for part in (documents, training, heldout)}) == 3
+    twice, _ = load_documents(
+        DataConfig(source=write(tmp_path, some(40) * 2, "twice.jsonl"), max_length=32), Renderer(BYTES), None
+    )
+    trained, held = map(read_all, hold_out(twice, 0.2))
+    assert len(held) == 16
+    assert {*trained}.isdisjoint(held)
     with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
         hold_out(documents, 0.99)
+
+
+def test_a_validation_that_repeats_training_examples_is_warned_of(tmp_path, caplog):
+    other = write(tmp_path, [*some(3), qa("new", "b")], "other.jsonl")
+    settings = DataConfig(source=write(tmp_path, some(40)), max_length=32, validation={"source": other})
+    load_documents(settings, Renderer(BYTES), None)
+    assert "data.validation.source: 3 of 4 examples are trained on, too" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -286,7 +299,8 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
 def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path, other, names):
     (tmp_path / "b").mkdir()
     first, second = (
-        write(tmp_path, [{"text": name * 5}] * count, name) for name, count in (("a.jsonl", 30), (other, 7))
+        write(tmp_path, [{"text": f"{name}{number}"} for number in range(count)], name)
+        for name, count in (("a.jsonl", 30), (other, 7))
     )
     data = {"source": [{"source": first, "weight": 3}, second], "packing": False, "validation": {"share": 0.2}}
     settings = config("sft", data=data, task=None, rollout=None, eval=None)

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import re
 import sys
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ from mllm.config.task import TaskConfig
 from mllm.data import records
 from mllm.data.cache import cached_documents
 from mllm.data.formats import text, tools_of, turns
-from mllm.data.records import Origin, read_records, sound_records
+from mllm.data.records import Origin, bad_lines, read_records, sound_records
 from mllm.data.tasks.load import load
 from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
@@ -103,16 +102,25 @@ def test_every_line_and_row_is_read_once_in_order_with_its_number(tmp_path: Path
     assert [*Origin("data.source", f"{tmp_path}/*").records()] == expected
 
 
-def test_all_bad_lines_are_one_error_after_the_good_ones_with_cause_places_and_fields(tmp_path: Path) -> None:
+def test_all_bad_lines_are_one_error_after_the_good_ones_with_each_cause_its_places_and_fields(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
-    path.write_text('{"answer": "1"}\n' + '{"solution": "2", "level": 1}\n' * 30 + "{\n")
+    path.write_text('{"answer": "1"}\n' + '{"solution": "2", "level": 1}\n' * 3 + '{"answer": 1}\n{\n{"answer": 2}\n')
     answers = read_records(Origin("task.train", str(path)).records(), lambda r: text(r, "answer"))
     read = sound_records(answers, "task.train")
     assert next(read) == (f"{path}:1", "1")
-    places = re.escape(f"{path}:2, {path}:3, {path}:4 and 27 more")
-    said = rf"task.train: answer is missing \({places}\); 1 other lines .*; the fields there are solution, level$"
-    with pytest.raises(UserError, match=said):
+    faults = f"answer is missing ({path}:2, 3, 4)", f"answer must be a string, got int ({path}:5, 7)"
+    parsing = f"not JSON: Expecting property name enclosed in double quotes, at character 3 ({path}:6)"
+    with pytest.raises(UserError) as error:
         next(read)
+    assert str(error.value) == f"task.train: {'; '.join([*faults, parsing])}; the fields there are solution, level"
+
+
+def test_very_many_bad_lines_and_faults_are_counted() -> None:
+    bad = [(f"a:{number}", UserError(f"fault {number % 7}")) for number in range(7 * 60)]
+    said = str(bad_lines(bad, "data.source"))
+    assert said.startswith("data.source: fault 0 (a:0, 7, 14, ")
+    assert said.count("and 10 more)") == 5
+    assert said.endswith("; and 2 other faults")
 
 
 def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:

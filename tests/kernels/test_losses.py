@@ -233,7 +233,7 @@ def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16() -> No
 
 
 CLUSTERS = Sizes(Tiles(columns=256, slots=2, cluster=2), chunk=256)
-BLOCKS_OF_ROWS = dataclasses.replace(engines.GPU_SIZES, most_rows=128)
+BLOCKS_OF_ROWS = dataclasses.replace(engines.GPU_SIZES, most_rows=128, default_rows=128)
 
 
 @engines.needs_interpreter

@@ -53,6 +53,15 @@ def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers
     assert targets.memory(compiled(program, **options)).temporaries <= allowed
 
 
+def test_of_the_trainer_s_waves_dh_and_dw_are_products_by_cublas_dw_in_place_and_dy_takes_the_logits_place() -> None:
+    """A float32 master with a bfloat16 copy, by default: 2,048 rows a wave, 599 MiB."""
+    mesh = targets.mesh("h100")
+    program = targets.compiled(*head.loss(mesh, impl="mosaic_gpu", master=True), mesh, targets.CUBLAS)
+    assert kernels(program) == {"keep"}
+    assert re.findall(r'"beta":(\d)', program.as_text() or "") == ["0", "1"]
+    assert targets.memory(program).temporaries <= (599 + 64 + 32 + 16) * MIB
+
+
 def test_in_plain_xla_a_wave_takes_three_products_one_added_in_place_and_no_more_memory_than_chunks() -> None:
     """What GPUs that are not Hopper's run. cuBLAS adds dW of a wave to the sum: its beta is 1."""
     mesh = targets.mesh("h100")
@@ -72,7 +81,7 @@ def test_it_compiles_within_rematerialisation_and_loops_over_a_mesh() -> None:
         return jax.lax.scan(jax.checkpoint(lambda _, h: (None, step(h, *others))), None, jnp.stack([hidden] * 2))[1]
 
     program = targets.compiled(twice, (hidden, *others), mesh)
-    assert kernels(program) == {"keep", *WITHOUT_A_WORKSPACE}
+    assert kernels(program) == {"keep"}
 
 
 def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_large_is_copied() -> None:
@@ -91,7 +100,7 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({}, id="plain"),
+        pytest.param({"vocabulary": 131072}, id="plain"),  # what was compiled before leaves no report
         pytest.param({"features": 896, "entropy": True}, id="entropy"),
         pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
         pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),
@@ -100,7 +109,6 @@ def test_without_a_workspace_no_array_is_larger_than_the_weight_and_none_so_larg
 )
 def test_every_kernel_fits_a_multiprocessor_and_spills_nothing(options, tmp_path, monkeypatch):
     """By the reports of ptxas, the PTX, and the log of Mosaic's passes."""
-    jax.clear_caches()  # a kernel that was compiled before is not compiled again
     for name, value in {"TO": str(tmp_path), "PTX": "1", "PTXAS": "1"}.items():
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{name}", value)
     compiled("loss", **{"workspace": 0, **options})

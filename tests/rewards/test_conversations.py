@@ -203,7 +203,7 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
 
 
 @pytest.mark.slow
-def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counted(caplog):
+def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_counted(caplog):
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
     rewards = [
         {"name": f"own_environments:{name}", "weight": w} for name, w in (("by_environment", 1), ("numbered", 0))
@@ -211,7 +211,7 @@ def test_a_group_in_which_an_environment_failed_is_left_out_and_tools_are_counte
     config = task("Hostile", tools=["own_environments:double"], rewards=rewards)
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
-    np.testing.assert_array_equal(group_rewards(found, runner, 2), [[np.nan, np.nan], [0, 0]])
+    np.testing.assert_array_equal(group_rewards(found, runner, 2), [[3, np.nan], [0, 0]])
     # A batched function may count on the order of the groups, so it gets the failed one, too.
     assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
     metrics = completion_metrics(found, runner.names)

@@ -27,7 +27,7 @@ from mllm.errors import UserError
 from mllm.rewards.calls import Sample
 from mllm.rewards.functions import BUILT_IN
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import LARGEST, judge, reward_metrics, weighted_sum
+from mllm.rewards.scores import LARGEST, judge, reward_metrics, totals
 from mllm.rewards.worker import decode, encode
 
 OWN_REWARDS = """
@@ -119,10 +119,34 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert caplog.text.count("reward late raised: ValueError: no (own_rewards.py:6)") == 1
     assert "reward batch returned None: for all of 2 completions; is a return missing?" in caplog.text
     last = [row[-2:] for row in scores]  # a batched function's None is neither a failure nor part of the mean
-    np.testing.assert_array_equal(weighted_sum(last, np.array([1.0, 0.5])), [6, 0, math.nan])
+    np.testing.assert_array_equal(totals(last, np.array([1.0, 0.5])).reward, [6, 0, math.nan])
     metrics = {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value}
     found = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
     assert metrics == {f"rewards/{name}": value for name, value in found.items()}
+
+
+def test_a_completion_of_which_no_function_with_a_weight_says_anything_has_no_reward_and_has_not_failed():
+    one, failure = ("value", -1.0), ("raised", "no")
+    rows = [[one, NOTHING], [NOTHING, one], [NOTHING, NOTHING], [NOTHING, failure], [failure, NOTHING], [one, one]]
+    for weights, reward, failed in (
+        ([2.0, 0.0], [-2, math.nan, math.nan, math.nan, math.nan, -2], [0, 0, 0, 0, 1, 0]),
+        ([2.0, 1.0], [-2, -1, math.nan, math.nan, math.nan, -3], [0, 0, 0, 1, 1, 0]),
+        ([0.0, 0.0], [0] * 6, [0] * 6),
+    ):
+        found = totals(rows, np.array(weights))
+        np.testing.assert_array_equal(found.reward, reward)
+        assert found.failed.tolist() == [*map(bool, failed)]
+
+
+def test_sums_that_differ_by_rounding_alone_are_equal_and_others_are_what_they_were():
+    weights = np.array([0.1, 0.2, 0.3])
+    scores = [(1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, -1), (0, 0, 0), (1 + 1e-12, 0, 0)]
+    found = totals([[("value", float(value)) for value in row] for row in scores], weights).reward
+    assert found[0] == found[1]
+    assert found[4] == found[5]
+    exact = np.array(scores) @ weights
+    np.testing.assert_array_equal(found[[2, 3, 6]], exact[[2, 3, 6]])
+    np.testing.assert_allclose(found, exact, atol=1e-15)
 
 
 def assert_answered(expected, answers):

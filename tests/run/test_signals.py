@@ -2,6 +2,7 @@
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -20,6 +21,17 @@ def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(numbe
         with pytest.raises(Interrupted):
             interrupt.poll()
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
+
+
+def test_in_a_thread_that_is_not_the_main_one_signals_are_the_caller_s():
+    before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
+
+    def handlers():
+        with Interrupt():
+            return {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(handlers).result() == before
 
 
 def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monkeypatch):

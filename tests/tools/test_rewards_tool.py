@@ -38,9 +38,9 @@ def tried(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "rewards", raising=False)  # that of docs/examples, if another test has imported it
     monkeypatch.syspath_prepend(tmp_path)  # other tests have named folders with a rewards.py
 
-    def tried(samples=None):
+    def tried(samples=None, *settings):
         (tmp_path / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples or ()))
-        code = rewards.main(["config.yaml", *(["samples.jsonl"] if samples is not None else [])])
+        code = rewards.main(["config.yaml", *(["samples.jsonl"] if samples is not None else []), *settings])
         return code, *capsys.readouterr()
 
     return tried
@@ -105,6 +105,13 @@ def test_a_prompt_of_several_problems_is_warned_of_once(tried, tmp_path, caplog)
     assert tried([{"prompt": "3+3=", "completion": "#### 2"}] * 2)[0] == 0
     said = [record.getMessage() for record in caplog.records if "several problems" in record.getMessage()]
     assert said == ["several problems have the prompt '3+3=': its completions count as the first one's"]
+
+
+def test_settings_replace_the_file_s_and_an_environment_alone_is_one_line(tried):
+    code, output, _ = tried([{"prompt": "3+3=", "completion": "6"}], "task.rewards=[{name: format}]")
+    assert (code, "rewards/format/mean" in output, "exact_match" in output) == (0, True, False)
+    code, _, error = tried(None, "task.rewards=[]", "task.environment=rewards:Game", "rollout.max_turns=2")
+    assert (code, error.startswith("error: task.environment: its reward is given in a conversation")) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ Suffixes: N rows, M rows in the kernels' order, R of a wave, B of a block of the
 of a chunk, K columns kept of each of P parts; U tiles of columns, T columns of a tile.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ from jax import lax
 
 from .. import contract, target
 from ..contract import Gradients, Inputs, Options, Terms
-from ..live_rows import live_rows, over_waves, round_up
+from ..live_rows import live_rows, over_waves, round_up, write
+from ..precision import precision_of
 from ..shapes import Array, Bool, Float, Int
 from ..softmax import RowFactors, Running, Slopes, Softmax, cap_slope, combine, row_factors
 from . import tiles
@@ -92,7 +94,7 @@ def _forward_pass(
     """Running statistics over the whole vocabulary, and the logits that the plan says to keep."""
     vocabulary, kept_columns, left = len(inputs.weight), plan.kept_columns, plan.chunk(len(inputs.weight))
 
-    def over(start: int, end: int, chunk: int, keep: bool = False) -> tuple[Running, KeptLogits | None]:
+    def over(start: int, end: int, chunk: int, keep: int = 0) -> tuple[Running, KeptLogits | None]:
         """Columns [start, end), in P parts: a weight of another dtype is cast chunk by chunk."""
 
         def kernel(first: Array, size: int) -> tuple[Running, KeptLogits | None]:
@@ -112,7 +114,8 @@ def _forward_pass(
 
     if not kept_columns:
         return over(0, vocabulary, left)
-    running, kept = over(0, kept_columns, plan.kept_chunk, keep=True)
+    keep = vocabulary if plan.whole else kept_columns if inputs.weight.dtype == options.dtype else plan.kept_chunk
+    running, kept = over(0, kept_columns, plan.kept_chunk, keep)
     if kept_columns < vocabulary:
         running = combine(running, over(kept_columns, vocabulary, left)[0], rows.scale)
     return running, kept
@@ -139,6 +142,8 @@ def _backward_pass(
     dw: Float[Array, "V D"] | None = None,
 ) -> Gradients:
     """dh, and dW, added to `dw` if that is given; dy is made of kept logits, or of logits anew."""
+    if kept is not None and plan.whole:
+        return _whole_wave(inputs, options, plan, rows, softmax, slopes, kept, dw)
     sizes, tiles, vocabulary = plan.sizes, plan.sizes.tiles, len(inputs.weight)
     size, left = sizes.block(len(rows.labels)), plan.chunk(vocabulary)
     blocks, (dh_dtype, dw_dtype) = len(rows.labels) // size, contract.gradient_dtypes(inputs, options)
@@ -159,7 +164,7 @@ def _backward_pass(
                 dy = logit_gradient(rows, weight, factors, block, chunk, options, size=(size, columns), sizes=sizes)
             else:
                 kept_block = _read_kept(kept, number, block.first, (size, columns), columns // tiles.columns)
-                dy = _kept_logit_gradient(options, rows, factors, kept_block, block, chunk)
+                dy = _kept_logit_gradient(options, rows, factors, kept_block, tiles.columns, block, chunk)
             if dh_sum is not None:
                 hidden_gradient(dh_sum, dy, weight, block, chunk, tiles=tiles)
             if out is not None:
@@ -186,6 +191,51 @@ def _backward_pass(
     return dh, None if dw_sum is None else jax.freeze(dw_sum)
 
 
+def _whole_wave(
+    inputs: Inputs,
+    options: Options,
+    plan: WavePlan,
+    rows: KernelRows,
+    softmax: Softmax,
+    slopes: Slopes,
+    kept: KeptLogits,
+    dw: Float[Array, "V D"] | None,
+) -> Gradients:
+    """dh and dW of a wave whose logits are all kept: dy takes their place, and each is one product, by cuBLAS.
+
+    Rows that don't count cost as much as the others here: so only the last of several waves has many, or a small one.
+    """
+    factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
+    number, (dh_dtype, dw_dtype) = len(rows.labels), contract.gradient_dtypes(inputs, options)
+    tiles, chunk = plan.sizes.tiles, Chunk(0, 0, contract.number_of_columns(inputs))
+
+    def replace(i: Array, bits_MV: Array) -> Array:
+        """Puts dy of a cluster's rows in the place of their logits. Other ways XLA makes an array of its own."""
+        block = Block(i * tiles.cluster_rows, jnp.int32(tiles.cluster_rows))
+        top_UB, bits_BV = (
+            lax.dynamic_slice_in_dim(x, block.first, tiles.cluster_rows, axis)
+            for x, axis in ((kept.tops[0], 1), (bits_MV, 0))
+        )
+        kept_block = KeptLogits(top_UB, lax.bitcast_convert_type(bits_BV, KEPT_DTYPE))
+        dy_BV = _kept_logit_gradient(options, rows, factors, kept_block, tiles.columns, block, chunk)
+        return write(bits_MV, lax.bitcast_convert_type(dy_BV, jnp.uint16), block.first)
+
+    bits_MV = lax.bitcast_convert_type(kept.below[0], jnp.uint16)
+    bits_MV = lax.fori_loop(0, number // tiles.cluster_rows, replace, bits_MV)
+    dy_MV = lax.bitcast_convert_type(bits_MV, options.dtype)
+    # 0 times what isn't finite is not 0.
+    hidden_MD = jnp.where(rows.live[:, None], rows.hidden, 0)
+
+    multiply, dh = functools.partial(lax.dot_general, precision=precision_of(options.dtype)), None
+    if options.wants_hidden:
+        dh = multiply(dy_MV, inputs.weight, (((1,), (0,)), ((), ())), preferred_element_type=dh_dtype)
+    if options.wants_weight:
+        dtype = dw_dtype if dw is None else dw.dtype
+        added = multiply(dy_MV, hidden_MD, (((0,), (0,)), ((), ())), preferred_element_type=dtype)
+        dw = added if dw is None else dw + added
+    return dh, dw
+
+
 def _chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tuple[Float[Array, "_ D"], Chunk]:
     """A chunk, and an array that has its rows of the weight in the products' dtype."""
     columns = jnp.clip(contract.number_of_columns(inputs) - first, 0, size)
@@ -203,28 +253,28 @@ def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int
 
 
 def _kept_logit_gradient(
-    options: Options, rows: KernelRows, factors: RowFactors, kept: KeptLogits, block: Block, chunk: Chunk
+    options: Options, rows: KernelRows, factors: RowFactors, kept: KeptLogits, width: int, block: Block, chunk: Chunk
 ) -> Float[Array, "B C"]:
-    """dy of a block and a chunk from their kept logits, without a product."""
+    """dy of a block and a chunk from their kept logits, in tiles of `width` columns, without a product."""
     top_UB, below_BC = kept
-    size, across = below_BC.shape, len(top_UB)
+    size = below_BC.shape
     labels, live, factors = jax.tree.map(
         lambda x: lax.dynamic_slice_in_dim(x, block.first, size[0]), (rows.labels, rows.live, factors)
     )
-    below_BUT = below_BC.reshape(size[0], across, -1).astype(jnp.float32)
+    # Elementwise, so that dy can take the logits' place. The last tile may have fewer columns.
+    top_BC = jnp.repeat(top_UB.T, width, axis=1)[:, : size[1]]
     # Where no float16 is so low, and where there is no column: a probability of 0, and finite.
-    below_BUT = jnp.maximum(below_BUT, -float(jnp.finfo(KEPT_DTYPE).max))
-    from_top_BUT = below_BUT + (top_UB - factors.top).T[:, :, None]
-    log_p_BUT = rows.scale * from_top_BUT - factors.log_sum_e[:, None, None]
-    by_p_BUT = factors.at_p[:, None, None]
+    below_BC = jnp.maximum(below_BC.astype(jnp.float32), -float(jnp.finfo(KEPT_DTYPE).max))
+    log_p_BC = rows.scale * (below_BC + (top_BC - factors.top[:, None])) - factors.log_sum_e[:, None]
+    by_p_BC = factors.at_p[:, None]
     if options.entropy_slopes:
-        by_p_BUT += factors.at_p_log_p[:, None, None] * log_p_BUT
-    by_z_BUT = jnp.exp(log_p_BUT) * by_p_BUT
+        by_p_BC += factors.at_p_log_p[:, None] * log_p_BC
+    by_z_BC = jnp.exp(log_p_BC) * by_p_BC
     if options.mean_over is not None:
-        by_z_BUT += factors.at_all[:, None, None]
+        by_z_BC += factors.at_all[:, None]
     if options.softcap is not None:
-        by_z_BUT *= cap_slope(below_BUT + top_UB.T[:, :, None])
+        by_z_BC *= cap_slope(below_BC + top_BC)
     column_C = jnp.arange(size[1])
     hit_BC = column_C == (labels - chunk.first)[:, None]
-    dy_BC = jnp.where(hit_BC, factors.at_label[:, None], by_z_BUT.reshape(size))
+    dy_BC = jnp.where(hit_BC, factors.at_label[:, None], by_z_BC)
     return jnp.where(live[:, None] & (column_C < chunk.columns), dy_BC, 0).astype(options.dtype)

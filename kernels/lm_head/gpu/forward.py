@@ -105,9 +105,9 @@ def forward(
     *,
     size: int,
     sizes: Sizes,
-    keep: bool = False,
+    keep: int = 0,
 ) -> tuple[Running, KeptLogits | None]:
-    """Running statistics of the rows that count over a chunk, and with `keep` its logits.
+    """Running statistics of the rows that count over a chunk, and the logits of its first `keep` columns.
 
     Logits are kept of all blocks with a row that counts. Hidden states and `weight` have one dtype of 2 bytes, and M is
     a multiple of a cluster's rows. `size` is the columns that the chunk may have.
@@ -122,7 +122,7 @@ def forward(
     out = [typed((strips, number_of_sums, count), jnp.float32)]
     if keep:
         out.append(typed((column_tiles, count), jnp.float32))
-        out.append(typed((count, column_tiles * width), KEPT_DTYPE))
+        out.append(typed((count, keep), KEPT_DTYPE))  # a tile's columns beyond are not stored
 
     def body(counts: Ref, scale: Ref, h: Ref, w: Ref, labels: Ref, in_tile: Ref, sums: Ref, *kept: Ref) -> None:
         number, columns = counts[0], counts[3]

@@ -151,6 +151,7 @@ class WavePlan(NamedTuple):
     rows: int  # rows of a wave
     kept_columns: int = 0  # number of the vocabulary's first columns whose logits are kept
     kept_chunk: int = 0  # number of these that backward takes at a time
+    whole: bool = False  # backward takes all columns at once, in plain products
 
     def chunk(self, vocabulary: int) -> int:
         """Number of the columns left that are taken at a time."""
@@ -175,6 +176,14 @@ class WavePlan(NamedTuple):
 
 
 def make_plan(inputs: Inputs, options: Options) -> WavePlan:
+    """The plan; of several waves, or a small one, with all columns kept, backward takes all columns at once."""
+    plan, rows = _waves_or_columns(inputs, options), len(inputs.labels)
+    small = plan.rows < rows or plan.rows <= plan.sizes.default_rows
+    all_kept = plan.kept_columns >= len(inputs.weight) and inputs.weight.dtype == options.dtype
+    return plan._replace(whole=small and all_kept)
+
+
+def _waves_or_columns(inputs: Inputs, options: Options) -> WavePlan:
     """All columns of all rows if there is room; else all columns of some rows or some columns of all, by their cost."""
     vocabulary, features = inputs.weight.shape
     sizes = choose(len(inputs.labels), vocabulary, features)

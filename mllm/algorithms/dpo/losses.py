@@ -25,6 +25,7 @@ from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.data.batch import Batch
 
 LARGEST_LOGPROB = -(2.0**-24)  # float32's next number below 1 has this logarithm; the odds of 1 are infinite
+ROUNDING = 2.0**-20  # eight roundings of float32: how far a sum of log-probabilities may be off, over its size
 Sums: TypeAlias = dict[str, tuple[Float[Any, ""], Float[Any, ""]]]
 """The sum of a metric over the examples that have it, and their number."""
 
@@ -100,7 +101,8 @@ def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batc
     """The metrics of a batch under TRL's names, to be added up over batches and divided by `means`.
 
     `rewards` are beta times the log-ratio, and without a reference beta times the mean log-probability; as in TRL,
-    ipo's rewards are sums over the tokens.
+    ipo's rewards are sums over the tokens. In `rewards/accuracies` a pair counts half if its two rewards differ by
+    rounding alone, as all pairs' do while the policy is the reference.
     """
     chosen, rejected, present = pairs_of(logprob, batch, not config.needs_reference)
 
@@ -110,8 +112,9 @@ def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batc
     parts = {"chosen": chosen, "rejected": rejected}
     sums = {f"rewards/{name}": total(config.beta * part.log_ratio) for name, part in parts.items()}
     sums |= {f"logps/{name}": total(part.logprob) for name, part in parts.items()}
-    margin = config.beta * (chosen.log_ratio - rejected.log_ratio)
-    sums["rewards/accuracies"] = total((margin > 0).astype(jnp.float32))
+    margin = chosen.log_ratio - rejected.log_ratio
+    rounding = ROUNDING * sum(abs(part) for completion in (chosen, rejected) for part in completion)
+    sums["rewards/accuracies"] = total(jnp.where(abs(margin) <= rounding, 0.5, (margin > 0).astype(jnp.float32)))
     if config.loss_type == "orpo":
         odds = log_odds_ratio(chosen, rejected)
         sums["nll_loss"] = total(-chosen.logprob)

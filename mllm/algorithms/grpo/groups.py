@@ -91,12 +91,18 @@ def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.
 
 
 def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
-    """The mean reward (NaN if all failed), the mean of the groups' deviations, and the share of groups without one."""
-    present, (_, std) = rewards[~np.isnan(rewards)], group_deviations(rewards)
+    """The mean reward, the mean of the groups' deviations, and the share of groups without one.
+
+    Completions and groups without a reward are left out; NaN where nothing is left.
+    """
+    scored = rewards[~np.isnan(rewards).all(axis=1)]
+    if not scored.size:
+        return dict.fromkeys(("reward", "reward_std", "frac_reward_zero_std"), float("nan"))
+    _, std = group_deviations(scored)
     return {
-        "reward": float(present.mean()) if present.size else float("nan"),
+        "reward": float(scored[~np.isnan(scored)].mean()),
         "reward_std": float(std.mean()),
-        "frac_reward_zero_std": float(equal_rewards(rewards).mean()),
+        "frac_reward_zero_std": float(equal_rewards(scored).mean()),
     }
 
 
