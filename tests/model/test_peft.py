@@ -36,7 +36,7 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     """The graph of a fixture with adapters, and the shapes of its adapters and of its frozen parameters."""
     sizes = weights.read_config(FIXTURES / base)
     graphdef, params = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora))
-    layout = Layout.of(make_mesh(MeshConfig(**mesh)), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(**{"fsdp": 1, **mesh})), sizes)
     return graphdef, *split_adapters(layout.abstract_parameters(params))
 
 

@@ -48,7 +48,7 @@ SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 def test_a_mesh_of_other_devices_than_there_are_is_refused(axes, processes, message, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     with pytest.raises(UserError, match=message):
-        make_mesh(MeshConfig(**axes))
+        make_mesh(MeshConfig(**{"fsdp": 1, **axes}))
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_a_mesh_of_other_devices_than_there_are_is_refused(axes, processes, mess
 )
 def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
     with pytest.raises(UserError, match=message):
-        Layout.of(make_mesh(MeshConfig(**axes)), replace(SIZES, **change))
+        Layout.of(make_mesh(MeshConfig(**{"fsdp": 1, **axes})), replace(SIZES, **change))
 
 
 @pytest.mark.parametrize(("tp", "axis"), [(2, "tp"), (4, None)])
 def test_heads_of_keys_and_values_are_whole_on_every_device_where_tp_does_not_divide_them(tp, axis):
     assert SIZES.num_key_value_heads == 2
-    layout = Layout.of(make_mesh(MeshConfig(tp=tp)), SIZES)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=1, tp=tp)), SIZES)
     assert layout.sharding(("kv_heads", "head_dim")).spec[0] == axis
 
 

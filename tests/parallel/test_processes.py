@@ -150,9 +150,9 @@ def check_rows_and_reading(path):
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
 
     for mesh_config, share in (
-        (MeshConfig(dp=8), RowShare(process, 2)),
+        (MeshConfig(dp=8, fsdp=1), RowShare(process, 2)),
         (MeshConfig(**MESH), RowShare(process, 2)),
-        (MeshConfig(tp=8), RowShare(0, 1)),
+        (MeshConfig(fsdp=1, tp=8), RowShare(0, 1)),
     ):
         mesh = make_mesh(mesh_config)
         rows = RowShare.of_mesh(mesh)
@@ -197,7 +197,7 @@ def check_rows_and_reading(path):
     tensors.Tensor = Counted
     sizes = weights.read_config(FIXTURE)
     loaded = []
-    for mesh_config in (MeshConfig(fsdp=8), MeshConfig(dp=8), MeshConfig(**MESH)):
+    for mesh_config in (MeshConfig(fsdp=8), MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
         read.clear()
         layout = Layout.of(make_mesh(mesh_config), sizes)
         params = weights.load(FIXTURE, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)
@@ -208,7 +208,7 @@ def check_rows_and_reading(path):
     store = RunStore(path)
     with hold(store):
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
-        for mesh_config in (MeshConfig(dp=8), MeshConfig(**MESH)):
+        for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
             with opened(store) as checkpoints:
                 found = checkpoints.restore(like(mesh_config))
             assert found.step == 2

@@ -52,7 +52,7 @@ def trained(tmp_path_factory):
         for step in (4, 8):
             params = jax.tree.map(lambda leaf, step=step: leaf * (1 + step / 100), run.trained)
             state = RunState(step, init_state(params, run.optimizer), run.source.position())
-            run.checkpoints.save(state, dump(settings))
+            run.checkpoints.save(state, settings.model_dump(mode="json"), {})
     return settings
 
 
