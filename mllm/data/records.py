@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -189,7 +190,7 @@ def load_dataset(subject: str) -> Callable[..., Any]:
     need("datasets", "hub", subject)
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it raises becomes our one line
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it raises becomes our one line
     return datasets.load_dataset
 
 

@@ -18,7 +18,6 @@ from flax import nnx
 from runs import changed, checksums, newest
 from tiny import METHODS, config
 
-from mllm.config.load import dump
 from mllm.config.model import MeshConfig, ModelConfig
 from mllm.model import peft
 from mllm.model.compute_copy import Rounding, compute_copy
