@@ -22,8 +22,13 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
 def test_the_head_is_what_the_peak_has_above_an_update_without_one_and_what_does_not_fit_stands_in_brackets(
     tmp_path, monkeypatch, capsys
 ):
-    devices = plan.find_devices(tiny.config("sft"), None)
-    monkeypatch.setattr(plan, "find_devices", lambda *_: devices._replace(memory=3 * 2**30))
+    find_devices = plan.find_devices
+
+    def small_devices(*given):
+        config, devices = find_devices(*given)
+        return config, devices._replace(memory=3 * 2**30)
+
+    monkeypatch.setattr(plan, "find_devices", small_devices)
     peaks = {"none": 1, "full_logits": 5, "chunked_logits": 4, "fused": 2, "lora": 2}
     monkeypatch.setattr(memory, "account", lambda *_: Account(2**29, peaks[_[3]] * 2**30))
     assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
