@@ -173,14 +173,13 @@ def check_rows_and_reading(path):
     with pytest.raises(UserError, match=r"^data\.source: process 1 and process 0 have different examples"):
         cache.cached_documents(data_records.Origin("data.source", source), settings, Renderer(bytes_tokenizer()))
 
-    source = grpo_source(rewards=SquareRewards(range(GROUP, 2 * GROUP)))  # of process 1
-    source.most_failed = 0.25
+    source = grpo_source(rewards=SquareRewards(range(GROUP - 1, 2 * GROUP)))  # one of process 0, all of process 1
     source.rows = RowShare(process, 2)
     three = [next(source.prompts) for _ in range(3)]
     given = {"step": 0, "first_sequence": 0, "rows": source.rows, "watch": Stopwatch()}
     scored = trajectories.sample_trajectories(source.sampler, SquareRewards(), three, np.float32(0), **given)
     assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
-    with pytest.raises(StepError, match=r"in 1 of 2 groups.* exact_match raised 4 times, first: too many"):
+    with pytest.raises(StepError, match=r"exact_match raised 5 times, first: too many"):
         source.next(np.float32(0), 0, Stopwatch(), Fixed())
     source.rewards = SquareRewards()
     own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), Fixed()).batch))
