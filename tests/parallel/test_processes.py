@@ -8,6 +8,7 @@ import re
 import signal
 import socket
 import subprocess
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
@@ -205,7 +206,7 @@ def check_rows_and_reading(path):
     assert loaded[0] == loaded[1] == loaded[2]
 
     store = RunStore(path)
-    with hold(store):
+    with hold(store) if process == 0 else nullcontext():
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
         for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
             with opened(store) as checkpoints:
