@@ -168,6 +168,7 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
             raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
         local_folder(base, SMALL, f"{adapter}: base_model_name_or_path", "export it (tools/export.py RUN)")
         model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
+    local_folder(options.model, SMALL, "MODEL_OR_RUN", "the folder of a run")
     policy = load_model(ModelConfig.model_validate({**model, "dtype": dtype}), mesh, packed=False)
     return policy, policy.initial_params(), None, name
 
