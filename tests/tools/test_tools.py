@@ -305,8 +305,8 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples", "tune")]
-COMMANDS += ["bench", "bench head", "bench rollout"]
+COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples")]
+COMMANDS += ["bench", "bench rollout"]
 
 
 @pytest.mark.slow
