@@ -7,12 +7,12 @@ With --config the first examples are printed before any training, what is learne
 distillation whole examples, of DPO pairs, of GRPO the prompts, without what environments and tools add to them.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
-text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.
+text, sorted, and a prompt's completions side by side between steps.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,9 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="with --config: settings that replace the file's"
     )
-    parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
-    parser.add_argument("--step", type=int, help="with --print: only this step's")
-    parser.add_argument("--limit", type=int, default=10, help="with --print: at most so many (default 10)")
     options = parser.parse_intermixed_args(arguments)
     if options.config:
         for line in examples(options.config, [*filter(None, [options.run]), *options.overrides]):
@@ -73,11 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run is None or options.overrides:
         raise UserError("RUN: give one run_dir, or --config with a configuration's name")
     run = tool_run(options.run)
-    samples = read(run)
-    if options.print:
-        print_newest(samples, options.step, max(1, options.limit))
-    else:
-        write_page(samples, run)
+    write_page(read(run), run)
     return 0
 
 
@@ -177,33 +170,6 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
 def embedded(data: object) -> str:
     """The JSON of data as a page's script element may hold it: ASCII, and without the "<" that could end the script."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def print_newest(samples: list[Sample], step: int | None, limit: int) -> None:
-    """Print samples of a step, or of all: the newest, the last one last."""
-    matching = [sample for sample in samples if step in (None, sample.step)]
-    if not matching:
-        raise UserError(f"--step: no sample of {len(samples):,} is of step {step}")
-    for sample in matching[-limit:]:
-        numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
-        shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]
-        shown += [f"length {sample.length}"] * (sample.length is not None) + ["cut off"] * sample.truncated
-        print(errors.printable(f"step {sample.step}  {'  '.join(shown)}"))
-        texts = [*chain(*map(lines_of, sample.turns))] or [("completion", sample.completion)]
-        for name, text in [("prompt", sample.prompt), *texts]:
-            for number, line in enumerate(text.split("\n")):
-                print(errors.printable(f"  {'' if number else name:<10}  {line}"))
-        print()
-    print(f"{min(limit, len(matching)):,} of {len(matching):,}")
-
-
-def lines_of(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The text of a turn, its reward and the number of its tool errors, where it has them, with their names."""
-    yield turn.role, turn.content
-    if turn.reward is not None:
-        yield "reward", f"{turn.reward:.3f}"
-    if turn.tool_errors:
-        yield "errors", str(turn.tool_errors)
 
 
 if __name__ == "__main__":

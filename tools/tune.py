@@ -19,8 +19,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-root = Path(__file__).resolve().parent.parent  # a script sees only its own folder
-sys.path[:0] = [str(root), str(root / "kernels")]
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
 from lm_head.gpu import tiles as gpu
 from lm_head.tpu import tiles as tpu
 from mllm import errors

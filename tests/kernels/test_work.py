@@ -28,7 +28,7 @@ from lm_head.live_rows import LiveRows
 from mllm.config.model import MeshConfig
 from mllm.model import attention
 from mllm.parallel.mesh import make_mesh
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 
 N, V, D = XLA.shape
 MIB = 2**20
@@ -263,11 +263,15 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monke
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig(fsdp=1)))
+    settings = config(model={"architecture": architecture, "dtype": dtype})
+    training = Programs(settings, make_mesh(MeshConfig(fsdp=1)))
+    sampling = RolloutPrograms(training, settings.rollout)
+    programs = {"update": training.update(), "logprob": training.logprob()}
+    programs |= {"prefill": sampling.prefill(), "decode": sampling.decode()}
     with jax.default_matmul_precision(OTHER):
-        for name in ("update", "logprob", "prefill", "decode"):
+        for name, program in programs.items():
             merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
-            assert precisions(*getattr(programs, name)()) <= allowed(dtype) | merged, name
+            assert precisions(*program) <= allowed(dtype) | merged, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
