@@ -170,16 +170,6 @@ def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any],
 # --- programs for real sizes, and for accelerators ---
 
 
-def test_strips_on_hopper_keep_its_clusters_busy_when_few_rows_count() -> None:
-    """The busiest of 66 clusters has 8 tiles of 8192 rows and a chunk of 4096 columns, and 2 of 2048 rows."""
-    sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(), 4096)
-    strip = jax.jit(lambda rows: sizes.strip(rows, 4096))
-    for rows, busiest in ((8192, 8), (4096, 4), (2048, 2), (300, 1), (1, 1)):
-        length, blocks = int(strip(jnp.int32(rows))), -(-rows // 256)
-        assert length == sizes.strip(rows, 4096)
-        assert -(-(blocks * -(-16 // length)) // 66) * length == busiest
-
-
 def test_the_likeliest_tokens_take_one_product_and_no_logits() -> None:
     hidden, weight, *_ = shapes_of(40_009, 151_936, 896)
     found = list(equations(jax.make_jaxpr(likeliest_tokens)(hidden, weight).jaxpr))

@@ -90,6 +90,7 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first()
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
 
 
+@pytest.mark.slow
 def test_a_method_s_program_is_the_one_with_the_tiles_that_are_wanted(monkeypatch, capsys):
     traced = []
     call = lambda *arrays: (traced.append(gpu_tiles.choose(*head.LARGE).chunk), METHOD.call(*arrays))[1]  # noqa: E731

@@ -1,4 +1,4 @@
-"""tools/samples.py: the page holds the samples and nothing that they say is obeyed; what a run will learn from is marked."""
+"""tools/samples.py: the page holds the samples and no text in it is obeyed; what is learned is marked."""
 
 import json
 import re
