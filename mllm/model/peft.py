@@ -52,10 +52,9 @@ def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path 
 
 def chosen(config: LoraConfig, default: tuple[str, ...]) -> tuple[Lora, Path | None]:
     """As `resolve`, for any model; `default` are the targets where none are named."""
-    if config.source is None:
-        assert config.rank and config.alpha  # noqa: PT018
+    if config.rank and config.alpha and not config.source:
         return Lora(config.rank, config.alpha, config.targets or default, bool(config.rslora)), None
-    folder = local_folder(config.source, key="model.lora.source", last_resort="leave model.lora.source out")
+    folder = local_folder(str(config.source), key="model.lora.source", last_resort="leave model.lora.source out")
     stored = read_config(folder)
     for name in ("rank", "alpha", "rslora", "targets"):
         wanted, actual = getattr(config, name), getattr(stored, name)

@@ -30,7 +30,6 @@ from mllm.model.int8 import Int8Matrix, is_int8, quantize
 from mllm.model.layout import TENSORS, Params, map_parameters, parameter_name
 from mllm.model.original import Original
 from mllm.model.tensors import CONVOLUTION, INDEX, LEARNED, SINGLE, Tensor, open_tensors, texts_part
-from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -83,9 +82,8 @@ def read_parameter(tensors: Mapping[str, Tensor], pattern: str, leaf: Any, layer
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
     assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
-        tensor = read_tensor(tensors[pattern], spread(sharding, leaf.shape), bar)
-        return jax.device_put(tensor, sharding).astype(leaf.dtype)
-    layer_sharding = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
+        return read_tensor(tensors[pattern], sharding, bar).astype(leaf.dtype)
+    layer_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
     for index, layer in enumerate(layers):
         tensor = read_tensor(tensors[pattern.format(layer)], layer_sharding, bar)

@@ -23,6 +23,8 @@ from mllm.parallel.processes import gather_objects
 
 MAY_DIFFER = {*FILES, "task.path", "data.cache"}
 """Settings that name places of a machine's own; the data there are compared when they are read."""
+COLLECTIVES = ("gloo", "nccl", "coordination")
+"""Names in the errors, of several types, by which JAX reports that another process does not answer any more."""
 
 
 def join(group: tuple[str | None, int | None, int | None], settings: Mapping[str, Any], heartbeat: int = 60) -> None:
@@ -70,7 +72,7 @@ def ending_together() -> Iterator[None]:
         if jax.process_count() == 1 or isinstance(error, CommonError):
             raise
         code, line = ending(error)
-        if code == 1 and isinstance(error, jax.errors.JaxRuntimeError):
+        if code == 1 and any(name in str(error).lower() for name in COLLECTIVES):
             reason = f"{printable(brief(error)):.300}"
             code, line = RESTART, f"another process was lost ({reason}): the same command resumes"
         elif code == 1:

@@ -49,23 +49,21 @@ class RewardRunner:
         self.workers = Workers(partial(bind_all, rewards, fields, max_completion_length), config.reward_workers)
         self.kinds: list[str] = []
         self.warned: set[tuple[str, str]] = set()
-        codes: list[str] = []
         try:
             if rewards:
                 self.workers.start()
-                self.kinds, codes = self.workers.kinds, self.workers.codes
+                self.kinds = self.workers.kinds
             if converses:
                 make = partial(players, config.environment, config.tools or (), self.timeout)
                 key = "task.environment" if config.environment else "task.tools"
                 self.environments = [Workers(make, key=key) for _ in range(config.reward_workers)]
                 first = self.environments[0]
                 first.start()
-                self.tools, codes = first.tools, codes + first.codes
+                self.tools = first.tools
                 self.try_out(config.environment, task.train[:1])
         except BaseException:
             self.__exit__()
             raise
-        self.codes = {name: code for name, code in zip(self.names, codes, strict=True) if code}
 
     def try_out(self, environment: str | None, problems: Sequence[Example]) -> None:
         """Have the environment begin with the first of the problems; UserError where it raises.

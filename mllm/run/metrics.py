@@ -78,15 +78,20 @@ class RunLog:
     def open(self, name: str, size: int) -> FileIO:
         """A log to append to, without a buffer, of which `size` bytes stay; a shorter one is kept, with a warning."""
         with self.store.writing(name):
-            file = FileIO(self.store.folder / name, "a")
+            file = FileIO(self.store.folder / name, "a+")
             if file.tell() < size:
                 logger.warning("%s/%s lacks %d bytes from before this checkpoint", self.store, name, size - file.tell())
             else:
                 file.truncate(size)
+            end = file.seek(0, os.SEEK_END)
+            if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+                file.write(b"\n")  # the log was changed by hand: the next record is a line all the same
             return file
 
     def sync(self) -> dict[str, int]:
         """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their bytes."""
+        if not self.files:
+            return {}
         for name, file in self.files.items():
             with self.store.writing(name):
                 os.fsync(file.fileno())

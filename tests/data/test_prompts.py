@@ -98,7 +98,7 @@ def test_an_argument_of_the_template_that_would_have_no_effect_is_refused(rule: 
 
 
 def test_what_is_no_chat_anywhere_in_a_list_or_has_no_tokens_is_an_error_at_once() -> None:
-    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, 3\)$"):
+    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, data:3\)$"):
         prompts_of(listed("a", BAD, "b", BAD))
     with pytest.raises(UserError, match="makes nothing of them"):
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")

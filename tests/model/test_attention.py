@@ -24,7 +24,7 @@ from mllm.plan import targets
 
 ONE = MeshConfig(fsdp=1)
 EIGHT = MeshConfig(dp=2, fsdp=2, tp=2)
-FOUR = MeshConfig(tp=4)
+FOUR = MeshConfig(fsdp=1, tp=4)
 HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 

@@ -72,13 +72,13 @@ def finetuned(source):
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
-NOT_READ = "line 1: anchors, aliases and tags are not read"
 CONFIGS = {
-    "no YAML": (b"steps: [\n", "{path}: not readable as YAML: "),
-    "aliases that explode": (b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", NOT_READ),
-    "a tag that makes Python objects": (b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n", NOT_READ),
-    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", "line 3: steps stands twice"),
-    "a megabyte": (b"# " + b"x" * 2**20, "{path}: larger than 1 MiB, so it is no configuration"),
+    "a tag that makes Python objects": (
+        b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n",
+        "{path}: not",
+    ),
+    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", 'found duplicate key "steps"'),
+    "no mapping": (b"steps\n", "{path}: expected a mapping of settings at the top level"),
 }
 """The bytes of a file for `train.py --config`, and the message."""
 
@@ -91,7 +91,7 @@ def test_a_bad_configuration_file_is_refused(what, tmp_path, refused):
     assert text.format(path=path) in refused(train, "--config", path)
 
 
-@pytest.mark.parametrize("name", ["nowhere", "a" * 300, "a\0b", ".", "/dev/zero", "~nobody-here/x"])
+@pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
 def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name, refused):
     assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
 
@@ -138,7 +138,7 @@ def test_a_single_file_is_no_model_and_no_data(tmp_path, refused):
     source = path.relative_to(tmp_path)  # which might be a hub id
     said = refused(train, *arguments(pretrained(source)))
     assert f"{source}: is not a folder (archives and single files are never opened)" in said
-    assert f" ({path}:1, 2, " in refused(train, *finetuned(path))
+    assert f" ({path}:1, {path}:2, " in refused(train, *finetuned(path))
 
 
 def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
@@ -172,7 +172,6 @@ FILES = {
 LINES = {
     "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
     "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
-    "nine megabytes": (b'{"question": "' + b"a" * 9 * 2**20 + b'", "answer": "a"}', "longer than 8 MiB"),
 }
 FILES |= {
     f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"data.source: {text}")
@@ -199,12 +198,10 @@ TOOLS = (
     ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
     ("plot", "damaged", "damaged: no metrics.jsonl with a line in it; give a run_dir"),
     ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
-    ("samples", "damaged", "damaged/samples.jsonl: damaged: line 1: prompt: Field required"),
-    ("samples", "run --step 3", "--step: is for --print; the page has filters of its own"),
-    ("generate", "run hi --n 4", "--n: the likeliest tokens are always the same: give --temperature"),
+    ("samples", "damaged", "damaged: no samples.jsonl with a sample in it; give the run_dir of a GRPO run"),
     ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
     ("memory", "--config tiny_distill", "--config: heads of two models are not compared"),
-    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: three whole numbers from 1 to 99"),
+    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: whole numbers above 0"),
 )
 """The tool, its command line, and the message."""
 

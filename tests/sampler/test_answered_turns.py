@@ -14,7 +14,7 @@ from mllm.config.rollout import RolloutConfig
 from mllm.model.architecture import FULL, LINEAR, SLIDING, Architecture
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import bytes_on_device, make_mesh
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.sampler import engine
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Room, Usual
@@ -121,7 +121,7 @@ def test_decode_steps_change_states_in_place():
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}
     layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention"] * 5 + ["full_attention"]}
     settings = config(batch_size=64, model={"architecture": {**QWEN35, **heads, **layers}})
-    shapes = Programs(settings, make_mesh(settings.mesh))
+    shapes = RolloutPrograms(Programs(settings, make_mesh(settings.mesh)), settings.rollout)
     function, arguments = shapes.decode()
     used, states = function.lower(*arguments).compile().memory_analysis(), bytes_on_device(shapes.states())
     assert used.alias_size_in_bytes >= states

@@ -38,7 +38,7 @@ FIXTURES = Path(__file__).parent.parent / "fixtures"
 def test_sampling_merges_adapters_to_rounding():
     """On a mesh, with a tied head and rslora's scale; tests/model/test_peft.py has what adapters compute."""
     sizes, stored = weights.read_config(FIXTURES / "grouped_bfloat16"), load_weights(FIXTURES / "grouped_bfloat16")
-    layout = Layout.of(make_mesh(MeshConfig(tp=2)), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(fsdp=1, tp=2)), sizes)
     lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=True)
     assert lora.scale == pytest.approx(6.0 / 3**0.5)
     graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora, layout=layout))

@@ -12,6 +12,7 @@ section 3.2. DAPO: Yu et al. 2025. GSPO: Zheng et al. 2025, eq. 5 and 7. Truncat
 Gao et al. 2025, Soft adaptive policy optimization, eq. 5 and 6.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -156,10 +157,8 @@ def loss_of_ratio(
 
 def importance_weight(config: GrpoConfig, log_ratio: Array) -> Array:
     """The weight that the trainer's probability over the sampler's gives a token, or a sequence."""
-    assert config.importance_cap is not None
-    ratio = bounded_exp(log_ratio)
-    replacement = 0.0 if config.importance_sampling.endswith("mask") else config.importance_cap
-    return jnp.where(ratio <= config.importance_cap, ratio, replacement)
+    ratio, cap = bounded_exp(log_ratio), math.inf if config.importance_cap is None else config.importance_cap
+    return jnp.where(ratio <= cap, ratio, 0.0 if config.importance_sampling.endswith("mask") else cap)
 
 
 def old_logprobs(inputs: PolicyInputs, logprob: Array) -> Array:

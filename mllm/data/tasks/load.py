@@ -57,10 +57,9 @@ def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
         else:
             origins = {part: Origin("task.path", f"{config.path}/{part}.jsonl") for part in parts}
     elif config.kind == "hub":
-        assert config.id is not None
-        origins = {"train": Origin("task.id", config.id, config.subset, train or "train")}
+        origins = {"train": Origin("task.id", str(config.id), config.subset, train or "train")}
         if test is not None:
-            origins["test"] = Origin("task.test", config.id, config.subset, test)
+            origins["test"] = Origin("task.test", str(config.id), config.subset, test)
     else:
         origins = {part: Origin(f"task.{part}", file) for part, file in (("train", train), ("test", test)) if file}
     return {part: (origin.key, origin.records()) for part, origin in origins.items()}
