@@ -10,18 +10,27 @@ import tiny
 from compiled_program import FOR_GPUS, FOR_TPUS
 
 from mllm.config import load as configs
+from mllm.config.model import MeshConfig
+from mllm.errors import UserError
 from mllm.model.presets import PRESETS
-from mllm.parallel.mesh import AXES
+from mllm.parallel.mesh import AXES, make_mesh
 from mllm.plan import memory, targets
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
 
 
-def test_a_refusal_for_lack_of_memory_says_how_much_it_would_take_and_others_have_no_account():
+def test_a_refusal_for_lack_of_memory_says_how_much_it_would_take_and_others_are_errors():
     said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (56.06G) exceeds available HBM (31.25G)."  # noqa: E501
-    found = targets.account_of_refusal(said, arguments=2**30)
-    assert found == Account(int(55.06 * 2**30), int(56.06 * 2**30))
-    assert targets.account_of_refusal("INTERNAL: Mosaic failed to compile", 0) is None
+
+    def refused(text):
+        def program():
+            raise jax.errors.JaxRuntimeError(text)
+
+        return targets.account_of(program, (), targets.Devices("a TPU at hand", make_mesh(MeshConfig(fsdp=1)), 1, 0))
+
+    assert refused(said) == Account(int(56.06 * 2**30), int(56.06 * 2**30))
+    with pytest.raises(UserError, match="a TPU at hand: the compiler refuses the program: INTERNAL: Mosaic"):
+        refused("INTERNAL: Mosaic failed to compile")
 
 
 def test_a_target_is_a_chip_a_slice_or_the_gpus_of_a_host():
