@@ -8,6 +8,7 @@ earlier export is replaced as a whole, or not at all. RUN and FOLDER may be in b
 lacks config.json, so that nothing takes it for a model.
 """
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mllm.model.folder import refuse_foreign_files
 
     out = options.out or f"{options.run.rstrip('/')}/{'adapter' if options.adapter else 'export'}"
+    if not options.out and os.path.islink(out):
+        raise UserError(f"{out}: is a link, in a run that may be another's: give the folder that it leads to as --out")
     refuse_foreign_files(out)
     config, policy, step, params = restore(options.run, options.step, adapter=options.adapter)
     if options.adapter:

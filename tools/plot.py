@@ -56,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         out = out.with_suffix(out.suffix or ".png")
         out.parent.mkdir(parents=True, exist_ok=True)
+        if not options.out:
+            out.unlink(missing_ok=True)  # in another's run it may be a link that leads anywhere
         figure.savefig(out, dpi=130)
     except (OSError, ValueError) as error:  # ValueError: no name, or a format that matplotlib doesn't know
         raise UserError(f"--out: {out} can't be written ({error}); give the path of a .png") from None

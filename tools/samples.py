@@ -129,6 +129,7 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
     path = run.folder / "samples.html"
     try:
+        path.unlink(missing_ok=True)  # in another's run it may be a link that leads anywhere
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written ({error})") from None

@@ -1,4 +1,4 @@
-"""A stranger's run or model: what reads it runs no code of it, and reads and writes in no folder but its own."""
+"""A stranger's run or model: what reads it runs no code of it, and writes into no folder but its own."""
 
 import importlib.util
 import json
@@ -15,14 +15,17 @@ from mllm.model.tokenizer import bytes_tokenizer, load_tokenizer
 from mllm.run import folder as run_dir
 from mllm.run.source_run import source_run
 from mllm.run.store import RunStore
-from tools import export
+from tools import export, plot, samples
 
 
 @pytest.fixture
 def stranger(tmp_path):
-    """The folder of a run."""
+    """The folder of a run with a log of each kind."""
     (folder := tmp_path / "stranger").mkdir()
     run_dir.write(RunStore(folder), config(run_dir=str(folder)))
+    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "rewards": {}, "reward": None, "advantage": 0.0}
+    for name, record in {"metrics": {"step": 1, "loss": 1.0}, "samples": sample}.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
     return folder
 
 
@@ -38,6 +41,25 @@ def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
     with pytest.raises(UserError, match="No module named 'stranger_module'"):
         function_records("stranger_module:problems")
     assert str(stranger) not in places.MODULES  # the PYTHONPATH of the rewards' process
+
+
+@pytest.mark.parametrize(("tool", "name"), [(samples, "samples.html"), (plot, "curves.png")])
+def test_a_tool_writes_its_file_in_the_place_of_a_link(stranger, tmp_path, tool, name):
+    (mine := tmp_path / "mine").write_text("mine")
+    (stranger / name).symlink_to(mine)
+    assert tool.main([str(stranger)]) == 0
+    assert mine.read_text() == "mine"
+    assert (stranger / name).stat().st_size > 1000
+
+
+@pytest.mark.parametrize(("options", "name"), [([], "export"), (["--adapter"], "adapter")])
+def test_an_export_does_not_follow_a_link_in_the_run(stranger, tmp_path, capsys, options, name):
+    with replacing(tmp_path / "mine") as model:
+        (model / "config.json").write_text("mine")
+    (stranger / name).symlink_to(tmp_path / "mine")
+    assert export.main([str(stranger), *options]) == 2
+    assert f"error: {stranger / name}: is a link, in a run that may be another's:" in capsys.readouterr().err
+    assert (tmp_path / "mine/config.json").read_text() == "mine"
 
 
 def tokenizer_with(folder, **settings):
