@@ -4,7 +4,6 @@
 """
 
 import json
-import re
 import shutil
 from dataclasses import replace
 
@@ -14,9 +13,7 @@ from runs import ROOT, arguments, assert_same_end, changed, killed_after, record
 from tiny import TEACHER, config
 
 import train
-from mllm.algorithms.table import RUNS
 from mllm.config.load import read
-from mllm.config.section import keys_of
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.load import load_policy
@@ -346,14 +343,3 @@ def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_sho
     resolved = yaml.safe_load((tmp_path / "killed" / "config.yaml").read_text())
     assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 8, "new": 6}
     assert {change["key"]: change["new"] for change in resolved["changes"]} == expected
-
-
-def test_the_documentation_names_every_setting_that_may_never_change_and_that_always_may():
-    text = (ROOT / "docs/training.md").read_text().split("| may not change | |")[1].split("\n\n")[0]
-    named = set()
-    for section, names in re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE):
-        prefix = f"{section.strip('`')}." if section.startswith("`") else ""
-        named |= {prefix + name for name in re.findall(r"`([\w.]+)`", names)}
-    assert named == (folder.FIXED | folder.FREE) - {"changes"}  # which is the record of them
-    settings = {key for kind in RUNS.values() for key in keys_of(kind)}
-    assert not {name for name in named if not any(f"{key}.".startswith(f"{name}.") for key in settings)}
