@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("--target: is for --plan; training takes the devices at hand")
     if options.plan:
         from mllm.plan.fit import with_micro_batch
-        from mllm.plan.memory import find_devices, plan
+        from mllm.plan.memory import plan
+        from mllm.plan.targets import find_devices
 
         config, devices = find_devices(config, options.target)
         plan(with_micro_batch(config, devices), devices)

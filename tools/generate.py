@@ -19,6 +19,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,16 @@ if TYPE_CHECKING:
 Chat = list[dict[str, str]]
 Answer = tuple[str, dict[str, Any]]
 """The text of a completion to be printed, and the line of the output."""
-MOST_TOKENS, TURNS = 512, 8
+MOST_TOKENS, TURNS, SLOTS = 512, 8, 64
+
+
+@dataclass(frozen=True)
+class Model:
+    policy: "Policy"
+    params: "Params"
+    name: str
+    task: "TaskConfig | None" = None
+    """A run's."""
 
 
 @errors.command
@@ -50,20 +60,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chats = [chat for chat in read_prompts(options) for _ in range(options.n)]
     if options.out and options.out.exists():
         raise UserError(f"--out: {options.out} exists, and would be overwritten; give another name")
-    policy, params, task, name = load(options)
-    if system := options.system or (task and task.system_prompt):
-        first = {"role": "system", "content": system}
-        chats = [chat if chat[0]["role"] == "system" else [first, *chat] for chat in chats]
-    answers = complete(options, policy, params, chats, task, name)
+    model = load(options)
+    first = system_message(options, model)
+    chats = [chat if chat[0]["role"] == "system" else [*first, *chat] for chat in chats]
+    answers = complete(options, model, chats)
     if options.out is None:
         for chat, (shown, _) in zip(chats, answers, strict=True):
             if len(chats) > 1:
                 print(errors.printable(f"> {chat[-1]['content']}"), file=sys.stderr, flush=True)
             print(errors.printable(shown, keep="\n\t") if sys.stdout.isatty() else shown, flush=True)
         return 0
-    lines = "".join(json.dumps(line, ensure_ascii=False) + "\n" for _, line in answers)
     try:
-        options.out.write_text(lines, encoding="utf-8")
+        options.out.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for _, line in answers), "utf-8")
     except OSError as error:
         raise UserError(f"--out: {options.out} can't be written ({error.strerror}); give another name") from None
     return 0
@@ -71,49 +79,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = errors.ArgumentParser(__doc__)
-    parser.add_argument("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
-    parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="a user's message; default: what is on stdin, a chat on a terminal"
-    )
-    parser.add_argument("--prompts", metavar="FILE", help="JSON lines of prompts")
-    parser.add_argument("--step", type=positive(int), metavar="N", help="a run's checkpoint; default: the newest")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
+    add = parser.add_argument
+    add("model", metavar="MODEL_OR_RUN", help="a run_dir, a folder, both also in a bucket, or a hub id")
+    add("prompt", nargs="*", metavar="PROMPT", help="a user's message; default: what is on stdin, a chat on a terminal")
+    add("--prompts", metavar="FILE", help="JSON lines of prompts")
+    add("--out", type=Path, metavar="FILE", help="where JSON lines of completions are written")
+    add("--step", type=positive(int), metavar="N", help="a run's checkpoint; default: the newest")
+    add("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
     rule = "render prompts by the chat template; auto (default): unless the model has learned texts"
-    parser.add_argument("--chat-template", choices=["auto", "always", "never"], default="auto", help=rule)
-    parser.add_argument("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
+    add("--chat-template", choices=["auto", "always", "never"], default="auto", help=rule)
+    add("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
     most = f"of a completion (default {MOST_TOKENS}, if they fit)"
-    parser.add_argument("--max-tokens", type=positive(int), metavar="N", help=most)
+    add("--max-tokens", type=positive(int), metavar="N", help=most)
+    add("--n", type=positive(int), default=1, metavar="N", help="completions of each prompt")
     greedy = "0 takes the likeliest token (default)"
-    parser.add_argument("--temperature", type=positive(float, zero=True), default=0.0, help=greedy)
-    parser.add_argument("--n", type=positive(int), default=1, metavar="N", help="completions of each prompt")
-    parser.add_argument("--top-p", type=positive(float, most=1), default=1.0)
-    parser.add_argument("--top-k", type=positive(int, zero=True), default=0)
-    parser.add_argument("--min-p", type=positive(float, most=1), help="a token's least share of the likeliest one's")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
+    add("--temperature", type=positive(float, zero=True), default=0.0, help=greedy)
+    add("--seed", type=positive(int, zero=True, most=LARGEST_NUMBER), default=0)
     meaning = "what answers, package.module:Class; task: what the run's task has"
-    parser.add_argument("--environment", metavar="NAME", help=meaning)
-    parser.add_argument("--max-turns", type=positive(int), metavar="N", help="with --environment; default: 8")
-    parser.add_argument("--seed", type=positive(int, zero=True, most=LARGEST_NUMBER), default=0)
-    parser.add_argument("--slots", type=positive(int), default=64, metavar="N", help="prompts at a time (default 64)")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16, or the run's")
+    add("--environment", metavar="NAME", help=meaning)
+    add("--max-turns", type=positive(int), default=TURNS, metavar="N", help="with --environment; default: 8")
     options = parser.parse_intermixed_args(arguments)
     if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
     return options
 
 
+def system_message(options: argparse.Namespace, model: Model) -> Chat:
+    system = options.system or (model.task and model.task.system_prompt)
+    return [{"role": "system", "content": system}] if system else []
+
+
 def chat_on_terminal(options: argparse.Namespace) -> int:
     """Answer each line that is typed, with all that was said before, until an empty one or the end of the input."""
-    policy, params, task, name = load(options)
-    system = options.system or (task and task.system_prompt)
-    chat: Chat = [{"role": "system", "content": system}] if system else []
-    quiet = False
+    model, quiet = load(options), False
+    chat = system_message(options, model)
     while True:
         print("> ", end="", file=sys.stderr, flush=True)
         if not (line := sys.stdin.readline().rstrip("\n")):
             return 0
         chat.append({"role": "user", "content": text({"PROMPT": line}, "PROMPT")})
-        ((shown, _),) = complete(options, policy, params, [chat], task, name, quiet)
+        ((shown, _),) = complete(options, model, [chat], quiet)
         print(errors.printable(shown, keep="\n\t"), flush=True)
         chat.append({"role": "assistant", "content": shown})
         quiet = True
@@ -143,8 +149,7 @@ def read_chat(record: Record) -> Chat:
     return chat
 
 
-def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | None, str]":
-    """The model, its parameters, the task of a run, and what the model is in words."""
+def load(options: argparse.Namespace) -> Model:
     from mllm.config.model import MeshConfig, ModelConfig
     from mllm.model import peft
     from mllm.model.folder import SMALL, local_folder, read_json
@@ -154,11 +159,11 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
     from mllm.run.store import find_run
     from tools.export import restore
 
-    mesh, dtype = make_mesh(MeshConfig(fsdp=1)), options.dtype or "bfloat16"
+    dtype = options.dtype or "bfloat16"
     keep_programs()
     if find_run(options.model, "MODEL_OR_RUN") is not None:
         config, policy, step, params = restore(options.model, options.step, options.dtype)
-        return policy, params, config.task, f"step {step}"
+        return Model(policy, params, f"step {step}", config.task)
     if options.step is not None:
         raise UserError(f"--step: {options.model} is no run, which alone has checkpoints: leave it out")
     model, name = {"source": options.model, "param_dtype": dtype}, "the model"
@@ -168,19 +173,13 @@ def load(options: argparse.Namespace) -> "tuple[Policy, Params, TaskConfig | Non
             raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
         local_folder(base, SMALL, f"{adapter}: base_model_name_or_path", "export it (tools/export.py RUN)")
         model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
+    local_folder(options.model, SMALL, "MODEL_OR_RUN", "the folder of a run")
+    mesh = make_mesh(MeshConfig(fsdp=1))
     policy = load_model(ModelConfig.model_validate({**model, "dtype": dtype}), mesh, packed=False)
-    return policy, policy.initial_params(), None, name
+    return Model(policy, policy.initial_params(), name)
 
 
-def complete(
-    options: argparse.Namespace,
-    policy: "Policy",
-    params: "Params",
-    chats: list[Chat],
-    task: "TaskConfig | None",
-    name: str,
-    quiet: bool = False,
-) -> list[Answer]:
+def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet: bool = False) -> list[Answer]:
     """The chats' completions. UserError where one doesn't fit the model's positions.
 
     Unless it is to be `quiet`, a line says how prompts are rendered.
@@ -192,12 +191,12 @@ def complete(
     from mllm.sampler.schedule import Room
     from mllm.stopwatch import COMPILING
 
-    are_texts = not options.environment and all(len(chat) == 1 for chat in chats)
-    args = (task and task.template_args) or {}
+    policy, are_texts = model.policy, not options.environment and all(len(chat) == 1 for chat in chats)
+    args = (model.task and model.task.template_args) or {}
     renderer = Renderer(policy.tokenizer, options.chat_template, args).for_prompts(policy.learned, are_texts)
     form = "rendered by the chat template" if renderer.form == "chats" else "texts, without the chat template"
     if not quiet:
-        print(f"{options.model}: {name}; prompts are {form}", file=sys.stderr)
+        print(f"{options.model}: {model.name}; prompts are {form}", file=sys.stderr)
         warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
     prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
@@ -207,9 +206,8 @@ def complete(
         raise UserError(f"--max-tokens: {fault}; at most {max(0, most - longest)} would fit")
     settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
     if options.environment:  # which may add to the prompt
-        turns = {"max_turns": options.max_turns or TURNS, "max_total_length": most}
-        settings |= {"max_prompt_length": most - limit} | (turns if turns["max_turns"] > 1 else {})
-    settings |= {key: getattr(options, key) for key in ("top_p", "top_k", "min_p")}
+        settings["max_prompt_length"] = most - limit
+        settings |= {"max_turns": options.max_turns, "max_total_length": most} if options.max_turns > 1 else {}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
     start, work = time.monotonic() - COMPILING.seconds, RolloutWork()
     sampler = Sampler(
@@ -218,19 +216,18 @@ def complete(
         (*policy.stop_ids, *stops),
         RolloutConfig(temperature=options.temperature or 1.0, **settings),
         options.seed,
-        room=lambda: options.slots and Room(options.slots),
+        room=lambda: Room(SLOTS),
         work=work,
         stop_texts=(*policy.stop_texts, *options.stop),
     )
     if options.environment:
-        result = converse(options, sampler, params, chats, prompts, task)
+        result = converse(options, model, sampler, chats, prompts)
     else:
-        result = []
-        for chat, made in zip(
-            chats, sampler.complete(params, prompts, step=0, greedy=not options.temperature), strict=True
-        ):
-            line = {"messages": chat, "completion": made.text, "tokens": len(made.tokens), "finished": made.finished}
-            result.append((made.text, line))
+        made = sampler.complete(model.params, prompts, step=0, greedy=not options.temperature)
+        result = [
+            (one.text, {"messages": chat, "completion": one.text, "tokens": len(one.tokens), "finished": one.finished})
+            for chat, one in zip(chats, made, strict=True)
+        ]
     if len(prompts) > 1:
         speed = work.tokens / (time.monotonic() - COMPILING.seconds - start)
         print(f"{len(prompts)} done, {work.tokens} tokens, {speed:.0f} tokens/s", file=sys.stderr)
@@ -238,12 +235,7 @@ def complete(
 
 
 def converse(
-    options: argparse.Namespace,
-    sampler: "Sampler",
-    params: "Params",
-    chats: list[Chat],
-    prompts: list[list[int]],
-    task: "TaskConfig | None",
+    options: argparse.Namespace, model: Model, sampler: "Sampler", chats: list[Chat], prompts: list[list[int]]
 ) -> list[Answer]:
     """The chats, with turns between the model and an environment; UserError where there is none of that name."""
     from mllm.config.places import add_modules
@@ -253,20 +245,21 @@ def converse(
     from mllm.rewards.runner import RewardRunner
     from mllm.sampler.conversations import Conversations
 
+    task = model.task
     if options.environment != "task":
         task = TaskConfig(name="arithmetic").model_copy(update={"environment": options.environment})
     elif task is None or not task.converses:
         raise UserError("--environment: task: it is no run whose task has an environment or tools: name one")
     add_modules(Path())
     starts = [Example(chat, None, conversational=sum(turn["role"] != "system" for turn in chat) > 1) for chat in chats]
-    games, alone = Task("", starts, []), task.model_copy(update={"rewards": ()})
-    with RewardRunner(alone, games, sampler.options.sampled_length) as runner:
-        talk = Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0)
-        arguments: dict[str, Any] = {"step": 0, "greedy": not options.temperature, "conversations": talk}
-        with talk:
-            begun = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
-            sampler.complete(params, begun, **arguments)
-            played = talk.finish()
+    alone = task.model_copy(update={"rewards": ()})
+    with (
+        RewardRunner(alone, Task("", starts, []), sampler.options.sampled_length) as runner,
+        Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0) as talk,
+    ):
+        begun = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
+        sampler.complete(model.params, begun, step=0, greedy=not options.temperature, conversations=talk)
+        played = talk.finish()
     answers = []
     for game in played:
         kind, reward, *_ = game.played.reward

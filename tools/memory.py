@@ -37,11 +37,9 @@ from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.errors import UserError
-from mllm.parallel.mesh import bytes_on_device
 from mllm.plan import memory as plan
-from mllm.plan.memory import Devices
 from mllm.plan.programs import Programs
-from mllm.plan.targets import Account
+from mllm.plan.targets import Devices, account_of, find_devices
 from mllm.training.head import Head, HeadInputs
 from tools.bench.frame import positive, table
 
@@ -62,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = configs.load(options.config, options.overrides)
     if recipe_of(config).demands.teacher_in_update:
         raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
-    config, devices = plan.find_devices(config, options.target)
+    config, devices = find_devices(config, options.target)
     bars: dict[tuple[str, int], Bar] = {}
     bare: dict[tuple[bool, int], int] = {}
     for head in HEADS:
@@ -70,8 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             changed = with_head(config, head, micro, devices.mesh)
             model = head == "lora", micro  # what the model takes does not depend on the head
             if model not in bare:
-                bare[model] = account(changed, devices, "update", "none").peak
-            bars[head, micro] = bar(changed, devices, bare[model], head)
+                bare[model] = account_of(*Programs(changed, devices.mesh, no_head).update(), devices).peak
+            bars[head, micro] = bar(changed, devices, bare[model])
             print(f"{head} {micro}: {plan.size(bars[head, micro]['peak'])}", file=sys.stderr)
     print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
     rows = []
@@ -107,17 +105,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # --- figures
 
 
-def bar(config: RunConfig, devices: Devices, bare: int, head: str) -> Bar:
+def bar(config: RunConfig, devices: Devices, bare: int) -> Bar:
     """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
-    known = {
-        "parameters": bytes_on_device(shapes.policy.params),
-        "optimizer": bytes_on_device(shapes.state.opt_state),
-        "gradients": bytes_on_device(shapes.gradients()),
-    }
-    peak = account(config, devices, "update", head).peak
-    parts = plan.phase("update", peak, known, max(peak - bare, 0)).parts
-    alone = account(config, devices, "head_of_update", head).temporaries
+    peak = account_of(*shapes.update(), devices).peak
+    parts = plan.phase("update", peak, plan.held_in_update(shapes), max(peak - bare, 0)).parts
+    alone = account_of(*shapes.head_of_update(), devices).temporaries
     return {**{name: parts[name] for name in PARTS}, "peak": peak, "head alone": alone}
 
 
@@ -132,12 +125,6 @@ def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig
     model: dict[str, Any] = {"lora": lora, "param_dtype": "float32"} if head == "lora" else {"lora": None}
     changes["model"] = ModelConfig.model_validate({**config.model.model_dump(), **model})
     return config.model_copy(update=changes)
-
-
-def account(config: RunConfig, devices: Devices, name: str, head: str) -> Account:
-    """The memory of a program with one of `HEADS` or "none"."""
-    shapes = Programs(config, devices.mesh, no_head if head == "none" else None)
-    return plan.account_of(getattr(shapes, name)(), devices)
 
 
 def no_head(

@@ -20,7 +20,7 @@ from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Example, Task, prompt_hash
+from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError, printable
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
@@ -83,7 +83,7 @@ def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
 
 
 def completed(task: Task, file: str) -> list[tuple[Example, str]]:
-    """The samples in a file, each with the problem that has its prompt; UserError where one is bad or has none."""
+    """The samples in a file, each with the first problem of its prompt; UserError where one is bad or has none."""
 
     def read(record: Record) -> tuple[str, str]:
         if not isinstance(record.get("completion"), str):
@@ -94,14 +94,11 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     samples = [pair for _, pair in sound_records(lines, "SAMPLES.jsonl")]
     if not samples:
         raise UserError(f"{file}: there is no sample in it")
-    wanted, examples, doubtful = {prompt for prompt, _ in samples}, dict[str, Example](), list[str]()
+    wanted, examples = {prompt for prompt, _ in samples}, dict[str, Example]()
     for example in chain(task.heldout, task.test or (), task.train[:MOST_SEARCHED]):
-        if (prompt := example.question) in wanted:
-            found = examples.setdefault(prompt, example)
-            if prompt not in doubtful and prompt_hash(found, fields=True) != prompt_hash(example, fields=True):
-                doubtful.append(prompt)
-                log.warning("several problems have the prompt %r: its completions count as the first one's", prompt)
-        if len(examples) == len(wanted) and not isinstance(task.train, list):  # others may take long to make
+        if example.question in wanted:
+            examples.setdefault(example.question, example)
+        if len(examples) == len(wanted):
             break
     if unknown := wanted - examples.keys():
         raise UserError(f"{file}: task {task.name} has no problem with the prompt {min(unknown)!r}: remove it")

@@ -7,16 +7,14 @@ With --config the first examples are printed before any training, what is learne
 distillation whole examples, of DPO pairs, of GRPO the prompts, without what environments and tools add to them.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
-text, sorted, and a prompt's completions side by side between steps. With --print the newest go to the terminal instead.
+text, sorted, and a prompt's completions side by side between steps.
 """
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, groupby, islice
+from itertools import accumulate, groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-from pydantic import BaseModel, FiniteFloat, ValidationError
+from typing import TYPE_CHECKING, Any
 
 from mllm import errors
 from mllm.errors import UserError
@@ -31,27 +29,9 @@ LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
 
 
-class Turn(BaseModel):
-    """A message after the prompt of a conversation; the reward is None where it has none of its own."""
-
-    role: str
-    content: str
-    reward: FiniteFloat | None = None
-    tool_errors: int = 0
-
-
-class Sample(BaseModel):
-    """A line of samples.jsonl; None for a reward that failed or does not apply, and for what an older run lacks."""
-
-    step: int
-    prompt: str
-    completion: str
-    rewards: dict[str, FiniteFloat | None]
-    reward: FiniteFloat | None = None
-    advantage: FiniteFloat | None
-    length: int | None = None
-    truncated: bool = False
-    turns: list[Turn] = []
+WRITTEN = {"step", "prompt", "completion", "rewards", "reward", "advantage"}
+"""What every line of samples.jsonl has; of a conversation it has `turns`, too."""
+Sample = dict[str, Any]
 
 
 @errors.command
@@ -62,9 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key.sub=value", help="with --config: settings that replace the file's"
     )
-    parser.add_argument("--print", action="store_true", help="to the terminal, instead of a page")
-    parser.add_argument("--step", type=int, help="with --print: only this step's")
-    parser.add_argument("--limit", type=int, default=10, help="with --print: at most so many (default 10)")
     options = parser.parse_intermixed_args(arguments)
     if options.config:
         for line in examples(options.config, [*filter(None, [options.run]), *options.overrides]):
@@ -73,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.run is None or options.overrides:
         raise UserError("RUN: give one run_dir, or --config with a configuration's name")
     run = tool_run(options.run)
-    samples = read(run)
-    if options.print:
-        print_newest(samples, options.step, max(1, options.limit))
-    else:
-        write_page(samples, run)
+    write_page(read(run), run)
     return 0
 
 
@@ -143,27 +116,19 @@ def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: S
 
 
 def read(run: RunStore) -> list[Sample]:
-    """The complete lines of a run's samples.jsonl; UserError where there are none, or one is damaged."""
-    if not (lines := run.read("samples.jsonl").split(b"\n")[:-1]):
-        way_out = "give the run_dir of a GRPO run whose log.samples is not 0"
-        raise UserError(f"{run}: no samples.jsonl with a line in it; {way_out}")
-    samples = []
-    for number, line in enumerate(lines, 1):
-        try:
-            samples.append(Sample.model_validate_json(line))
-        except ValidationError as error:
-            reason = error.errors()[0]
-            fault = ": ".join(filter(None, (".".join(map(str, reason["loc"])), reason["msg"])))
-            raise UserError(f"{run}/samples.jsonl: damaged: line {number}: {fault}") from None
-    return samples
+    """The lines of a run's samples.jsonl that are whole; UserError where there are none."""
+    if samples := [{"turns": [], **line} for line in run.records("samples.jsonl") if line.keys() >= WRITTEN]:
+        return samples
+    way_out = "give the run_dir of a GRPO run whose log.samples is not 0"
+    raise UserError(f"{run}: no samples.jsonl with a sample in it; {way_out}")
 
 
 def write_page(samples: list[Sample], run: RunStore) -> None:
     """Write RUN/samples.html with the newest samples that fit, at least one, and say where it is and what it lacks."""
-    ends = accumulate(len(embedded(sample.model_dump())) for sample in reversed(samples))
+    ends = accumulate(len(embedded(sample)) for sample in reversed(samples))
     held = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
     left_out = len(samples) - len(held)
-    data = {"run": str(run), "left_out": left_out, "samples": [sample.model_dump() for sample in held]}
+    data = {"run": str(run), "left_out": left_out, "samples": held}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
     path = run.folder / "samples.html"
     try:
@@ -177,33 +142,6 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
 def embedded(data: object) -> str:
     """The JSON of data as a page's script element may hold it: ASCII, and without the "<" that could end the script."""
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-
-
-def print_newest(samples: list[Sample], step: int | None, limit: int) -> None:
-    """Print samples of a step, or of all: the newest, the last one last."""
-    matching = [sample for sample in samples if step in (None, sample.step)]
-    if not matching:
-        raise UserError(f"--step: no sample of {len(samples):,} is of step {step}")
-    for sample in matching[-limit:]:
-        numbers = {"reward": sample.reward, **sample.rewards, "advantage": sample.advantage}
-        shown = [f"{name} {'null' if x is None else f'{x:.3f}'}" for name, x in numbers.items()]
-        shown += [f"length {sample.length}"] * (sample.length is not None) + ["cut off"] * sample.truncated
-        print(errors.printable(f"step {sample.step}  {'  '.join(shown)}"))
-        texts = [*chain(*map(lines_of, sample.turns))] or [("completion", sample.completion)]
-        for name, text in [("prompt", sample.prompt), *texts]:
-            for number, line in enumerate(text.split("\n")):
-                print(errors.printable(f"  {'' if number else name:<10}  {line}"))
-        print()
-    print(f"{min(limit, len(matching)):,} of {len(matching):,}")
-
-
-def lines_of(turn: Turn) -> Iterator[tuple[str, str]]:
-    """The text of a turn, its reward and the number of its tool errors, where it has them, with their names."""
-    yield turn.role, turn.content
-    if turn.reward is not None:
-        yield "reward", f"{turn.reward:.3f}"
-    if turn.tool_errors:
-        yield "errors", str(turn.tool_errors)
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def tables(schema: dict[str, Any], key: str, is_list: bool = False) -> Iterator[
             section = SCHEMA["$defs"][refers[0]]
             inner.append((section, dotted, "items" in field))
             meaning = meaning or section["description"]
-            kind = f"[section](#{dotted.replace('.', '')})"
+            kind = f"[section](#{anchor(dotted)})"
             default = "{}" if isinstance(field.get("default"), dict) else default  # all of the section's own defaults
         default = "required" if name in schema.get("required", ()) else f"`{default}`"
         yield f"| `{dotted}` | {kind} | {default} | {cell(meaning)} |"
@@ -86,6 +86,11 @@ def readable(field: dict[str, Any]) -> str:
         return f"list of {readable(field['items'])}"
     bounds = ", ".join(f"{sign} {field[key]}" for key, sign in SIGNS.items() if key in field)
     return f"{TYPES.get(field.get('type', ''), '')} {bounds}".strip()
+
+
+def anchor(heading: str) -> str:
+    """A heading's anchor, as GitHub makes it."""
+    return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
 def cell(text: str) -> str:

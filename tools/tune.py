@@ -2,71 +2,91 @@
 
     python tools/tune.py --shape 8192,2048,151936
 
-A row is what `tools/bench head` says of a way through the head that runs the kernel with these tiles, in a process of
-its own: its time beside the bare products', and its errors. It goes to stderr as soon as it is there, with the best so
-far; tables come at the end. One that fails is named with the reason; after one that hangs, none is tried. On a TPU the
-other kernels keep their tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of
-several sizes are tried. Nothing is noted: sizes that win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py, with
-the table beside the change.
+A row is what `tools/bench head` says of a way through the head that runs the kernel with these tiles: its time beside
+the bare products', and its errors. One that fails is named with the reason. On a TPU the other kernels keep their
+tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of several sizes are tried. Nothing
+is noted: sizes that win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py, with the table beside the change.
 
 bfloat16 only; not tried are several devices, and rows that don't count. Exit codes: 0 done, 2 an error in one line.
 """
 
-import math
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "kernels"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a script sees only its own folder
+from lm_head.gpu import tiles as gpu
+from lm_head.tpu import tiles as tpu
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import LATE, line, positive, shape_of, start, table
-from tools.bench.head import CHILD, COLUMNS, LARGE, LEAST, cells
+from tools.bench.frame import positive, shape
+from tools.bench.head import LARGE, Problem, measured
+from tools.bench.methods import methods
 
-PATIENCE = 180.0
-"""Seconds that a process may take, with compiling."""
+TPU_KERNELS: dict[str, tuple[tpu.KernelName, bool, bool, str]] = {
+    "statistics": ("forward", False, False, "value only"),
+    "mean": ("forward", True, False, "workspace 0"),
+    "kept": ("forward", True, True, "workspace for all tokens"),
+    "dh": ("hidden", False, False, "with entropy"),
+    "dW": ("weight", False, False, "workspace 0"),
+}
+"""For each kernel: whose tiles it has, whether it sums p W, whether it keeps exponentials, and a way that runs it."""
+GPU_CHUNKS = (2048, 8448, 6144, 4096, 3072, 2304, 1792, 1536, 1024)
+"""Columns, the engine's own choice first; some of them divide evenly among 132 multiprocessors."""
+
+
+class Tiling(NamedTuple):
+    kernel: str
+    way: str
+    """The method of the benchmark that runs the kernel."""
+    name: str
+    override: AbstractContextManager[None]
+    """Within it, programs are traced with these tiles."""
+
+
+def gpu_tilings() -> Iterator[Tiling]:
+    """All tiles that fit, the engine's own first, and with these all chunks."""
+    blocks = [(256, 2), (256, 1), (128, 1)]  # columns of a tile, and a cluster's blocks, which divide them
+    tiles = [gpu.Tiles(columns=c, slots=s, cluster=n) for c, n in blocks for s in (6, 5, 4, 3)]
+    tiles = sorted((x for x in tiles if gpu.shared_memory(x) <= gpu.SHARED_MEMORY), key=lambda x: x != gpu.Tiles())
+    for x, chunk in [(x, GPU_CHUNKS[0]) for x in tiles] + [(tiles[0], chunk) for chunk in GPU_CHUNKS[1:]]:
+        name = f"columns={x.columns}, slots={x.slots}, cluster={x.cluster}, chunk={chunk}"
+        yield Tiling("loss", "mosaic_gpu, workspace 0", name, gpu.override(gpu.Sizes(x, chunk)))
+
+
+def tpu_tilings(shape: tuple[int, ...], most: int) -> Iterator[Tiling]:
+    """For each kernel at most so many tilings that fit, the engine's own first."""
+    narrow, wide, (tokens, features, vocabulary) = jnp.dtype("bfloat16"), jnp.dtype("float32"), shape
+    for name, (kernel, mean, keep, way) in TPU_KERNELS.items():
+        gradient = wide if kernel == "forward" else narrow
+        case = tpu.Case(kernel, tokens, vocabulary, features, narrow, narrow, narrow, gradient, mean, keep)
+        for x in tpu.candidates(case, tpu.vmem())[:most]:
+            override = tpu.override(kernel=kernel, rows=x.rows, columns=x.columns, step=x.step)
+            yield Tiling(name, f"mosaic_tpu, {way}", f"rows={x.rows}, columns={x.columns}, step={x.step}", override)
 
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = errors.ArgumentParser(__doc__)
-    add, shape = parser.add_argument, ",".join(map(str, LARGE))
-    add("--shape", type=shape_of, default=shape, metavar="N,D,V", help=f"tokens, hidden size, vocabulary ({shape})")
-    add("--most", type=positive(int), default=8, metavar="K", help="tilings of each of a TPU's kernels (default 8)")
-    add("--limit", type=positive(float), default=math.inf, metavar="SECONDS", help="begin no tiling that may end later")
-    options = parser.parse_args(arguments)
-    deadline, last, stopped = time.monotonic() + options.limit, 0.0, ""
-    with tempfile.TemporaryDirectory() as cache:
-        # Processes of their own: one that has looked at a TPU keeps it from all others.
-        listed, failure = start(CHILD, {"shape": options.shape, "most": options.most}, PATIENCE, cache)
-        if failure or not listed:
-            raise UserError(failure or "there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
-        for kernel in listed:
-            rows, refused, left_out = list[list[str]](), [], 0
-            task = {"shape": options.shape, "dtype": "bfloat16", "lives": [1.0], "rounds": 5, "least": LEAST}
-            for tiles in kernel["tilings"]:
-                begin = time.monotonic()
-                if stopped := stopped or ("--limit" if begin + last > deadline else ""):
-                    left_out += 1
-                    continue
-                name = ", ".join(f"{name}={size}" for name, size in tiles.items() if name != "kernel")
-                case = {**task, "method": f"{kernel['impl']}, {kernel['way']}", "tiles": tiles}
-                print(f"{kernel['kernel']}: {name}", file=sys.stderr)
-                measured, failure = start(CHILD, case, PATIENCE, cache)
-                last = time.monotonic() - begin
-                if failure:
-                    refused.append(f"refused: {name}: {failure}")
-                    stopped = "a device that hangs once isn't trusted" if failure == LATE else ""
-                else:
-                    row = [name, *cells(measured[0])]
-                    rows = sorted([*rows, row], key=lambda row: float(row[1]))
-                    print(line([*row, f"best so far: {rows[0][0]}"]), file=sys.stderr)
-            print(f"\n{kernel['impl']}, {kernel['kernel']}, by {kernel['way']}")
-            if left_out:
-                refused.append(f"{stopped}: {left_out} tilings were left out")
-            print("\n".join([table(["tiles", *COLUMNS[1:]], rows), *refused]), flush=True)
+    sizes = "tokens, hidden size, vocabulary (default {},{},{})".format(*LARGE)
+    parser.add_argument("--shape", type=shape("N,D,V"), default=LARGE, metavar="N,D,V", help=sizes)
+    most = "tilings of each of a TPU's kernels (default 8)"
+    parser.add_argument("--most", type=positive(int), default=8, metavar="K", help=most)
+    options, platform = parser.parse_args(arguments), jax.default_backend()
+    if platform == "cpu":
+        raise UserError("there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
+    problem, known = Problem(options.shape, "bfloat16"), methods(platform)
+    for tiling in gpu_tilings() if platform == "gpu" else tpu_tilings(options.shape, options.most):
+        jax.clear_caches()  # of what was traced with other tiles
+        with tiling.override:
+            found = measured(problem, {tiling.name: known[tiling.way]}, 1.0, rounds=5)
+        print(f"\n{tiling.kernel}, by {tiling.way}\n{found}", flush=True)
     return 0
 
 

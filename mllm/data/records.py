@@ -204,13 +204,25 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
         yield from file
 
 
-def read_json(path: Path, key: str) -> Iterator[Record]:
-    """The objects of a file that holds one list of them; UserError where it holds anything else."""
+def read_json(path: Path, key: str) -> Iterator[bytes | Record]:
+    """The objects of a file that holds one list of them, or JSON lines; UserError where it holds anything else."""
     with open_file(path, key, ValueError) as file:
-        rows = json.loads(file.read().decode("utf-8-sig"))
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{key}: {path} is no list of objects: give JSON lines the ending .jsonl")
-    yield from rows
+        content = file.read().decode("utf-8-sig").lstrip()
+        rows = None if is_object(content.partition("\n")[0]) else json.loads(content)
+    if rows is None:
+        yield from read_lines(path, key)
+    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        yield from rows
+    else:
+        raise UserError(f"{key}: {path} holds neither a list of objects nor JSON lines")
+
+
+def is_object(line: str) -> bool:
+    """Whether the line is a JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {

@@ -111,6 +111,8 @@ def load_tokenizer(source: str) -> Tokenizer:
         if isinstance(templates := tokenizer.chat_template, dict):  # the names of the others would be files of exports
             kept = {name: templates[name] for name in ("default", "tool_use") if name in templates}
             tokenizer.chat_template = kept if len(kept) == 2 else templates.get("default")
+        if begins_texts(folder) and tokenizer.bos_token_id not in (None, *tokenizer.encode("")):
+            tokenizer.add_bos_token = True
         tokenizer.clean_up_tokenization_spaces = False  # it would decode "x != y" as "x!= y"
         return tokenizer
     except BaseException as error:  # the Rust library raises many kinds
@@ -118,6 +120,21 @@ def load_tokenizer(source: str) -> Tokenizer:
             raise
         way_out = "give a folder with tokenizer.json, a hub id, or bytes"
         raise UserError(f"model.tokenizer: none can be read from {source} ({brief(error)}): {way_out}") from None
+
+
+def begins_texts(folder: Path) -> bool:
+    """Whether the tokenizer in a folder begins texts with its `bos_token`, though its tokenizer.json may not say so.
+
+    tokenizer_config.json decides, else the tokenizer's class or the model's family.
+    """
+    settings, model = (
+        read_json(path) if (path := folder / name).is_file() else {}
+        for name in ("tokenizer_config.json", "config.json")
+    )
+    if (asked := settings.get("add_bos_token")) is not None:
+        return asked is True
+    of_class = str(settings.get("tokenizer_class")).removesuffix("Fast") in ("GemmaTokenizer", "LlamaTokenizer")
+    return of_class or str(model.get("model_type")).startswith("gemma")
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -224,8 +241,18 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """
     if match := control_tokens(tokenizer).search(text):
         raise MessagesError(f"text: {match.group()} is a control token: give messages, which the template renders")
-    begins = [token for token in tokenizer.encode("") if token == tokenizer.bos_token_id]
-    return [*begins, *encode(tokenizer, text)]
+    return [*first_tokens(tokenizer), *encode(tokenizer, text)]
+
+
+@lru_cache(maxsize=8)
+def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens with which the tokenizer begins a text: its `bos_token`, or none."""
+    begins = tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
+    if not begins and tokenizer.bos_token_id is not None and "bos_token" in str(tokenizer.chat_template):
+        way_out = "where the model has learned that they do, set add_bos_token: true in tokenizer_config.json"
+        fault = f"its chat template writes {tokenizer.bos_token}, and texts do not begin with it"
+        log.warning("model.tokenizer: %s: %s", fault, way_out)
+    return begins
 
 
 def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:

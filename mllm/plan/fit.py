@@ -13,9 +13,9 @@ from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
-from mllm.plan import targets
-from mllm.plan.memory import Devices, Phase, at_hand, fitting_micro_batches, size, update_phase
+from mllm.plan.memory import Phase, fitting_micro_batches, size, update_phase
 from mllm.plan.programs import Programs
+from mllm.plan.targets import CHIPS, Devices, at_hand
 
 
 def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
@@ -91,5 +91,5 @@ def changes_that_fit(config: RunConfig, update: Phase, devices: Devices) -> Iter
         if compiled_update(changed, devices).peak <= devices.memory:
             ((section, values),) = settings.items()
             yield ", ".join(f"{section}.{name}={value}" for name, value in values.items()).replace("'", "")
-    cards = sorted((chip.memory, chip.kind) for chip in targets.CHIPS.values())
+    cards = sorted((chip.memory, chip.kind) for chip in CHIPS.values())
     yield from (f"a {kind}" for memory, kind in cards if memory >= update.peak)

@@ -1,8 +1,7 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programs.py) and compiled, for the devices at hand or, as `targets.py` has it,
-for devices that aren't there; the figures are the compiler's. A TPU's compiler refuses a program that is too large
-and says how much memory it would take. The head is the compiler's figure for the head's temporaries,
+The run's programs are made from shapes (programs.py) and compiled, for the devices at hand or for devices that aren't
+there (targets.py); the figures are the compiler's. The head is the compiler's figure for the head's temporaries,
 compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
 holds. All lengths are at their limits. Time, the host's memory and fragmentation are left out.
 """
@@ -13,38 +12,18 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from mllm.config.load import for_devices
 from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.layout import count
-from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
-from mllm.parallel.processes import gather_objects
-from mllm.plan import targets
-from mllm.plan.programs import Program, Programs
-from mllm.plan.targets import Account
+from mllm.parallel.mesh import bytes_on_device
+from mllm.plan.programs import Programs, RolloutPrograms
+from mllm.plan.targets import Devices, account_of
 from mllm.sampler.schedule import PREFILLED_BATCHES
 from mllm.training.room import room_that_fits
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
-GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
 Tell = Callable[[str], None]
-
-
-class Devices(NamedTuple):
-    """The devices that a plan is for."""
-
-    name: str
-    mesh: Mesh
-    available: int
-    memory: int
-    """Bytes that a program may have on each device."""
-    target: str | None
-
-    @property
-    def caveat(self) -> str | None:
-        return GPU_CAVEAT if self.target and targets.split(self.target)[0] not in targets.TPUS else None
 
 
 class Phase(NamedTuple):
@@ -93,130 +72,99 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
     tell(f"{devices.name}: mesh {shape}, {devices.mesh.size} of {devices.available} devices, {memory} each")
     if devices.caveat:
         tell(f"{devices.name}: {devices.caveat}")
-    shapes = Programs(config, devices.mesh)
+    shapes, rollouts, options = Programs(config, devices.mesh), None, config.rollout
     for line in subject(shapes):
         tell(line)
-    if config.rollout is not None and config.rollout.max_slots is None:
-        held = shapes.demands.reference == "held"
-        room = room_that_fits(shapes.policy, config.rollout, config.optimizer, held, devices.memory, shapes.teacher)
-        shapes.config = config.model_copy(
-            update={"rollout": config.rollout.model_copy(update={"max_slots": room.slots})}
-        )
-        shapes.tokens = room.tokens
-    planned = phases(shapes, devices, tell)
+    if options is not None:
+        tokens = None
+        if options.max_slots is None:
+            held = shapes.demands.reference == "held"
+            room = room_that_fits(shapes.policy, options, config.optimizer, held, devices.memory, shapes.teacher)
+            options, tokens = options.model_copy(update={"max_slots": room.slots}), room.tokens
+        rollouts = RolloutPrograms(shapes, options, tokens)
+    planned = phases(shapes, rollouts, devices, tell)
     tell(table(planned, devices.memory))
     largest, update = max(planned, key=lambda phase: phase.peak), planned[-1]
-    fitting = fitting_micro_batches(update, config.batch_shape, devices.memory)
+    fitting = fitting_micro_batches(update, shapes.shape, devices.memory)
     if largest.peak > devices.memory:
-        raise UserError(remedy(shapes, planned, devices, max(fitting, default=0)))
+        slots = rollouts.slots if rollouts else 0
+        raise UserError(remedy(planned, shapes.shape.micro, slots, devices, max(fitting, default=0)))
     tell(f"fits: the peak at full lengths is {size(largest.peak)}, in the phase {largest.name}, of {memory}")
-    if config.rollout is not None:
-        per_device = shapes.slots // shapes.layout.row_shards
-        states = bytes_on_device(shapes.states())
+    if rollouts:
+        per_device = rollouts.slots // rollouts.shards
+        states = bytes_on_device(rollouts.states())
         states_part = f", {size(states // per_device)} a slot for the states of delta nets" if states else ""
-        tell(f"rollout: {shapes.slots} slots, {per_device} a device{states_part}")
+        tell(f"rollout: {rollouts.slots} slots, {per_device} a device{states_part}")
     tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
 
 
-def phases(shapes: Programs, devices: Devices, tell: Tell) -> list[Phase]:
-    """The phases prefill, decode and log-prob, where the run has them, and the update, which comes last.
+def phases(shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell) -> list[Phase]:
+    """The phases prefill, decode, answers and log-prob, where the run has them, and the update, which comes last.
 
-    A line tells when each program is compiled.
+    A line tells when each phase is compiled.
     """
-    config = shapes.config
+    planned: list[Phase] = []
+    start = time.perf_counter()
 
-    def compiled(title: str, program: Program) -> Account:
+    def add(found: Phase) -> None:
+        nonlocal start
+        tell(f"{found.name}: compiled in {time.perf_counter() - start:.0f} s")
+        planned.append(found)
         start = time.perf_counter()
-        account = account_of(program, devices)
-        tell(f"{title}: compiled in {time.perf_counter() - start:.0f} s")
-        return account
+
+    def peak(program: Callable[..., object], arguments: tuple[object, ...]) -> int:
+        return account_of(program, arguments, devices).peak
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
-    demands = shapes.demands
-    reference = bytes_on_device(shapes.policy.trained) if demands.reference == "held" else 0
-    teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
-    frozen = reference + teacher  # in memory in every phase, whose program may not have them
-    held = {"parameters": parameters + frozen, "optimizer": optimizer}
-    planned = []
-    if config.rollout is not None:
+    reference, teacher = frozen_beside(shapes)
+    held = {"parameters": parameters + reference + teacher, "optimizer": optimizer}
+    if rollouts is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
-        weights, shared = map(bytes_on_device, shapes.decoding_weights())
-        copied, states = weights - shared, bytes_on_device(shapes.states())
-        cache, prompts = bytes_on_device(shapes.cache()) + states, bytes_on_device(shapes.prefilled())
+        weights, shared = map(bytes_on_device, rollouts.weights())
+        copied, prompts = weights - shared, bytes_on_device(rollouts.prefilled())
+        cache = bytes_on_device(rollouts.cache()) + bytes_on_device(rollouts.states())
         known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
-        resident = frozen + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
-        planned.append(phase("prefill", compiled("prefill", shapes.prefill()).peak + resident, known, 0))
-        resident = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
-        logits = shapes.array((shapes.slots, shapes.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
-        planned.append(
-            phase("decode", compiled("decode", shapes.decode()).peak + resident, known, bytes_on_device(logits))
-        )
-        if config.rollout.turns > 1:
-            planned.append(phase("answers", compiled("answers", shapes.extend()).peak + resident, known, 0))
-    for policy, beside_optimizer in demands.passes:
-        moments = optimizer if beside_optimizer else 0
-        known = {**held, "optimizer": moments}
+        beside = reference + teacher + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
+        add(phase("prefill", peak(*rollouts.prefill()) + beside, known, 0))
+        beside = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
+        logits = rollouts.array((rollouts.slots, rollouts.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
+        add(phase("decode", peak(*rollouts.decode()) + beside, known, bytes_on_device(logits)))
+        if rollouts.rollout.turns > 1:
+            add(phase("answers", peak(*rollouts.extend()) + beside, known, 0))
+    for policy, beside_optimizer in shapes.demands.passes:
+        known = {**held, "optimizer": optimizer if beside_optimizer else 0}
         if policy == "teacher":
-            peak = compiled("teacher", shapes.teacher_logprob()).peak + parameters + reference + moments
-            planned.append(phase("teacher", peak, known, 0))
+            beside = parameters + reference + known["optimizer"]
+            add(phase("teacher", peak(*shapes.logprob(of_teacher=True)) + beside, known, 0))
         else:
-            account, head = compiled("log-prob", shapes.logprob()), compiled("log-prob, head", shapes.head_of_logprob())
-            planned.append(phase("log-prob", account.peak + frozen + moments, known, head.temporaries))
-    start = time.perf_counter()
-    planned.append(update_phase(shapes, devices))
-    tell(f"update: compiled in {time.perf_counter() - start:.0f} s")
+            head = account_of(*shapes.head_of_logprob(), devices).temporaries
+            beside = reference + teacher + known["optimizer"]
+            add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
+    add(update_phase(shapes, devices))
     return planned
 
 
 def update_phase(shapes: Programs, devices: Devices) -> Phase:
     """The phase of the update."""
-    reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
-    teacher = bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
-    known = {
-        "parameters": bytes_on_device(shapes.policy.params) + reference + teacher,
+    reference, teacher = frozen_beside(shapes)
+    update, head = (account_of(*program, devices) for program in (shapes.update(), shapes.head_of_update()))
+    beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
+    return phase("update", update.peak + beside, held_in_update(shapes), head.temporaries)
+
+
+def held_in_update(shapes: Programs) -> dict[str, int]:
+    """The bytes of an update that follow from shapes."""
+    return {
+        "parameters": bytes_on_device(shapes.policy.params) + sum(frozen_beside(shapes)),
         "optimizer": bytes_on_device(shapes.state.opt_state),
         "gradients": bytes_on_device(shapes.gradients()),
     }
-    account, head = (account_of(program, devices) for program in (shapes.update(), shapes.head_of_update()))
-    beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
-    return phase("update", account.peak + beside, known, head.temporaries)
 
 
-def find_devices(config: RunConfig, target: str | None) -> tuple[RunConfig, Devices]:
-    """The devices at hand, TPUs as in `v6e:2x4`, or GPUs of a host as in `h100:8`; and the settings with their number.
-
-    UserError is raised where there are no such devices.
-    """
-    if target is None:
-        try:
-            config = for_devices(config, jax.device_count())
-            return config, at_hand(make_mesh(config.mesh))
-        except UserError as error:
-            raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
-    try:
-        available = len(targets.devices(target))
-        config = for_devices(config, available)
-        mesh = targets.mesh(target, [getattr(config.mesh, axis) for axis in AXES], AXES)
-        return config, Devices(target, mesh, available, targets.CHIPS[targets.split(target)[0]].memory, target)
-    except (ValueError, ModuleNotFoundError) as error:
-        raise UserError(f"--target: {error}") from None
-
-
-def at_hand(mesh: Mesh) -> Devices:
-    """The devices of a mesh of this machine."""
-    memory = min(gather_objects(device_memory(mesh)))  # all processes must choose the same numbers
-    return Devices(f"{mesh.devices.flat[0].device_kind} at hand", mesh, jax.device_count(), memory, None)
-
-
-def account_of(program: Program, devices: Devices) -> Account:
-    """The account of a program on the devices; UserError if the compiler refuses it, but not for lack of memory."""
-    function, arguments = program
-    try:
-        if devices.target is not None:
-            return targets.account(function, arguments, devices.mesh)
-        return targets.memory(targets.as_jitted(function).trace(*arguments).lower().compile())
-    except jax.errors.JaxRuntimeError as error:
-        raise UserError(f"{devices.name}: the compiler refuses the program: {str(error).splitlines()[0]}") from None
+def frozen_beside(shapes: Programs) -> tuple[int, int]:
+    """Bytes of a reference and of a teacher: in memory in every phase, whose program may not have them."""
+    reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
+    return reference, bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
@@ -242,7 +190,7 @@ def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[
     return [*filter(fits, divisors)]
 
 
-def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: int) -> str:
+def remedy(planned: Sequence[Phase], micro: int, slots: int, devices: Devices, rows: int) -> str:
     """One line: what does not fit, by how much, and the setting to change; `rows` of a micro-batch would fit."""
     worst, memory = max(planned, key=lambda phase: phase.peak), devices.memory
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
@@ -250,9 +198,9 @@ def remedy(shapes: Programs, planned: Sequence[Phase], devices: Devices, rows: i
     if state > memory:
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); raise mesh.fsdp"
     if worst.name in ("prefill", "decode", "answers"):
-        return f"rollout.max_slots: {shapes.slots} do not fit ({missing}); lower it, or raise mesh.tp"
+        return f"rollout.max_slots: {slots} do not fit ({missing}); lower it, or raise mesh.tp"
     way_out = f"about {rows} would" if rows else "nor does a smaller one: raise mesh.fsdp, or take model.lora"
-    return f"micro_batch_size: {shapes.shape.micro} does not fit ({missing}); {way_out}"
+    return f"micro_batch_size: {micro} does not fit ({missing}); {way_out}"
 
 
 def table(phases: Sequence[Phase], memory: int) -> str:

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mllm.algorithms.recipes import recipe_of
+from mllm.config.rollout import RolloutConfig
 from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.model.delta_net import DeltaState
@@ -46,83 +47,43 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Programs:
-    """The programs of one configuration on one mesh, and the shapes that they share; UserError as `load_policy`.
+    """The programs of training by one configuration on one mesh, and their shapes; UserError as `load_policy`.
 
     `loss` replaces the algorithm's: tools/memory.py compares several.
     """
 
     def __init__(self, config: RunConfig, mesh: Mesh, loss: Loss[Any] | None = None) -> None:
         model = config.model
-        if model.init == "pretrained" and model.source in PRESETS and not Path(model.source).is_dir():
-            # The sizes are known by name: no file is needed.
+        if model.init == "pretrained" and known_by_name(model.source):
             config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
         self.config = config
-        self.tokens: int | None = None
-        """How many tokens the cache holds over all devices; None: as many as all slots have at their limit."""
-        self.mesh = mesh
         self.policy = load_policy(config, mesh)
-        self.teacher = self.load_teacher()
+        self.teacher = self.load_teacher(mesh)
         self.optimizer = make_optimizer(config.optimizer, config.steps or 1)
         self.state = abstract_state(self.policy.trained, self.optimizer)
         self.model = nnx.merge(self.policy.graphdef, self.policy.params)
-        self.layout = self.model.layout
-        self.array = self.layout.abstract
+        self.array = self.model.layout.abstract
         self.shape = config.batch_shape
         recipe = recipe_of(config)
-        self.recipe, self.demands = replace(recipe, loss=loss or recipe.loss), recipe.demands
+        self.demands = recipe.demands
         teacher = None if self.teacher is None else self.teacher.graphdef
-        self.forward = self.recipe.forward(config, self.policy.graphdef, mesh, teacher)
+        self.forward = replace(recipe, loss=loss or recipe.loss).forward(config, self.policy.graphdef, mesh, teacher)
 
-    def load_teacher(self) -> Policy | None:
-        """The teacher without its tokenizer, if its sizes are known by name; None without a teacher."""
-        config = self.config
-        if (teacher := config.frozen_teacher) is None:
+    def load_teacher(self, mesh: Mesh) -> Policy | None:
+        """The teacher; without its tokenizer, if its sizes are known by name."""
+        if (teacher := self.config.frozen_teacher) is None:
             return None
-        if teacher.source not in PRESETS or Path(teacher.source).is_dir():
-            return load_teacher(config, self.mesh, self.policy.tokenizer)
-        model = teacher.model(config.model).model_copy(update={"init": "random", "tokenizer": None})
-        return load_policy(config, self.mesh, model)
+        if not known_by_name(teacher.source):
+            return load_teacher(self.config, mesh, self.policy.tokenizer)
+        model = teacher.model(self.config.model).model_copy(update={"init": "random", "tokenizer": None})
+        return load_policy(self.config, mesh, model)
 
-    def prefill(self) -> Program:
-        """The widest batch of prompts; what the layers keep of them waits until slots are free."""
-        assert self.config.rollout is not None
-        width = self.config.rollout.max_prompt_length
-        rows = prompts_a_batch(self.model, self.slots // self.layout.row_shards, width) * self.layout.row_shards
-        prompts, lengths = (self.array(shape, jnp.int32, ("batch",)) for shape in ((rows, width), (rows,)))
-        return jax.jit(partial(slots.prefill, self.policy.graphdef)), (self.policy.params, prompts, lengths)
-
-    def decode(self) -> Program:
-        """A chunk of decode steps in the most slots, with the largest cache."""
-        rows, counts = self.slots, self.pages()
-        ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
-        scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
-        stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
-        # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
-        function = partial(slots.decode, decoding_graphdef(self.model), options=self.config.rollout)
-        tables = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
-        pages, tail = tuple(Pages(x, x) for x in tables), abstract_cache(self.model, [rows] * len(tables), slots.CHUNK)
-        state = slots.Slots(ints, ints, ints, ints, ints, live)
-        caches = tail, self.states(), self.cache(), pages
-        arguments = (self.decoding_weights()[0], *caches, state, stream, scalar, scalar, scalar)
-        return jax.jit(function, donate_argnums=(1, 2)), arguments
-
-    def extend(self) -> Program:
-        """A piece of an answer in all slots, with the largest cache and the states, which it reuses."""
-        rollout = self.config.rollout
-        assert rollout is not None
-        ints = self.array((self.slots,), jnp.int32, ("batch",))
-        tables = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
-        shapes = (self.slots, (PIECE - 2) // page_size(rollout.total_length) + 2), (self.slots, PIECE)
-        places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
-        function = partial(slots.extend, decoding_graphdef(self.model))
-        pages, caches = tuple(Pages(x, x) for x in tables), (self.cache(), self.states())
-        arguments = self.decoding_weights()[0], *caches, pages, (places,) * len(tables), ints, tokens, ints, ints
-        return jax.jit(function, donate_argnums=(1, 2)), arguments
-
-    def logprob(self) -> Program:
-        """The log-prob pass over a rollout, or over preferences."""
-        function = make_logprob_pass(self.forward)
-        return function, (self.policy.params, self.batch(self.shape.total, bare=True))
+    def logprob(self, of_teacher: bool = False) -> Program:
+        """The log-prob pass over a rollout, or over preferences, by the policy or the teacher."""
+        forward, params = self.forward, self.policy.params
+        if of_teacher and self.teacher and self.forward.teacher:
+            forward, params = self.forward.teacher, self.teacher.params
+        return make_logprob_pass(forward), (params, self.batch(self.shape.total, bare=True))
 
     def update(self) -> Program:
         """The train step."""
@@ -131,15 +92,9 @@ class Programs:
         scored = [self.teacher.params] if self.teacher and self.demands.teacher_in_update else []
         return function, (self.state, self.batch(self.shape.total), self.policy.split(self.policy.params)[1], *scored)
 
-    def teacher_logprob(self) -> Program:
-        """The teacher's log-prob pass over a rollout."""
-        assert self.teacher
-        assert self.forward.teacher
-        return make_logprob_pass(self.forward.teacher), (self.teacher.params, self.batch(self.shape.total, bare=True))
-
     def head_of_logprob(self) -> Program:
         """The head alone, on a micro-batch of the log-prob pass."""
-        return self.forward.head.logprobs, (self.head_states(), self.batch(self.shape.micro, bare=True))
+        return self.forward.head.logprobs, (self.head_states(self.policy), self.batch(self.shape.micro, bare=True))
 
     def head_of_update(self) -> Program:
         """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
@@ -151,7 +106,7 @@ class Programs:
 
         function = jax.value_and_grad(loss, trained, has_aux=True)
         scored = [self.head_states(self.teacher)] if self.teacher and self.demands.teacher_in_update else []
-        return function, (*self.head_states(), self.batch(self.shape.micro), *scored)
+        return function, (*self.head_states(self.policy), self.batch(self.shape.micro), *scored)
 
     def batch(self, rows: int, bare: bool = False) -> Batch:
         """The largest batch; a `bare` one lacks the further inputs of the algorithm's loss."""
@@ -160,45 +115,8 @@ class Programs:
         inputs = None if bare else self.demands.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
         return Batch(ints, ints, ints, ints, floats, inputs)
 
-    @property
-    def slots(self) -> int:
-        """Sequences that are decoded at a time, in training or in evaluation."""
-        config, shards = self.config, self.layout.row_shards
-        assert config.rollout is not None
-        evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
-        rows = max(evaluated, self.demands.completions)
-        limit = config.rollout.max_slots or rows
-        return shards * max(1, min(-(-rows // shards), limit // shards))
-
-    def pages(self) -> list[int]:
-        """The pages of each kind of layers, over all devices."""
-        shards, rollout = self.layout.row_shards, self.config.rollout
-        assert rollout is not None
-        tokens = None if self.tokens is None else self.tokens // shards
-        return [shards * count for count in pool_pages(self.model, rollout, self.slots // shards, tokens)]
-
-    def cache(self) -> Cache:
-        assert self.config.rollout is not None
-        return abstract_cache(self.model, self.pages(), page_size(self.config.rollout.total_length))
-
-    def states(self) -> tuple[DeltaState, ...]:
-        """The states of delta nets of all slots."""
-        return abstract_states(self.model, self.slots)
-
-    def decoding_weights(self) -> tuple[DecodingWeights, Params]:
-        """The weights and the shared parameters that `abstract_decoding_weights` gives."""
-        int8 = self.config.rollout is not None and self.config.rollout.weights == "int8"
-        return abstract_decoding_weights(self.model, self.policy.params, int8)
-
-    def prefilled(self) -> Prefilled:
-        """The cache and the states that the layers keep of a batch of prompts."""
-        rows, width = self.prefill()[1][1].shape
-        cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
-        return Prefilled(cache, abstract_states(self.model, rows))
-
-    def head_states(self, policy: Policy | None = None) -> HeadInputs:
-        """Hidden states of a micro-batch, the head's weight and its copy; the policy's unless another is given."""
-        policy = policy or self.policy
+    def head_states(self, policy: Policy) -> HeadInputs:
+        """Hidden states of a micro-batch, the head's weight and its copy."""
         model = nnx.merge(policy.graphdef, policy.params)
         dtype, weight = model.dtype, (model.embed if model.head is None else model.head).get_value()
         hidden = (self.shape.micro, self.shape.length, policy.architecture.hidden_size)
@@ -212,3 +130,80 @@ class Programs:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
             self.policy.trained,
         )
+
+
+class RolloutPrograms:
+    """The programs of a run's rollouts, and their shapes.
+
+    The cache holds so many `tokens` over all devices; None: as many as all slots have at their limit.
+    """
+
+    def __init__(self, training: Programs, rollout: RolloutConfig, tokens: int | None = None) -> None:
+        self.policy, self.model, self.array = training.policy, training.model, training.array
+        self.rollout, self.tokens, self.shards = rollout, tokens, self.model.layout.row_shards
+        config = training.config
+        evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
+        rows, shards = max(evaluated, training.demands.completions), self.shards
+        self.slots = shards * max(1, min(-(-rows // shards), (rollout.max_slots or rows) // shards))
+        """Sequences that are decoded at a time, in training or in evaluation."""
+
+    def prefill(self) -> Program:
+        """The widest batch of prompts; what the layers keep of them waits until slots are free."""
+        width = self.rollout.max_prompt_length
+        rows = prompts_a_batch(self.model, self.slots // self.shards, width) * self.shards
+        prompts, lengths = (self.array(shape, jnp.int32, ("batch",)) for shape in ((rows, width), (rows,)))
+        return jax.jit(partial(slots.prefill, self.policy.graphdef)), (self.policy.params, prompts, lengths)
+
+    def decode(self) -> Program:
+        """A chunk of decode steps in the most slots, with the largest cache."""
+        rows, counts = self.slots, self.pages()
+        ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
+        scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
+        stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
+        # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
+        function = partial(slots.decode, decoding_graphdef(self.model), options=self.rollout)
+        tables = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
+        pages, tail = tuple(Pages(x, x) for x in tables), abstract_cache(self.model, [rows] * len(tables), slots.CHUNK)
+        state = slots.Slots(ints, ints, ints, ints, ints, live)
+        caches = tail, self.states(), self.cache(), pages
+        arguments = (self.weights()[0], *caches, state, stream, scalar, scalar, scalar)
+        return jax.jit(function, donate_argnums=(1, 2)), arguments
+
+    def extend(self) -> Program:
+        """A piece of an answer in all slots, with the largest cache and the states, which it reuses."""
+        ints = self.array((self.slots,), jnp.int32, ("batch",))
+        tables = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
+        shapes = (self.slots, (PIECE - 2) // page_size(self.rollout.total_length) + 2), (self.slots, PIECE)
+        places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
+        function = partial(slots.extend, decoding_graphdef(self.model))
+        pages, caches = tuple(Pages(x, x) for x in tables), (self.cache(), self.states())
+        arguments = self.weights()[0], *caches, pages, (places,) * len(tables), ints, tokens, ints, ints
+        return jax.jit(function, donate_argnums=(1, 2)), arguments
+
+    def pages(self) -> list[int]:
+        """The pages of each kind of layers, over all devices."""
+        tokens = None if self.tokens is None else self.tokens // self.shards
+        counts = pool_pages(self.model, self.rollout, self.slots // self.shards, tokens)
+        return [self.shards * count for count in counts]
+
+    def cache(self) -> Cache:
+        return abstract_cache(self.model, self.pages(), page_size(self.rollout.total_length))
+
+    def states(self) -> tuple[DeltaState, ...]:
+        """The states of delta nets of all slots."""
+        return abstract_states(self.model, self.slots)
+
+    def weights(self) -> tuple[DecodingWeights, Params]:
+        """The weights and the shared parameters that `abstract_decoding_weights` gives."""
+        return abstract_decoding_weights(self.model, self.policy.params, self.rollout.weights == "int8")
+
+    def prefilled(self) -> Prefilled:
+        """The cache and the states that the layers keep of a batch of prompts."""
+        rows, width = self.prefill()[1][1].shape
+        cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
+        return Prefilled(cache, abstract_states(self.model, rows))
+
+
+def known_by_name(source: str | None) -> bool:
+    """Whether the sizes of a model are known without a file."""
+    return source in PRESETS and not Path(source).is_dir()

@@ -1,4 +1,4 @@
-"""Compiles JAX programs for devices that this machine doesn't have, by the real compilers, and reads their memory.
+"""Devices at hand, and devices that this machine doesn't have; and what a program takes on them, by its compiler.
 
 A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or the
 H100s or H200s of a host, as in `h100` and `h200:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The
@@ -16,8 +16,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +26,11 @@ from jax.experimental import topologies
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AxisType, Mesh
 
-from mllm.parallel.mesh import bytes_on_device
+from mllm.config.load import for_devices
+from mllm.config.run import RunConfig
+from mllm.errors import UserError
+from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
+from mllm.parallel.processes import gather_objects
 
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
 ENVIRONMENT = {
@@ -67,8 +70,50 @@ GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 """The compiler's options for a plan on GPUs."""
+GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
 _REFUSED = re.compile(r"\((\d+\.\d+)([KMG])\) exceeds available HBM")
+
+
+# --- devices
+
+
+class Devices(NamedTuple):
+    """The devices that a plan is for."""
+
+    name: str
+    mesh: Mesh
+    available: int
+    memory: int
+    """Bytes that a program may have on each device."""
+    here: bool = True
+
+    @property
+    def caveat(self) -> str | None:
+        return GPU_CAVEAT if not self.here and self.mesh.devices.flat[0].platform == "gpu" else None
+
+
+def find_devices(config: RunConfig, target: str | None) -> tuple[RunConfig, Devices]:
+    """The devices at hand or of a target; and the settings with their number. UserError where there are none."""
+    if target is None:
+        try:
+            config = for_devices(config, jax.device_count())
+            return config, at_hand(make_mesh(config.mesh))
+        except UserError as error:
+            raise UserError(f"{error}; or plan for devices that aren't here, as with --target v6e:2x4") from None
+    try:
+        available = len(devices(target))
+        config = for_devices(config, available)
+        there = mesh(target, [getattr(config.mesh, axis) for axis in AXES], AXES)
+        return config, Devices(target, there, available, CHIPS[split(target)[0]].memory, here=False)
+    except (ValueError, ModuleNotFoundError) as error:
+        raise UserError(f"--target: {error}") from None
+
+
+def at_hand(mesh: Mesh) -> Devices:
+    """The devices of a mesh of this machine."""
+    memory = min(gather_objects(device_memory(mesh)))  # all processes must choose the same numbers
+    return Devices(f"{mesh.devices.flat[0].device_kind} at hand", mesh, jax.device_count(), memory)
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
@@ -111,16 +156,14 @@ def gpus(chip: str, count: int) -> Sequence[jax.Device]:
     description = Path(__file__).with_name("h100.txtpb").read_text()
     for own, other in zip(GPUS["h100"], GPUS[chip], strict=True):
         description = description.replace(str(own), str(other))
-    # Partitions, hosts of each, GPUs of each.
-    shape = {"topology": f"1x1x{count}", "target_config": description}
     # JAX would ask for the CUDA libraries that a GPU needs.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     plugins = importlib.util.find_spec("jax_plugins")  # the plugins that JAX finds by itself
     folders = map(Path, plugins.submodule_search_locations or ()) if plugins else ()
-    with silent_stderr():
-        if not any([*folder.glob("xla_cuda*")] for folder in folders):
-            register_gpu_plugin()
-        return topologies.get_topology_desc("h100", "cuda", **shape).devices
+    if not any([*folder.glob("xla_cuda*")] for folder in folders):
+        register_gpu_plugin()
+    # Partitions, hosts of each, GPUs of each.
+    return topologies.get_topology_desc("h100", "cuda", topology=f"1x1x{count}", target_config=description).devices
 
 
 def register_gpu_plugin() -> None:
@@ -135,19 +178,6 @@ def register_gpu_plugin() -> None:
     importlib.import_module(f"jax_plugins.{modules[-1]}").initialize()
 
 
-@contextmanager
-def silent_stderr() -> Iterator[None]:
-    sys.stderr.flush()
-    saved, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)
-
-
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
     """A mesh of the target's first devices; errors as `devices`, and ValueError where these are too few."""
     available = devices(target)
@@ -158,13 +188,16 @@ def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip"
     return Mesh(np.array(available[:needed]).reshape(shape), tuple(axes), axis_types=types)
 
 
+# --- programs
+
+
 def compiled(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     mesh: Mesh,
     options: Mapping[str, bool | str] | None = None,
 ) -> jax.stages.Compiled:
-    """A function, jitted or not, compiled for the mesh; arguments without a sharding are on all its devices.
+    """A function, jitted or not, compiled for a target's mesh; arguments without a sharding are on all its devices.
 
     jax.errors.JaxRuntimeError is raised if the compiler refuses: for lack of room in HBM or VMEM, or of a way to
     lower an operation.
@@ -199,6 +232,22 @@ class Account(NamedTuple):
     peak: int
 
 
+def account_of(function: Callable[..., Any], arguments: Sequence[Any], devices: Devices) -> Account:
+    """The account of a program on the devices, of one that a TPU has no room for, too.
+
+    UserError is raised if the compiler refuses the program for another reason.
+    """
+    try:
+        if devices.here:
+            return memory(as_jitted(function).trace(*arguments).lower().compile())
+        return account(function, arguments, devices.mesh)
+    except jax.errors.JaxRuntimeError as error:
+        if (refused := account_of_refusal(str(error), bytes_on_device(arguments))) is None:
+            line = str(error).splitlines()[0]
+            raise UserError(f"{devices.name}: the compiler refuses the program: {line}") from None
+        return refused
+
+
 def memory(program: jax.stages.Compiled) -> Account:
     """The account of a program by `memory_analysis()`; aliased arguments count once."""
     found: Any = program.memory_analysis()
@@ -207,20 +256,12 @@ def memory(program: jax.stages.Compiled) -> Account:
 
 
 def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Account:
-    """The account of a function compiled for a target's mesh, of one that a TPU has no room for, too.
-
-    jax.errors.JaxRuntimeError is raised if the compiler refuses it for another reason.
-    """
+    """The account of a function compiled for a target's mesh; errors as `compiled`."""
     if mesh.devices.flat[0].platform == "gpu":
         return memory(compiled(function, arguments, mesh, CUBLAS))
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            report: dict[str, bool | str] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-            found = memory(compiled(function, arguments, mesh, report))
-        except jax.errors.JaxRuntimeError as error:
-            if (refused := account_of_refusal(str(error), bytes_on_device(arguments))) is None:
-                raise
-            return refused
+        report: dict[str, bool | str] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        found = memory(compiled(function, arguments, mesh, report))
         # Where a program has loops, `memory_analysis()` counts some temporaries twice: a quarter of an update's peak.
         for path in Path(folder).glob("*after_optimizations-memory-usage-report.txt"):
             if total := _TOTAL.search(path.read_text()):

@@ -42,6 +42,8 @@ class Move(NamedTuple):
     """Whether the prompt has opened a thought, with which the turn then begins."""
     last: bool = False
     """Whether no turn follows this one."""
+    trial: bool = False
+    """Whether the conversation ends as soon as it has begun, without a reward."""
 
 
 class Turn(NamedTuple):
@@ -126,7 +128,7 @@ class Player:
                 strict_json.dump([[*turn]])  # as deep as in the message to the trainer
             except ValueError as error:
                 raise ValueError(f"what it said and its values can't be sent: {error}") from None
-            if turn.done or judge(reward)[0] == "not_a_number":
+            if turn.done or move.trial or judge(reward)[0] == "not_a_number":
                 await self.close(number)
         except BaseException:
             with suppress(Exception):

@@ -229,7 +229,7 @@ class Run:
         if validation:
             measures = self.source.evaluations(self.interrupt.poll)
             repeated += [Measurement(measure, validation.every) for measure in measures]
-        return Measurements(repeated, at_end, validation)
+        return Measurements(repeated, at_end, validation, bool(config.task and config.task.pays_answers))
 
     def start(self) -> RunState:
         """The state from which the run goes on, the newest checkpoint's or a new one; source and log are there, too."""

@@ -284,6 +284,12 @@ def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own
     assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
 
 
+def test_a_mix_that_is_not_shuffled_takes_each_source_in_its_own_order(tmp_path):
+    sources = [write(tmp_path, [qa(f"{name}{i}", "a") for i in range(8)], f"{name}.jsonl") for name in "mn"]
+    batch = next(batches_of(sources, batch_size=8, shuffle=False, packing=False))
+    assert sorted(questions(batch)) == [f"{name}{i}" for name in "mn" for i in range(4)]
+
+
 def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
     given = {"source": ["a.jsonl", {"source": "b.jsonl", "weight": 2}], "max_length": 8}
     config = DataConfig.model_validate(given)

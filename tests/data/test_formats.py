@@ -289,7 +289,16 @@ def test_what_columns_name_is_learned_whatever_else_a_record_has(tmp_path, colum
     assert learned == ["1+1 is 2" if "text" in columns else "1+1=1+1 is 2"]
 
 
-def test_lines_of_objects_in_a_file_of_one_list_are_an_error(tmp_path):
-    (tmp_path / "rows.json").write_text('{"text": "a"}\n{"text": "b"}\n')
-    with pytest.raises(UserError, match=r"rows.json can't be read"):
-        list(Origin("data.source", str(tmp_path / "rows.json")).records())
+def test_a_json_file_may_hold_json_lines_too_and_anything_else_is_an_error(tmp_path):
+    path = tmp_path / "rows.json"
+    origin = Origin("data.source", str(path))
+    path.write_text('\n{"text": "a"}\n{"text": "b"}\n')
+    assert list(origin.records()) == [(f"{path}:2", {"text": "a"}), (f"{path}:3", {"text": "b"})]
+    for content, fault in (
+        ('{\n"text": "a"}', "holds neither a list"),
+        ("[1]", "holds neither"),
+        ("[", "can't be read"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=rf"data.source: .*rows.json {fault}"):
+            list(origin.records())

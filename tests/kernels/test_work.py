@@ -28,7 +28,7 @@ from lm_head.live_rows import LiveRows
 from mllm.config.model import MeshConfig
 from mllm.model import attention
 from mllm.parallel.mesh import make_mesh
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 
 N, V, D = XLA.shape
 MIB = 2**20
@@ -170,16 +170,6 @@ def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any],
 # --- programs for real sizes, and for accelerators ---
 
 
-def test_strips_on_hopper_keep_its_clusters_busy_when_few_rows_count() -> None:
-    """The busiest of 66 clusters has 8 tiles of 8192 rows and a chunk of 4096 columns, and 2 of 2048 rows."""
-    sizes = gpu_tiles.Sizes(gpu_tiles.Tiles(), 4096)
-    strip = jax.jit(lambda rows: sizes.strip(rows, 4096))
-    for rows, busiest in ((8192, 8), (4096, 4), (2048, 2), (300, 1), (1, 1)):
-        length, blocks = int(strip(jnp.int32(rows))), -(-rows // 256)
-        assert length == sizes.strip(rows, 4096)
-        assert -(-(blocks * -(-16 // length)) // 66) * length == busiest
-
-
 def test_the_likeliest_tokens_take_one_product_and_no_logits() -> None:
     hidden, weight, *_ = shapes_of(40_009, 151_936, 896)
     found = list(equations(jax.make_jaxpr(likeliest_tokens)(hidden, weight).jaxpr))
@@ -263,11 +253,15 @@ def test_sampler_and_trainer_multiply_at_the_same_precision(kernel, dtype, monke
     if kernel == "splash":
         monkeypatch.setattr(attention, "platform", lambda mesh: "tpu")
     architecture = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2}
-    programs = Programs(config(model={"architecture": architecture, "dtype": dtype}), make_mesh(MeshConfig(fsdp=1)))
+    settings = config(model={"architecture": architecture, "dtype": dtype})
+    training = Programs(settings, make_mesh(MeshConfig(fsdp=1)))
+    sampling = RolloutPrograms(training, settings.rollout)
+    programs = {"update": training.update(), "logprob": training.logprob()}
+    programs |= {"prefill": sampling.prefill(), "decode": sampling.decode()}
     with jax.default_matmul_precision(OTHER):
-        for name in ("update", "logprob", "prefill", "decode"):
+        for name, program in programs.items():
             merged = allowed("float32") if name == "decode" else set()  # pages' sums are float32
-            assert precisions(*getattr(programs, name)()) <= allowed(dtype) | merged, name
+            assert precisions(*program) <= allowed(dtype) | merged, name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

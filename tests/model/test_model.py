@@ -174,14 +174,9 @@ def test_the_rotary_base_is_found_on_top_as_before_transformers_5_and_nested_as_
         ("Qwen/Qwen2.5-3B", 3_085_938_688),
         ("Qwen/Qwen3-8B", 8_190_735_360),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
-        ("Qwen/Qwen2.5-0.5B", 494_032_768),
-        ("Qwen/Qwen2.5-1.5B", 1_543_714_304),
         ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("Qwen/Qwen3-0.6B", 596_049_920),
-        ("Qwen/Qwen3-1.7B", 1_720_574_976),
-        ("Qwen/Qwen3-4B", 4_022_468_096),
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("meta-llama/Llama-3.2-3B", 3_212_749_824),
     ],
 )
 def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:

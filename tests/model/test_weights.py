@@ -114,6 +114,17 @@ def test_shards_are_small_and_listed_by_an_index(tmp_path: Path, monkeypatch: py
     assert_same_bits(load_weights(tmp_path), params)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_with_a_number_that_is_not_finite_is_named(name: str, wrong: float, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "grouped_bfloat16", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].flat[-1] = wrong
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model\.safetensors: tensor {name} has numbers that are not finite"):
+        load_weights(folder)
+
+
 def test_a_tied_head_that_copies_the_embedding_is_left_out(tmp_path: Path) -> None:
     tied = Path(shutil.copytree(FIXTURES / "tied", tmp_path / "tied"))
     alone, tensors = load_weights(tied), load_file(tied / "model.safetensors")

@@ -26,7 +26,7 @@ from mllm.model.layout import Layout, gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import bytes_on_device, make_mesh, shard_batch, sharding
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.sampler.decoding import decoding_weights, merge_and_gather
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
@@ -91,8 +91,8 @@ def policy():
 @pytest.fixture(scope="module")
 def programs(policy):
     """The compiled programs of a rollout."""
-    shapes = Programs(SETTINGS, make_mesh(SETTINGS.mesh))
-    layout, layer = shapes.layout, shapes.cache()[0]
+    shapes = RolloutPrograms(Programs(SETTINGS, make_mesh(SETTINGS.mesh)), SETTINGS.rollout)
+    layout, layer = shapes.model.layout, shapes.cache()[0]
     per_row, places = (layout.abstract(shape, jnp.int32, ("batch",)) for shape in ((ROWS,), (ROWS, 2)))
     per_page = layout.abstract(shapes.cache()[0].keys.shape[:1], jnp.int32, ("batch",))
     gathered = merge_and_gather.lower(policy.params["layers"], 0, shapes.model.rounding, layout, int8=False)
@@ -148,7 +148,7 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(po
     assert least.slots == 4  # one for each device that has rows of its own, with its tokens
     assert least.tokens >= 4 * MOST
     evaluated = changed(SETTINGS, rollout={"max_slots": most.slots}, eval={}, task={"heldout": 16})
-    shapes = Programs(evaluated, make_mesh(SETTINGS.mesh))
+    shapes = RolloutPrograms(Programs(evaluated, make_mesh(SETTINGS.mesh)), evaluated.rollout)
     assert shapes.slots == 16
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
     assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30

@@ -10,7 +10,8 @@ from mllm.config.load import for_devices
 from mllm.errors import UserError
 from mllm.parallel.mesh import make_mesh
 from mllm.plan import fit
-from mllm.plan.memory import at_hand
+from mllm.plan.memory import COLUMNS, Phase
+from mllm.plan.targets import at_hand
 from mllm.run.store import tool_run
 
 OPEN = changed(tiny.config("sft", rollout=None, eval=None, task={"heldout": 0}), mesh={"fsdp": -1})
@@ -35,36 +36,49 @@ def test_devices_that_do_not_suit_are_one_line(mesh, devices, message):
     assert str(error.value).startswith(message)
 
 
-def devices_with(memory, config):
-    return at_hand(make_mesh(config.mesh))._replace(memory=memory)
+ONE = changed(OPEN, mesh={"fsdp": 1})
 
 
-@pytest.fixture(scope="module")
-def peaks():
-    """The bytes of an update by its rows, as the compiler has them."""
-    one = changed(OPEN, mesh={"fsdp": 1})
-    devices = devices_with(0, one)
-    return {rows: fit.compiled_update(changed(one, micro_batch_size=rows), devices).peak for rows in (1, 2, 8)}
+def peak(config):
+    """MiB of an update: activations by rows and tokens, twice as many where all are kept."""
+    kept = 1 if config.model.remat == "full" else 2
+    return 10 + config.micro_batch_size * config.examples.max_length * kept
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_a_micro_batch_has_the_most_rows_that_fit(peaks, rows):
-    one = changed(OPEN, mesh={"fsdp": 1})
-    found = fit.with_micro_batch(one, devices_with(peaks[rows], one))
-    assert found.micro_batch_size == rows
-    assert found == changed(one, micro_batch_size=rows)
+def devices_with(mib):
+    return at_hand(make_mesh(ONE.mesh))._replace(memory=mib * 2**20)
 
 
-def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(peaks):
-    one = changed(OPEN, mesh={"fsdp": 1})
+@pytest.fixture
+def compiled(monkeypatch):
+    """The numbers of rows of the updates that are compiled; what they take is `peak`, and nothing is compiled."""
+    tried = []
+
+    def update(config, devices):
+        tried.append(config.micro_batch_size)
+        parts = dict.fromkeys(COLUMNS, 0) | {"parameters": 10 * 2**20, "activations": (peak(config) - 10) * 2**20}
+        return Phase("update", parts)
+
+    monkeypatch.setattr(fit, "compiled_update", update)
+    return tried
+
+
+@pytest.mark.parametrize(("rows", "tried"), [(8, [8]), (2, [8, 2, 4]), (1, [8, 1, 2])])
+def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
+    most = changed(ONE, micro_batch_size=rows)
+    assert fit.with_micro_batch(ONE, devices_with(peak(most))) == most
+    assert compiled == tried
+
+
+def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled):
+    least = peak(changed(ONE, micro_batch_size=1))
     with pytest.raises(UserError, match=r"micro_batch_size: nothing fits on .* too much .*; model.remat=full would"):
-        fit.with_micro_batch(one, devices_with(peaks[1] - 1, one))
-    shorter = changed(one, model={"remat": "full"})
-    least = fit.compiled_update(changed(shorter, micro_batch_size=1), devices_with(0, one)).peak
+        fit.with_micro_batch(ONE, devices_with(least - 1))
+    half = changed(ONE, model={"remat": "full"})
     with pytest.raises(UserError, match=r"data\.max_length=16 would"):
-        fit.with_micro_batch(shorter, devices_with(least - 1, one))
+        fit.with_micro_batch(half, devices_with(peak(changed(half, micro_batch_size=1)) - 1))
     with pytest.raises(UserError, match="; a TPU v5 lite would"):
-        fit.with_micro_batch(one, devices_with(0, one))
+        fit.with_micro_batch(ONE, devices_with(0))
 
 
 @pytest.mark.slow

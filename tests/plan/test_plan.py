@@ -15,7 +15,7 @@ from mllm.model.layout import LOGICAL_AXES, parameter_name
 from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan import memory, targets
 from mllm.plan.memory import subject
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
 from mllm.training.room import room_that_fits
 
@@ -41,27 +41,27 @@ def shapes(config):
 # The phases of a run
 
 
+def phases(shapes):
+    """The phases of a run by name."""
+    devices = targets.Devices("some", shapes.model.layout.mesh, 8, 2**30)
+    rollouts = RolloutPrograms(shapes, shapes.config.rollout)
+    return {phase.name: phase for phase in memory.phases(shapes, rollouts, devices, [].append)}
+
+
 @pytest.fixture
 def planned(monkeypatch):
-    """A function that gives the phases of a run, by name, whose programs take a MiB each and are not compiled."""
-    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, MIB))
-
-    def plan(shapes):
-        devices = memory.Devices("some", shapes.mesh, shapes.mesh.size, 2**30, None)
-        return {phase.name: phase for phase in memory.phases(shapes, devices, [].append)}
-
-    return plan
+    """As `phases`, of programs that take a MiB each and are not compiled."""
+    monkeypatch.setattr(memory, "account_of", lambda *_: Account(0, MIB))
+    return phases
 
 
 @pytest.mark.nightly
-def test_a_grpo_run_has_four_phases_whose_programs_are_told_and_makes_no_array(shapes):
-    before, told = {id(array) for array in jax.live_arrays()}, []
-    devices = memory.Devices("two", shapes.mesh, 8, 2**30, None)
-    phases = {phase.name: phase for phase in memory.phases(shapes, devices, told.append)}
+def test_a_grpo_run_has_four_phases_and_planning_makes_no_array(shapes):
+    before = {id(array) for array in jax.live_arrays()}
+    found = phases(shapes)
     assert [x for x in jax.live_arrays() if id(x) not in before and x.size > 1] == []
-    assert list(phases) == ["prefill", "decode", "log-prob", "update"]
-    assert len(told) == 6
-    assert min(phases["update"].parts[name] for name in ("head", "activations")) > 0
+    assert list(found) == ["prefill", "decode", "log-prob", "update"]
+    assert min(found["update"].parts[name] for name in ("head", "activations")) > 0
 
 
 def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(planned, shapes):
@@ -69,24 +69,23 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
     sharded = sum(leaf.size for path, leaf in leaves if "embed" in LOGICAL_AXES[parameter_name(path)])
     unsharded = sum(leaf.size for _, leaf in leaves) - sharded
     own, whole = 4 * (sharded // 2 + unsharded), 4 * (sharded + unsharded)  # float32
-    phases = planned(shapes)
-    update = phases["update"].parts
+    found = planned(shapes)
+    update = found["update"].parts
     # The reference policy is a second copy; decoding has a copy that is gathered over fsdp.
     assert update["parameters"] == 2 * own
-    assert phases["decode"].parts["parameters"] == 2 * own + whole
+    assert found["decode"].parts["parameters"] == 2 * own + whole
     assert update["gradients"] == own
     # Two moments for each parameter, and the counts of steps.
     assert 0 <= update["optimizer"] - 2 * own <= 16
-    assert all(phase.parts["optimizer"] == update["optimizer"] for phase in phases.values())
+    assert all(phase.parts["optimizer"] == update["optimizer"] for phase in found.values())
 
 
 def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_that_wait_for_slots(planned, shapes):
     slots, places, prompts = 8 // 2, 32, 2 * 4 * 16  # a page holds 16 + 4 tokens
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
-    phases = planned(shapes)
-    assert bytes_on_device(shapes.cache()) == token * slots * places
-    assert phases["prefill"].parts["KV cache"] == token * (slots * places + prompts)
-    assert phases["update"].parts["KV cache"] == 0
+    found = planned(shapes)
+    assert found["prefill"].parts["KV cache"] == token * (slots * places + prompts)
+    assert found["update"].parts["KV cache"] == 0
 
 
 # What does not fit
@@ -113,14 +112,14 @@ def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
     rows = max(memory.fitting_micro_batches(found, shapes.shape, 100 * MIB), default=0)
-    devices = memory.Devices("some", shapes.mesh, 8, 100 * MIB, None)
-    said = memory.remedy(shapes, [found], devices, rows)
+    devices = targets.Devices("some", shapes.model.layout.mesh, 8, 100 * MIB)
+    said = memory.remedy([found], 4, 8, devices, rows)
     assert said.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
 
 
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory, "device_memory", lambda mesh: 1000)
-    monkeypatch.setattr(memory, "account_of", lambda *_, **__: Account(0, 5000))
+    monkeypatch.setattr(targets, "device_memory", lambda mesh: 1000)
+    monkeypatch.setattr(memory, "account_of", lambda *_: Account(0, 5000))
     assert train.main([*arguments(planned_run(tmp_path)), "--plan"]) == 2
     output, errors = capsys.readouterr()
     assert errors.startswith("error: mesh: parameters and optimizer take 0.3 MiB a device")
@@ -162,10 +161,10 @@ def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shape
     assert "8 completions in a rollout, 16 + 4 tokens at most; micro_batch_size 4, rows of 20 tokens; 4 steps" in batch
     assert checkpoint == f"checkpoint: {mib:.1f} MiB; run_dir has up to 1 at a time, {mib:.1f} MiB"
     several = changed(config, checkpoint={"every": 2, "keep": 3, "keep_best": True}, eval={})
-    *_, line = subject(Programs(several, shapes.mesh))
+    *_, line = subject(Programs(several, shapes.model.layout.mesh))
     assert line.endswith(f"has up to 5 at a time, {5 * mib:.1f} MiB")
     adapters = changed(config, model={"lora": {"rank": 2, "alpha": 2, "targets": ["head"]}})
-    model, *_ = subject(Programs(adapters, shapes.mesh))
+    model, *_ = subject(Programs(adapters, shapes.model.layout.mesh))
     assert model.endswith(f"({2 * (260 + 32)} in adapters, which are trained)")
 
 
@@ -196,8 +195,8 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
 
 
 def test_answers_to_turns_are_a_phase_of_their_own(planned):
-    phases = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig(fsdp=1))))
-    assert list(phases) == ["prefill", "decode", "answers", "update"]
+    found = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig(fsdp=1))))
+    assert list(found) == ["prefill", "decode", "answers", "update"]
 
 
 def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_waits(planned):

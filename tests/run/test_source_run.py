@@ -155,5 +155,5 @@ def test_a_run_in_a_bucket_of_a_model_and_data_there_is_that_of_their_files_and_
         assert said[-1] == said[-2]
         next_one = following(in_bucket, f"{store.url}/grpo", "grpo")
         assert run(next_one) == 0
-        assert samples.main([next_one.run_dir, "--print"]) == plot.main([next_one.run_dir, in_bucket.run_dir]) == 0
+        assert samples.main([next_one.run_dir]) == plot.main([next_one.run_dir, in_bucket.run_dir]) == 0
         assert str(tool_run(next_one.run_dir).folder / "curves.png") in capsys.readouterr().out

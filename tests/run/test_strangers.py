@@ -23,7 +23,7 @@ def stranger(tmp_path):
     """The folder of a run with a log of each kind."""
     (folder := tmp_path / "stranger").mkdir()
     run_dir.write(RunStore(folder), config(run_dir=str(folder)))
-    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "rewards": {}, "advantage": 0.0}
+    sample = {"step": 1, "prompt": "1+1=", "completion": "2", "rewards": {}, "reward": None, "advantage": 0.0}
     for name, record in {"metrics": {"step": 1, "loss": 1.0}, "samples": sample}.items():
         (folder / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
     return folder

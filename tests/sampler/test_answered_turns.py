@@ -14,7 +14,7 @@ from mllm.config.rollout import RolloutConfig
 from mllm.model.architecture import FULL, LINEAR, SLIDING, Architecture
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel.mesh import bytes_on_device, make_mesh
-from mllm.plan.programs import Programs
+from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.sampler import engine
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import Room, Usual
@@ -81,6 +81,8 @@ def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_com
 def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_in_a_chunk(monkeypatch):
     """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
+    Where a stop token ends a turn in the middle of a chunk, the steps after it leave its states as they are.
+
     Answers of different lengths are prefilled together, and conversations outgrow the page of their first turn.
     """
     sizes = Architecture.from_hf({**QWEN35, "vocab_size": VOCABULARY, "initializer_range": 0.3}, "test")
@@ -96,9 +98,9 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
 
     monkeypatch.setattr(engine, "prefill", counting)
 
-    def talk(*stop_texts):
+    def talk(*stop_texts, stop=-1):
         prefilled.clear()
-        given = {"stops": (-1,), "conversations": Answers(answers), "stop_texts": stop_texts}
+        given = {"stops": (stop,), "conversations": Answers(answers), "stop_texts": stop_texts}
         found = complete(mixed, prompts, options, room=Room(3), **given)
         check(mixed, prompts, found, length=64)
         return found
@@ -109,6 +111,9 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
     cut = talk(bytes_tokenizer().decode(whole[0].tokens[CHUNK - 3 : CHUNK - 1]))
     assert [one.given[0][0] for one in cut] == [CHUNK - 1, CHUNK, CHUNK]
     assert len(prefilled) == 4
+    stopped = talk(stop=whole[0].tokens[CHUNK // 2])
+    assert stopped[0].given[0][0] <= CHUNK // 2 + 1
+    assert len(prefilled) == 3
 
 
 @pytest.mark.slow
@@ -116,7 +121,7 @@ def test_decode_steps_change_states_in_place():
     heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}
     layers = {"num_hidden_layers": 6, "layer_types": ["linear_attention"] * 5 + ["full_attention"]}
     settings = config(batch_size=64, model={"architecture": {**QWEN35, **heads, **layers}})
-    shapes = Programs(settings, make_mesh(settings.mesh))
+    shapes = RolloutPrograms(Programs(settings, make_mesh(settings.mesh)), settings.rollout)
     function, arguments = shapes.decode()
     used, states = function.lower(*arguments).compile().memory_analysis(), bytes_on_device(shapes.states())
     assert used.alias_size_in_bytes >= states

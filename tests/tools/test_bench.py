@@ -1,6 +1,4 @@
-"""tools/bench and tools/tune.py: their tables, what could not be measured, a method's errors, turns and tilings."""
-
-import math
+"""tools/bench and tools/tune.py: their tables, a method's errors, one that fails, and tilings."""
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +8,15 @@ from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
 from tools import tune
 from tools.bench import __main__ as bench
-from tools.bench import head, logits, measure, methods
+from tools.bench import head, logits, methods, rollout
+from tools.bench.head import Problem
 from tools.bench.methods import Method, fused, value_and_gradients
 
-DEVICE = {"platform": "cpu", "kind": "cpu"}
-METHOD = Method("any", value_and_gradients(fused(impl="full_logits")))
+METHOD = Method(value_and_gradients(fused(impl="full_logits")))
 
 
-def cells(line):
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_a_run_that_measures_nothing_fails(monkeypatch, capsys):
-    failed = [], "RuntimeError: no"
-    monkeypatch.setattr(head, "start", lambda _, task, *__: ([DEVICE], "") if not task else failed)
-    assert bench.main(["head", "--methods", "optax"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: --shape, --methods: nothing could be measured")
+def cells(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("|")]
 
 
 def wrong(hidden, weight, labels, weights, *rest):
@@ -34,84 +24,81 @@ def wrong(hidden, weight, labels, weights, *rest):
     return value * 1.01, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
 
 
-NONE, BF16 = pytest.approx(0, abs=1e-5), pytest.approx(0, abs=0.02)
+def fails(*arrays):
+    raise MemoryError("no room")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("call", "options", "expected"),
-    [
-        (value_and_gradients(methods.general()), {"general": True}, (NONE, NONE, NONE)),
-        (methods.value_only(fused()), {}, (NONE,)),
-        (methods.gradients_of_master(dtype=jnp.bfloat16), {}, (BF16, BF16, BF16)),
-        (wrong, {}, (pytest.approx(0.01, rel=1e-3), pytest.approx(0.5, rel=1e-3), "nan")),
-    ],
-    ids=["any cotangents", "value only", "float32 master", "wrong"],
-)
-def test_a_method_s_errors_say_where_it_is_wrong_and_by_how_much(call, options, expected, monkeypatch):
-    monkeypatch.setattr(measure, "methods", lambda _: [Method("any", call, **options)])
-    task = {"method": "any", "shape": [24, 16, 130], "dtype": "float32", "lives": [0.5], "rounds": 1, "least": 0.0}
-    [found] = measure.main(task)
-    assert measure.live_rows(24, 0.5) == 12
-    assert tuple("nan" if math.isnan(x) else x for x in found["errors"]) == expected
+def test_the_head_s_table_has_times_and_errors_that_say_where_a_method_is_wrong(monkeypatch, capsys):
+    known = {"right": METHOD, "general": methods.methods("cpu")["xla, general backward"]}
+    known |= {"value only": Method(methods.value_only(fused())), "wrong": Method(wrong), "fails": Method(fails)}
+    monkeypatch.setattr(head, "methods", lambda _: known)
+    assert bench.main(["head", "--shape", "24,16,130", "--live", "0.5", "--repeats", "1"]) == 0
+    said = capsys.readouterr().out
+    _, _, bare, right, general, value, off = cells(said)
+    assert (bare[0], bare[2:]) == ("3 bare products", ["1.00", "", "", "", ""])
+    assert all(float(error) < 1e-5 for error in (*right[4:], *general[4:], value[4]))
+    assert (value[5:], off[4:]) == (["", ""], ["1.0e-02", "5.0e-01", "nan"])
+    assert "failed: fails: MemoryError: no room" in said
+    assert bench.main(["head", "--methods", "none"]) == 2
 
 
 @pytest.mark.slow
 def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_number_is_off(monkeypatch, capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
     assert bench.main(small) == 0
-    assert [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[3:]] == ["plain JAX", "xla"]
+    assert [row[0] for row in cells(capsys.readouterr().out)[2:]] == ["plain JAX", "xla"]
     assert bench.main([*small, "--check"]) == 0
     right = logits.fused
     monkeypatch.setattr(logits, "fused", lambda *given, **options: right(*given, **options) + 1e-3)
     assert bench.main([*small, "--check"]) == 1
 
 
+@pytest.mark.slow
+def test_a_rollout_s_table_counts_what_the_engine_did(capsys):
+    sizes = ["--rows", "8", "--slots", "4", "--limit", "8", "--hidden", "64", "--layers", "1", "--repeats", "1"]
+    assert rollout.main(sizes) == 0
+    columns, _, [name, *figures] = cells(capsys.readouterr().out)
+    found = dict(zip(columns[2:], map(float, figures[1:]), strict=True))
+    assert (name, figures[0]) == ("engine", "1.00 (1.00 to 1.00)")
+    assert 8 <= found["tokens"] <= 64
+    assert 0 < found["useful"] <= 1 <= found["bytes"]
+
+
 # tools/tune.py
 
-SHAPE = (8192, 2048, 151936)
 
-
-def test_the_fastest_tiling_is_first_and_one_that_fails_is_a_line_with_the_reason(monkeypatch, capsys):
-    tried = [{"kernel": "weight", "rows": rows} for rows in (128, 256, 512)]
-    own = {"temp_bytes": 0, "errors": [0.0, 0.002]}
-
-    def start(module, task, seconds, cache):
-        if "most" in task:
-            return [{"impl": "mosaic_tpu", "kernel": "dW", "way": "workspace 0", "tilings": tried}], ""
-        rows = task["tiles"]["rows"]
-        rounds = {"method": [6 - rows / 64], "hW": [1.0], "gW": [1.0], "gh": [1.0]}
-        return ([], "no room") if rows == 512 else ([{**own, "rounds": rounds}], "")
-
-    monkeypatch.setattr(tune, "start", start)
-    assert tune.main([]) == 0
-    _, _, _, _, first, second, refused = capsys.readouterr().out.splitlines()
-    assert cells(first)[:3] == ["rows=256", "2000.00", "0.67"]
-    assert cells(second)[:3] == ["rows=128", "4000.00", "1.33"]
-    assert refused == "refused: rows=512: no room"
-
-
-def chosen(tilings_found, choose):
-    """The tiles that a kernel is traced with, for each tiling."""
-    for tiles in tilings_found["tilings"]:
-        with measure.traced_with(tiles):
-            yield choose()
-
-
-def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    [found] = measure.tilings({"shape": SHAPE})
-    sizes = [*chosen(found, lambda: gpu_tiles.choose(*SHAPE))]
-    assert sizes[0].tiles == gpu_tiles.Tiles()
-    assert max(gpu_tiles.shared_memory(each.tiles) for each in sizes) <= gpu_tiles.SHARED_MEMORY
-    assert len({(each.tiles, each.chunk) for each in sizes}) == len(sizes) > len(measure.GPU_CHUNKS)
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first():
+    traced = []
+    for tiling in tune.gpu_tilings():
+        with tiling.override:
+            traced.append(gpu_tiles.choose(*head.LARGE))
+    assert traced[0].tiles == gpu_tiles.Tiles()
+    assert max(gpu_tiles.shared_memory(each.tiles) for each in traced) <= gpu_tiles.SHARED_MEMORY
+    assert len({(each.tiles, each.chunk) for each in traced}) == len(traced) > len(tune.GPU_CHUNKS)
+    found = [*tune.tpu_tilings(head.LARGE, most=5)]
     narrow, wide = jax.numpy.dtype("bfloat16"), jax.numpy.dtype("float32")
-    for found in measure.tilings({"shape": SHAPE, "most": 5}):
-        kernel, mean, keep, _ = measure.TPU_KERNELS[found["kernel"]]
+    for name, (kernel, mean, keep, _) in tune.TPU_KERNELS.items():
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
-        each = [*chosen(found, lambda case=case: tpu_tiles.choose(case))]
+        each = []
+        for tiling in (x for x in found if x.kernel == name):
+            with tiling.override:
+                each.append(tpu_tiles.choose(case))
         assert each[0] == tpu_tiles.choose(case)
-        assert 1 < len(each) <= 5
+        assert 1 < len({*each}) == len(each) <= 5
         assert max(sum(tpu_tiles.terms(case, tiles).values()) for tiles in each) < tpu_tiles.vmem()
+
+
+@pytest.mark.slow
+def test_a_method_s_program_is_the_one_with_the_tiles_that_are_wanted(monkeypatch, capsys):
+    traced = []
+    call = lambda *arrays: (traced.append(gpu_tiles.choose(*head.LARGE).chunk), METHOD.call(*arrays))[1]  # noqa: E731
+    monkeypatch.setattr(tune, "methods", lambda _: {"mosaic_gpu, workspace 0": Method(call)})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    last = [*tune.gpu_tilings()][-2:]
+    monkeypatch.setattr(tune, "gpu_tilings", lambda: last)
+    monkeypatch.setattr(tune, "Problem", lambda *_: Problem((8, 16, 32), "float32"))
+    assert tune.main([]) == 0
+    assert traced == [1536, 1024]
+    assert capsys.readouterr().out.count("| 3 bare products") == 2

@@ -1,10 +1,11 @@
 """tools/memory.py: what its columns compare, and the table and picture of what fits."""
 
+from itertools import chain, repeat
+
 import tiny
 
 from mllm.parallel.mesh import make_mesh
-from mllm.plan import memory as plan
-from mllm.plan.targets import Account
+from mllm.plan.targets import Account, find_devices
 from tools import memory
 
 
@@ -22,10 +23,12 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
 def test_the_head_is_what_the_peak_has_above_an_update_without_one_and_what_does_not_fit_stands_in_brackets(
     tmp_path, monkeypatch, capsys
 ):
-    _, devices = plan.find_devices(tiny.config("sft"), None)
-    monkeypatch.setattr(plan, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
-    peaks = {"none": 1, "full_logits": 5, "chunked_logits": 4, "fused": 2, "lora": 2}
-    monkeypatch.setattr(memory, "account", lambda *_: Account(2**29, peaks[_[3]] * 2**30))
+    _, devices = find_devices(tiny.config("sft"), None)
+    monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
+    # An update without a head, then each column's update and its head; adapters have an update without a head, too.
+    peaks = chain.from_iterable([[1], *([peak, 0] for peak in (5, 4, 2)), [1, 2, 0]])
+    accounts = map(Account, repeat(2**29), (peak * 2**30 for peak in peaks))
+    monkeypatch.setattr(memory, "account_of", lambda *_: next(accounts))
     assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[4:]]
     assert [(row[0], *row[-3:]) for row in rows] == [

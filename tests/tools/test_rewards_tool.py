@@ -99,14 +99,6 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
     assert ["rewards/exact_match/mean", "0.667"] in map(str.split, printed.splitlines())
 
 
-def test_a_prompt_of_several_problems_is_warned_of_once(tried, tmp_path, caplog):
-    with (tmp_path / "problems.jsonl").open("a") as file:
-        file.write('{"prompt": "3+3=", "answer": 33}\n' * 2)
-    assert tried([{"prompt": "3+3=", "completion": "#### 2"}] * 2)[0] == 0
-    said = [record.getMessage() for record in caplog.records if "several problems" in record.getMessage()]
-    assert said == ["several problems have the prompt '3+3=': its completions count as the first one's"]
-
-
 def test_settings_replace_the_file_s_and_an_environment_alone_is_one_line(tried):
     code, output, _ = tried([{"prompt": "3+3=", "completion": "6"}], "task.rewards=[{name: format}]")
     assert (code, "rewards/format/mean" in output, "exact_match" in output) == (0, True, False)

@@ -1,4 +1,4 @@
-"""tools/samples.py: the page holds the samples and nothing that they say is obeyed; the same on the terminal."""
+"""tools/samples.py: the page holds the samples and no text in it is obeyed; what is learned is marked."""
 
 import json
 import re
@@ -45,22 +45,6 @@ def test_hostile_text_stays_text(tmp_path, capsys):
     template, _ = page(plain)
     assert text.count("<") == template.count("<")  # no element more
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|https?:|src=|href=", template)
-    assert samples.main([str(hostile), "--print"]) == 0
-    printed = capsys.readouterr().out
-    assert all(line.isprintable() for line in printed.split("\n"))
-    assert "\\x1b[31m\\x07\\x00 \\u202eabc\\u2028 漢字" in printed
-
-
-def test_the_newest_are_printed_and_null_is_shown(tmp_path, capsys):
-    write(tmp_path, [sample(1), sample(2, "1+2=", "3"), sample(2, "5+5=", "a\nb", None, None, True), sample(3)])
-    assert samples.main([str(tmp_path), "--print", "--step", "2", "--limit", "1"]) == 0
-    assert capsys.readouterr().out == (
-        "step 2  reward null  exact_match null  advantage null  length 3  cut off\n"
-        "  prompt      5+5=\n  completion  a\n              b\n\n1 of 2\n"
-    )
-    assert samples.main([str(tmp_path), "--print", "--limit", "2"]) == 0
-    printed = capsys.readouterr().out
-    assert re.findall(r"step \d|\d of \d", printed) == ["step 2", "step 3", "2 of 4"]
 
 
 def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsys, monkeypatch):

@@ -217,19 +217,22 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     assert f"{peft.CONFIG}: base_model_name_or_path: x/y: no such folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("", "bfloat16"), ("export", "float32")])
-def test_the_sampler_gets_what_the_options_say(exported, calls, model, dtype):
-    """Without --dtype the run would compute in float32, and its export in bfloat16."""
-    numbers = {"max-tokens": 6, "temperature": 0.5, "top-k": 7, "top-p": 0.9, "min-p": 0.1}
-    numbers |= {"seed": 3, "slots": 5}
-    options = [part for name, value in numbers.items() for part in (f"--{name}", str(value))]
+def test_a_model_that_is_not_there_is_named_as_the_command_line_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "read_prompts", lambda options: [])
+    assert generate.main([str(tmp_path / "nope"), "hi"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: MODEL_OR_RUN: {tmp_path}/nope: no such folder")
+    assert "model." not in error
+
+
+def test_the_sampler_gets_what_the_options_say(exported, calls):
+    """Without --dtype the run would compute in float32."""
+    options = ["--max-tokens", "6", "--temperature", "0.5", "--seed", "3", "--dtype", "bfloat16"]
     options += ["--stop", "two tokens", "--stop", "<|im_start|>"]
-    assert generate.main([str(exported / model), "1+2=", "--dtype", dtype, *options]) == 0
+    assert generate.main([str(exported), "1+2=", *options]) == 0
     ((sampler, params, _, given),) = calls
-    chosen = sampler.options
-    found = [chosen.max_completion_length, chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p]
-    assert [*found, sampler.seed, sampler.room().slots] == [*numbers.values()]
-    assert nnx.merge(sampler.graphdef, params).rounding.dtype == dtype
+    assert (sampler.options.max_completion_length, sampler.options.temperature, sampler.seed) == (6, 0.5, 3)
+    assert nnx.merge(sampler.graphdef, params).rounding.dtype == "bfloat16"
     assert (*sampler.stop_texts,) == ("~", "two tokens", "<|im_start|>")
     ids = {*stop_ids(bytes_tokenizer(), stop=("~", "<|im_start|>"))}
     assert {*sampler.stop_ids} == ids
@@ -277,7 +280,7 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_it_is(terminal, monkeypatch, capsys):
     text = "a\tb\nc\x1b]0;title\x07\r\x9b2J\u202e 漢字\n"
-    monkeypatch.setattr(generate, "load", lambda options: (None, None, None, ""))
+    monkeypatch.setattr(generate, "load", lambda options: generate.Model(None, None, ""))
     monkeypatch.setattr(generate, "complete", lambda *given: [(text, {})])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     assert generate.main(["a model", "a prompt"]) == 0
@@ -305,8 +308,8 @@ for command in sys.argv[1:]:
         runpy.run_path(sys.argv[0], run_name="__main__")
     assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
 """
-COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples", "tune")]
-COMMANDS += ["bench", "bench head", "bench rollout"]
+COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples")]
+COMMANDS += ["bench", "bench rollout"]
 
 
 @pytest.mark.slow

@@ -1,38 +1,21 @@
-"""The frame of the benchmarks: options, methods in processes of their own, times in turns, and the table.
-
-A method's process runs its benchmark's module and calls `answer`; `start` runs it.
-"""
+"""The frame of the benchmarks: callables that take turns, and a table of their medians and ratios."""
 
 import argparse
-import json
 import math
-import os
 import re
-import subprocess
-import sys
-import tempfile
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-DEFAULTS = {
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
-"""Environment variables: a process gets three quarters of a GPU at once unless it is told otherwise."""
-SOURCES = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]))}
-"""A machine with a device may have JAX, and this project as a folder: what isn't installed is found there."""
-ANSWER, LATE = "ANSWER ", "the time limit was reached"
+LEAST = 0.05
+"""Seconds of a turn, so that the clock and the start of the calls don't count."""
 MOST_CALLS = 1000
 """Calls in a turn."""
-Figures = dict[str, Any]
 Number = TypeVar("Number", int, float)
-Shape = tuple[int, int, int]
-"""Tokens, hidden size, vocabulary."""
+Seconds = Mapping[str, Sequence[float]]
+"""Seconds of a call, one figure for each round."""
 
 
 # --- the command line
@@ -52,72 +35,27 @@ def positive(kind: type[Number], *, zero: bool = False, most: float = math.inf) 
     return number
 
 
-def shape_of(text: str) -> Shape:
-    """For argparse: N,D,V as numbers."""
-    if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8}){2}", text, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,D,V: three whole numbers from 1 to {10**9 - 1}")
-    tokens, features, vocabulary = map(int, text.split(","))
-    return tokens, features, vocabulary
+def shape(names: str) -> Callable[[str], tuple[int, ...]]:
+    """For argparse: whole numbers above 0, as many as there are names, as in N,D,V."""
 
+    def sizes(text: str) -> tuple[int, ...]:
+        if not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", text, re.ASCII) or text.count(",") != names.count(","):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {names}: whole numbers above 0")
+        return tuple(map(int, text.split(",")))
 
-def title(shape: Sequence[int]) -> str:
-    return "N={}, D={}, V={}".format(*shape)
-
-
-# --- processes
-
-
-def answer(find: Callable[[Figures], Iterable[Figures]]) -> None:
-    """In a method's process: hand over a task's figures as they are found."""
-    for figures in find(json.loads(sys.argv[1])):
-        print(f"{ANSWER}{json.dumps(figures)}", flush=True)
-
-
-def start(
-    module: str, task: Figures, seconds: float | None = None, cache: str | None = None
-) -> tuple[list[Figures], str]:
-    """Run a task in a process of its own, `python -m module TASK`, which calls `answer`.
-
-    Returns its answers, and why it has failed in a line, "" where it hasn't. `cache` is a folder of compiled programs
-    that processes share.
-    """
-    defaults = DEFAULTS | ({"JAX_COMPILATION_CACHE_DIR": cache} if cache else {})
-    command = [sys.executable, "-m", module, json.dumps(task)]
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        reason, environment = "", defaults | os.environ | SOURCES
-        try:
-            code = subprocess.call(command, stdout=out, stderr=err, timeout=seconds, env=environment, cwd=ROOT)
-        except subprocess.TimeoutExpired:
-            code, reason = 0, LATE
-        out.seek(0)
-        err.seek(0)
-        said, complaints = out.read().splitlines(), [line.strip() for line in err if line.strip()]
-    if code:
-        # JAX's remarks come after the error.
-        errors = [line for line in complaints if re.match(r"\S*(Error|Exception|EXHAUSTED)\b", line)]
-        reason = (errors or complaints or [f"exit code {code}"])[-1][:300]
-    return [json.loads(line.removeprefix(ANSWER)) for line in said if line.startswith(ANSWER)], reason
+    return sizes
 
 
 # --- time
 
 
-def in_turns(
-    functions: Mapping[str, Callable[[], Any]],
-    wait: Callable[[Any], Any],
-    *,
-    rounds: int,
-    least: float,
-    queue: int,
-) -> dict[str, list[float]]:
-    """Seconds of a call, one figure for each round, by the host's clock; the functions take turns in every round.
+def in_turns(functions: Mapping[str, Callable[[], Any]], rounds: int, queue: int) -> Seconds:
+    """Times functions that return arrays, by the host's clock; they take turns in every round.
 
-    Args:
-        wait: returns when what a function has returned is there.
-        least: seconds that a turn takes; it has as many calls as fill them.
-        queue: calls that may be under way. With two, the device goes on while the host hears of the first, so that the
-            device's own time shows; more would hold more results.
+    `queue` calls may be under way. With two, the device goes on while the host hears of the first, so that the device's
+    own time shows; more would hold more results.
     """
+    import jax
 
     def turn(function: Callable[[], Any], calls: int) -> float:
         under_way: deque[Any] = deque()
@@ -125,16 +63,14 @@ def in_turns(
         for _ in range(calls):
             under_way.append(function())
             if len(under_way) == queue:
-                wait(under_way.popleft())
-        for result in under_way:
-            wait(result)
+                jax.block_until_ready(under_way.popleft())
+        jax.block_until_ready([*under_way])
         return (time.perf_counter() - start) / calls
 
     calls = {}
     for name, function in functions.items():
         turn(function, 1)
-        once = max(turn(function, 1), 1e-9)
-        calls[name] = max(1, min(MOST_CALLS, math.ceil(least / once)))
+        calls[name] = max(1, min(MOST_CALLS, math.ceil(LEAST / max(turn(function, 1), 1e-9))))
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
@@ -145,14 +81,19 @@ def in_turns(
 # --- the table
 
 
-def line(cells: Iterable[str]) -> str:
-    """A row of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+def figures(seconds: Seconds, base: str) -> dict[str, list[str]]:
+    """For each function its median in milliseconds, and the median of its ratios to `base` in the same round."""
+    found = {}
+    for name, rounds in seconds.items():
+        ratios = [mine / its for mine, its in zip(rounds, seconds[base], strict=True)]
+        found[name] = [f"{1e3 * statistics.median(rounds):.2f}", f"{statistics.median(ratios):.2f}"]
+    return found
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; all but the first are numbers."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns; all but the first are numbers. Missing cells are empty."""
+    rows = [[*row, *[""] * (len(columns) - len(row))] for row in rows]
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     rule = ["-" * widths[0], *(f"{'-' * (width - 1)}:" for width in widths[1:])]
     cells = ([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])] for line in (columns, rule, *rows))
-    return "\n".join(map(line, cells))
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

@@ -1,13 +1,13 @@
 """Times the LM head's engines beside the bare matrix products and other implementations; memory and errors, too.
 
 Every method computes the cross-entropy of the same tokens and its gradients by hidden states and weight, unless its
-name says otherwise, each in a process of its own. What isn't installed or can't run here is named with the reason.
-Tables come at the end; a method's rows go to stderr as soon as it has run, with the share of rows that count.
+name says otherwise. Logits are normal with unit variance, and the rows that count are at random places. A method that
+fails is named with the reason.
 
     ms         median of the rounds, of calls that keep the device busy                      [host's clock]
     /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA
                multiplies them in the same round, at the rows that count
-    temp MiB   memory beside arguments and results             [the compiler's figure]
+    temp MiB   memory beside arguments and results                                           [the compiler's figure]
     loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
@@ -17,122 +17,151 @@ float32 gradient. The others' gradient has the weight's dtype.
 Leaves out several devices. Exit codes: 0 done, 2 an error that one line explains.
 """
 
-import argparse
 import importlib.metadata
-import statistics
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
 
 from mllm import errors
 from mllm.errors import UserError
-from tools.bench.frame import Figures, Shape, line, positive, shape_of, start, table, title
+from tools.bench.frame import figures, in_turns, positive, shape, table
+from tools.bench.methods import Method, methods
 
-if TYPE_CHECKING:
-    from tools.bench.methods import Method
-
-CHILD = "tools.bench.measure"
-LEAST = 0.05
-"""Seconds of a turn, so that the clock and the start of the calls don't count."""
-PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
-"""The packages whose versions are printed, where they are installed."""
-LARGE: Shape = (8192, 2048, 151936)
-"""The head of Qwen2.5-3B."""
-SMALL: Shape = (1024, 256, 16384)
+LARGE, SMALL = (8192, 2048, 151936), (1024, 256, 16384)
+"""Tokens, hidden size and vocabulary: the head of Qwen2.5-3B, and a CPU's."""
 COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "dh", "dW")
-Measured = tuple[list[Figures], str]
-"""A method's figures at each share of rows that count, and why there are no more, "" where there are all."""
+BARE = "3 bare products"
+CHUNK = 256
+"""Tokens that the reference takes at a time."""
 
 
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    from tools.bench.methods import methods as known_methods
-
-    with tempfile.TemporaryDirectory() as cache:
-        answers, failure = start(CHILD, {}, options.timeout, cache)
-        if failure:
-            raise UserError(f"JAX finds no device to measure on: {failure}")
-        platform, kind = answers[0]["platform"], answers[0]["kind"]
-        cpu = platform == "cpu"
-        methods = chosen_methods(options.methods, known_methods(platform))
-        lives = sorted(set(options.live or [1.0, 0.25]), reverse=True)
-        dtype, rounds = options.dtype or ("float32" if cpu else "bfloat16"), options.repeats or (5 if cpu else 10)
-        installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
-        versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
-        print(f"{platform} {kind}, {versions}; {dtype}, {datetime.now(UTC):%Y-%m-%d}, {rounds} rounds")
-        shape = options.shape or (SMALL if cpu else LARGE)
-        task = {"shape": shape, "dtype": dtype, "lives": lives, "rounds": rounds, "least": LEAST}
-        measured: dict[str, Measured] = {}
-        for method in methods:
-            print(f"{title(shape)}: {method.name}", file=sys.stderr)
-            obstacle = method.obstacle(platform)
-            case = {**task, "method": method.name}
-            measured[method.name] = ([], obstacle) if obstacle else start(CHILD, case, options.timeout, cache)
-            for figures in measured[method.name][0]:
-                print(line([f"{method.name}, {figures['live']:.0%}", *cells(figures)]), file=sys.stderr)
-    for live in lives:
-        print(f"\n{title(shape)}, {dtype}, {live:.0%} of the rows count")
-        print(text(live, measured))
-    if not any(figures for figures, _ in measured.values()):
-        raise UserError("--shape, --methods: nothing could be measured")
+    parser = errors.ArgumentParser(__doc__, prog="python tools/bench head")
+    add = parser.add_argument
+    sizes = "tokens, hidden size, vocabulary (default on a CPU 1024,256,16384, else 8192,2048,151936)"
+    add("--shape", type=shape("N,D,V"), metavar="N,D,V", help=sizes)
+    add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
+    shares = "shares of rows that count (default 1 0.25)"
+    add("--live", type=positive(float, most=1), nargs="+", default=[1.0, 0.25], metavar="SHARE", help=shares)
+    add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
+    add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
+    options = parser.parse_args(arguments)
+    platform = jax.default_backend()
+    cpu, known = platform == "cpu", methods(platform)
+    chosen = {
+        name: method
+        for name, method in known.items()
+        if not options.methods or any(text.lower() in name.lower() for text in options.methods)
+    }
+    if not chosen:
+        raise UserError(f"--methods: no name has that in it; there are: {'; '.join(known)}")
+    problem = Problem(options.shape or (SMALL if cpu else LARGE), options.dtype or ("float32" if cpu else "bfloat16"))
+    for live in options.live:
+        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
+        print("\nN={}, D={}, V={}".format(*problem.shape), f"{problem.dtype}, {live:.0%} of the rows count", sep=", ")
+        print(f"{jax.devices()[0].device_kind}, {versions}")
+        print(measured(problem, chosen, live, options.repeats or (5 if cpu else 10)), flush=True)
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = errors.ArgumentParser(__doc__, prog="python tools/bench head")
-    add, sizes = known.add_argument, [",".join(map(str, shape)) for shape in (SMALL, LARGE)]
-    shape = f"tokens, hidden size, vocabulary (default on a CPU {sizes[0]}, else {sizes[1]})"
-    add("--shape", type=shape_of, metavar="N,D,V", help=shape)
-    add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
-    live = "shares of rows that count (default 1 0.25)"
-    add("--live", type=positive(float, most=1), nargs="+", metavar="SHARE", help=live)
-    add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
-    add("--timeout", type=positive(float), default=300.0, metavar="S", help="for one method, all shares (default 300)")
-    add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
-    return known.parse_args(arguments)
+def measured(problem: "Problem", methods: Mapping[str, Method], live: float, rounds: int) -> str:
+    """The table of the methods at a share of rows that count, and a line for each one that fails."""
+    calls, beside, failed = {BARE: problem.bare_products(live)}, {BARE: list[str]()}, []
+    for name, method in methods.items():
+        print(f"{name}: compiling", file=sys.stderr)
+        try:
+            with jax.default_matmul_precision("highest") if problem.dtype == "float32" else nullcontext():
+                program = problem.compiled(method)
+            calls[name] = partial(program, *problem.arguments(method.transposed), *problem.per_token(method, live))
+            analysis: Any = program.memory_analysis()
+            off = [f"{error:.1e}" for error in problem.errors(calls[name](), method, live)]
+            beside[name] = [f"{analysis.temp_size_in_bytes / 2**20:.1f}", *off]
+        except Exception as error:  # a library may fail in any way
+            calls.pop(name, None)
+            failed.append(f"failed: {name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+    queue = 1 if jax.default_backend() == "cpu" else 2
+    timed = figures(in_turns(calls, rounds, queue), BARE)
+    return "\n".join([table(COLUMNS, ([name, *timed[name], *beside[name]] for name in calls)), *failed])
 
 
-def chosen_methods(texts: Sequence[str] | None, known: Sequence["Method"]) -> list["Method"]:
-    for text in texts or []:
-        if not any(text.lower() in method.name.lower() for method in known):
-            names = "; ".join(method.name for method in known)
-            raise UserError(f"--methods: no method has {text!r} in its name; there are: {names}")
-    return [method for method in known if not texts or any(text.lower() in method.name.lower() for text in texts)]
+class Problem:
+    """Inputs of a given shape (N, D, V), and what is right for them."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
+        self.shape, self.dtype = shape, dtype
+        rng, (tokens, features, vocabulary) = np.random.default_rng(0), shape
+        sizes = (tokens, features), (vocabulary, features)
+        # Products have unit variance.
+        hidden, weight = (rng.standard_normal(x, np.float32) * np.float32(features**-0.25) for x in sizes)
+        self.hidden, self.weight = (jnp.asarray(x, dtype) for x in (hidden, weight))
+        self.labels = jnp.asarray(rng.integers(0, vocabulary, tokens, dtype=np.int32))
+        self.expected = cache(self.plain)
+
+    def arguments(self, transposed: bool) -> tuple[Array, Array, Array]:
+        return self.hidden, self.weight.T if transposed else self.weight, self.labels
+
+    def per_token(self, method: Method, live: float) -> tuple[Array, Array, Array]:
+        """Weights [N], 1 at the rows that count; and cotangents of logprob and lse, random or the cross-entropy's."""
+        rng, tokens = np.random.default_rng(1), self.shape[0]
+        weights = (rng.permutation(tokens) < live_rows(tokens, live)).astype(np.float32)
+        slopes = rng.standard_normal((2, tokens), np.float32) if method.general else np.array([[-1], [0]], np.float32)
+        by_logprob, by_lse = weights * slopes
+        return jnp.asarray(weights), jnp.asarray(by_logprob), jnp.asarray(by_lse)
+
+    def compiled(self, method: Method) -> jax.stages.Compiled:
+        return jax.jit(method.call).lower(*self.arguments(method.transposed), *self.per_token(method, 1)).compile()
+
+    def bare_products(self, live: float) -> Callable[[], Any]:
+        """h Wᵀ, g W and gᵀ h of the rows that count, where g is the result of the first."""
+        hw, gw, gh = jax.jit(lambda h, w: h @ w.T), jax.jit(lambda g, w: g @ w), jax.jit(lambda g, h: g.T @ h)
+        with jax.default_matmul_precision("highest") if self.dtype == "float32" else nullcontext():
+            h, w = self.hidden[: live_rows(self.shape[0], live)], self.weight
+            g = hw(h, w)
+            products = hw.lower(h, w).compile(), gw.lower(g, w).compile(), gh.lower(g, h).compile()
+        return lambda: (products[0](h, w), products[1](g, w), products[2](g, h))
+
+    def plain(self, general: bool, live: float) -> list[Array]:
+        """Plain JAX's results in float32: the sum of what the cotangents weigh, dh and dW.
+
+        The tests' oracle, in NumPy, would take hours at the sizes that are timed.
+        """
+        _, *cotangents = self.per_token(Method(lambda: None, general), live)
+        with jax.enable_x64(jax.default_backend() != "tpu"):
+            value, gradients = _plain(self.hidden.astype(float), self.weight.astype(float), self.labels, *cotangents)
+            return [x.astype(jnp.float32) for x in (value, *gradients)]
+
+    def errors(self, results: Sequence[Array], method: Method, live: float) -> list[float]:
+        """Each result's largest difference over the largest magnitude expected; NaN if a number is."""
+        found = []
+        for index, (result, right) in enumerate(zip(results, self.expected(method.general, live), strict=False)):
+            result = jnp.asarray(result).T if method.transposed and index == 2 else jnp.asarray(result)
+            found.append(float(jnp.max(jnp.abs(result.astype(jnp.float32) - right)) / jnp.max(jnp.abs(right))))
+        return found
 
 
-# --- the table
+def live_rows(tokens: int, live: float) -> int:
+    """The number of rows that count."""
+    return max(1, round(live * tokens))
 
 
-def text(live: float, measured: Mapping[str, Measured]) -> str:
-    """The table at a share of rows that count; below it stands what wasn't measured, with the reason."""
-    rows, measured_here, reasons = list[list[str]](), list[Figures](), dict[str, list[str]]()
-    for name, (answers, reason) in measured.items():
-        shown = [figures for figures in answers if figures["live"] == live]
-        for figures in shown:
-            measured_here.append(figures)
-            rows.append([name, *cells(figures)])
-        if not shown:
-            reasons.setdefault(reason, []).append(name)
-    if measured_here:
-        seconds = statistics.median(statistics.median(bare_seconds(figures)) for figures in measured_here)
-        rows.insert(0, ["3 bare products", f"{1e3 * seconds:.2f}", *[""] * 5])
-    absent = [f"not measured: {why}: {'; '.join(names)}" for why, names in reasons.items()]
-    return "\n".join([table(COLUMNS, rows), *absent] if rows else absent)
+@jax.jit
+@partial(jax.value_and_grad, argnums=(0, 1))
+def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_lse: Array) -> Array:
+    """Sum of logprob and lse, each times its cotangent, from the logits of a row at a time."""
 
+    @jax.checkpoint
+    def of_row(row: tuple[Array, ...]) -> Array:
+        hidden, label, by_logprob, by_lse = row
+        logits = jnp.matmul(weight, hidden, precision="highest")
+        lse = jax.nn.logsumexp(logits)
+        return by_logprob * (logits[label] - lse) + by_lse * lse
 
-def bare_seconds(figures: Figures) -> list[float]:
-    """Seconds of the three bare products in each round."""
-    rounds = figures["rounds"]
-    return [hw + gw + gh for hw, gw, gh in zip(rounds["hW"], rounds["gW"], rounds["gh"], strict=True)]
-
-
-def cells(figures: Figures) -> list[str]:
-    """A method's figures in the table."""
-    rounds = figures["rounds"]["method"]
-    ratio = statistics.median(a / b for a, b in zip(rounds, bare_seconds(figures), strict=True))
-    errors = [format(x, ".1e") for x in figures["errors"]]
-    temporaries = f"{figures['temp_bytes'] / 2**20:.1f}"
-    return [f"{1e3 * statistics.median(rounds):.2f}", f"{ratio:.2f}", temporaries, *errors, *[""] * (3 - len(errors))]
+    return jnp.sum(jax.lax.map(of_row, (hidden, labels, by_logprob, by_lse), batch_size=CHUNK))

@@ -13,10 +13,7 @@ are printed.
 Exit codes: 0 done, 1 the check failed, 2 an error in one line.
 """
 
-import argparse
-import math
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,13 +24,14 @@ from jaxtyping import Array
 
 from lm_head import logits_logprobs
 from mllm import errors
-from tools.bench.frame import in_turns, positive, table
+from tools.bench.frame import figures, in_turns, positive, shape, table
 
 LARGE, SMALL = (2048, 151643), (64, 4096)
 """Rows and vocabulary: a first GRPO kernel's, and a CPU's."""
 BLOCKS = (16, 64, 256, 512)
 LOGPROB, GRADIENT = 1e-4, 2**-7
 """What --check allows: in nats at logits of 10, and of the largest gradient, which is bfloat16."""
+Call = Callable[..., Any]
 
 
 def plain(logits: Array, labels: Array) -> Array:
@@ -45,7 +43,7 @@ def fused(logits: Array, labels: Array, **options: Any) -> Array:
     return logits_logprobs(logits, labels, **options).logprob
 
 
-def differentiated(logprobs: Callable[..., Array]) -> Callable[..., Any]:
+def differentiated(logprobs: Callable[..., Array]) -> Call:
     """(logits, labels, old log-probabilities, advantages) to the log-probabilities and the loss's gradient."""
 
     def loss(logits: Array, labels: Array, old: Array, advantage: Array) -> tuple[Array, Array]:
@@ -69,64 +67,41 @@ def problem(rows: int, vocabulary: int) -> tuple[Array, ...]:
     return logits, labels, plain(logits, labels) + 0.1 * noise, jnp.asarray(advantage)
 
 
-def methods(platform: str) -> dict[str, Callable[..., Any]]:
-    """Each row's function, by its name."""
-    chosen: dict[str, Callable[..., Array]] = {"plain JAX": plain, "xla": partial(fused, impl="xla")}
-    if platform == "tpu":
-        chosen |= {f"kernels, time block {n}": partial(fused, impl="mosaic_tpu", block=n) for n in BLOCKS}
-    return {name: differentiated(function) for name, function in chosen.items()}
-
-
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse(arguments)
-    platform = jax.default_backend()
+    parser = errors.ArgumentParser(__doc__, prog="python tools/bench logits")
+    sizes = "rows, vocabulary (default on a CPU 64,4096, else 2048,151643)"
+    parser.add_argument("--shape", type=shape("N,V"), metavar="N,V", help=sizes)
+    parser.add_argument("--rounds", type=positive(int), default=5, help="rounds timed (default 5)")
+    parser.add_argument("--check", action="store_true", help="compare with float64 in place of timing")
+    options, platform = parser.parse_args(arguments), jax.default_backend()
     rows, vocabulary = options.shape or (SMALL if platform == "cpu" else LARGE)
     print(f"logits [1, {rows}, {vocabulary}], bfloat16, {jax.devices()[0].device_kind}")
-    functions, inputs = methods(platform), problem(rows, vocabulary)
+    logprobs: dict[str, Callable[..., Array]] = {"plain JAX": plain, "xla": partial(fused, impl="xla")}
+    if platform == "tpu":
+        logprobs |= {f"kernels, time block {n}": partial(fused, impl="mosaic_tpu", block=n) for n in BLOCKS}
+    calls, batch = {name: differentiated(function) for name, function in logprobs.items()}, problem(rows, vocabulary)
     if options.check:
-        return check(functions, inputs)
-    programs = {name: jax.jit(function).lower(*inputs).compile() for name, function in functions.items()}
-    calls = {name: partial(program, *inputs) for name, program in programs.items()}
-    seconds = in_turns(calls, jax.block_until_ready, rounds=options.rounds, least=0.05, queue=1)
-    lines = []
+        return check(calls, batch)
+    programs = {name: jax.jit(call).lower(*batch).compile() for name, call in calls.items()}
+    timed = {name: partial(program, *batch) for name, program in programs.items()}
+    found = figures(in_turns(timed, options.rounds, 1), "plain JAX")
     for name, program in programs.items():
-        ratios = [x / y for x, y in zip(seconds[name], seconds["plain JAX"], strict=True)]
-        figures = f"{1e3 * statistics.median(seconds[name]):.2f}", f"{statistics.median(ratios):.2f}"
         analysis: Any = program.memory_analysis()
-        lines.append([name, *figures, f"{analysis.temp_size_in_bytes / 2**20:.1f}"])
-    print(table(("method", "ms", "/plain", "temp MiB"), lines))
+        found[name].append(f"{analysis.temp_size_in_bytes / 2**20:.1f}")
+    print(table(("method", "ms", "/plain", "temp MiB"), ([name, *row] for name, row in found.items())))
     return 0
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    known = errors.ArgumentParser(__doc__, prog="python tools/bench logits")
-    add = known.add_argument
-    add("--shape", type=shape_of, metavar="N,V", help="rows, vocabulary (default on a CPU 64,4096, else 2048,151643)")
-    add("--rounds", type=positive(int), default=5, help="rounds timed (default 5)")
-    add("--check", action="store_true", help="compare with float64 in place of timing")
-    return known.parse_args(arguments)
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    """For argparse: N,V as numbers."""
-    sizes = text.split(",")
-    if len(sizes) != 2 or not all(x.isdecimal() and int(x) for x in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r} is not N,V: two whole numbers")
-    return int(sizes[0]), int(sizes[1])
-
-
-def check(functions: dict[str, Callable[..., Any]], batch: tuple[Array, ...]) -> int:
+def check(calls: Mapping[str, Call], batch: tuple[Array, ...]) -> int:
     """Prints the largest differences to float64; 1 if one is too large."""
     with jax.enable_x64(True):
         right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(batch[0].astype(float), *batch[1:])]
-    largest, lines, failed = np.abs(right[1]).max(), [], False
-    for name, function in functions.items():
-        off = [
-            np.abs(np.asarray(x, np.float64) - y).max() for x, y in zip(jax.jit(function)(*batch), right, strict=True)
-        ]
-        well = off[0] <= LOGPROB and off[1] <= GRADIENT * largest and not any(map(math.isnan, off))
-        failed |= not well
-        lines.append([name, f"{off[0]:.2g}", f"{off[1]:.2g}", "ok" if well else "FAILED"])
-    print(table(("method", "logprob", "dlogits", ""), lines))
-    return int(failed)
+    limits, rows = (LOGPROB, GRADIENT * np.abs(right[1]).max()), []
+    for name, call in calls.items():
+        found = [np.asarray(x, np.float64) for x in jax.jit(call)(*batch)]
+        off = [np.abs(mine - exact).max() for mine, exact in zip(found, right, strict=True)]
+        well = all(error <= limit for error, limit in zip(off, limits, strict=True))  # no NaN is
+        rows.append([name, f"{off[0]:.2g}", f"{off[1]:.2g}", "ok" if well else "FAILED"])
+    print(table(("method", "logprob", "dlogits", ""), rows))
+    return int(any(row[-1] == "FAILED" for row in rows))

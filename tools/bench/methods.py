@@ -8,9 +8,8 @@ loss.
 import importlib.util
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,47 +24,37 @@ Call = Callable[..., Any]
 WORKSPACE = 640 << 20
 
 
-@dataclass(frozen=True)
-class Method:
-    name: str
+class Method(NamedTuple):
     call: Call
     general: bool = False
     """The value is the sum of logprob and lse times random cotangents; the gradients belong to these."""
     transposed: bool = False
     """The weight is [D, V]."""
-    needs: tuple[str, ...] = ()
-    """Modules that have to be installed."""
-    platform: str | None = None
-    """It runs on this platform only."""
-
-    def obstacle(self, platform: str) -> str | None:
-        """Why the method can't run on `platform`, as far as that is known before it is started."""
-        needed = [module for module in self.needs if importlib.util.find_spec(module) is None]
-        needed += [f"a {self.platform.upper()}"] if self.platform not in (None, platform) else []
-        return f"needs {', '.join(needed)}" if needed else None
 
 
-def methods(platform: str) -> list[Method]:
-    """All methods for a `cpu`, `gpu` or `tpu`, in the order of the table."""
-    kernels = "mosaic_tpu" if platform == "tpu" else "mosaic_gpu"
+def methods(platform: str) -> dict[str, Method]:
+    """The methods for a `cpu`, `gpu` or `tpu`, in the order of the table."""
     full_logits, chunked = fused(impl="full_logits"), partial(fused, impl="chunked_logits")
-    return [
-        *engine_methods(kernels, kernels.removeprefix("mosaic_")),
-        Method("full logits", value_and_gradients(full_logits)),
-        Method("full logits, float32 master", gradients_of_master(impl="full_logits")),
-        Method("chunked logits", value_and_gradients(chunked())),
-        Method("chunked logits, workspace 640 MiB", value_and_gradients(chunked(workspace=WORKSPACE))),
-        Method("tokamax, its choice", tokamax(None), transposed=True, needs=("tokamax",)),
-        Method("tokamax, chunked_xla", tokamax("chunked_xla"), transposed=True, needs=("tokamax",)),
-        Method("google-tunix, default loss", value_and_gradients(tunix), needs=("tunix",)),
-        *engine_methods("xla", None),
-        Method("optax on full logits", value_and_gradients(optax_on_logits)),
-        Method("full logits, value only", value_only(full_logits)),
-    ]
+    found = {} if platform == "cpu" else engine_methods(f"mosaic_{platform}")
+    found |= {
+        "full logits": Method(value_and_gradients(full_logits)),
+        "full logits, float32 master": Method(gradients_of_master(impl="full_logits")),
+        "chunked logits": Method(value_and_gradients(chunked())),
+        "chunked logits, workspace 640 MiB": Method(value_and_gradients(chunked(workspace=WORKSPACE))),
+        **engine_methods("xla"),
+        "optax on full logits": Method(value_and_gradients(optax_on_logits)),
+        "full logits, value only": Method(value_only(full_logits)),
+    }
+    if importlib.util.find_spec("tokamax"):
+        found["tokamax, its choice"] = Method(tokamax(None), transposed=True)
+        found["tokamax, chunked_xla"] = Method(tokamax("chunked_xla"), transposed=True)
+    if importlib.util.find_spec("tunix"):
+        found["google-tunix, default loss"] = Method(value_and_gradients(tunix))
+    return found
 
 
-def engine_methods(impl: str, platform: str | None) -> list[Method]:
-    known: dict[str, Call] = {
+def engine_methods(impl: str) -> dict[str, Method]:
+    calls = {
         # The trainer's case: a float32 master, a bfloat16 copy that is multiplied, a float32 dW.
         "float32 master": gradients_of_master(impl=impl),
         "float32 master, workspace 640 MiB": gradients_of_master(impl=impl, workspace=WORKSPACE),
@@ -78,9 +67,7 @@ def engine_methods(impl: str, platform: str | None) -> list[Method]:
         # The entropy's gradient takes kernels of its own on TPUs.
         "with entropy": value_and_gradients(fused(0.01, impl=impl, workspace=0)),
     }
-    return [
-        Method(f"{impl}, {name}", call, name == "general backward", platform=platform) for name, call in known.items()
-    ]
+    return {f"{impl}, {name}": Method(call, name == "general backward") for name, call in calls.items()}
 
 
 # --- losses

@@ -2,35 +2,36 @@
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
 stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens count up to the
-first stop token. The methods take turns, each in a process of its own that is warmed up. Medians over these:
+first stop token. The methods are warmed up, then take turns. Medians over these:
 
-    ratio      of the seconds a token to the engine's beside it, and its range
+    ratio      of the seconds a token to the engine's in the same turn, and its range
     useful     tokens over slot-steps: what was computed a token for
     bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
     prefilled  tokens, with padding, over the tokens of prompts and completions
     programs   that decode
-    compiling  the seconds of these, the most: later processes read what earlier ones compiled
 """
 
 import importlib.util
 import math
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from mllm import errors
-from mllm.errors import UserError
-from tools.bench.frame import Figures, answer, positive, start, table
+from tools.bench.frame import positive, table
 
 STOPS = (3, 130, 259)
 VOCABULARY, DEVIATION = 260, 1e-3
 PROMPT = 32
 """The most tokens of a prompt."""
+Sizes = dict[str, int]
+Figures = dict[str, float]
+Rollout = Callable[[int], Figures]
+"""Makes a rollout with this seed, and counts."""
 
 
 def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
@@ -50,15 +51,14 @@ def qwen2_config(hidden: int, layers: int) -> dict[str, Any]:
     }
 
 
-def prompts(options: Figures) -> list[list[int]]:
+def prompts(options: Sizes) -> list[list[int]]:
     """Groups of eight sequences of a prompt."""
     rng = np.random.default_rng(0)
     groups = [rng.integers(4, 128, rng.integers(PROMPT // 4, PROMPT + 1)).tolist() for _ in range(options["rows"] // 8)]
     return [prompt for prompt in groups for _ in range(8)]
 
 
-def engine(options: Figures) -> Callable[[int], Figures]:
-    """A function that makes a rollout with this seed, and counts."""
+def engine(options: Sizes) -> Rollout:
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -79,13 +79,6 @@ def engine(options: Figures) -> Callable[[int], Figures]:
     config, rows = RolloutConfig.model_validate(limits), prompts(options)
     trees = jax.tree.leaves(params), jax.tree.leaves(abstract_cache(model, [1], 1))
     weights, token = (sum(x.size * x.dtype.itemsize for x in tree) for tree in trees)
-    compiling = 0.0
-
-    def count(event: str, duration_secs: float, fun_name: str | int = "", **_: str | int) -> None:
-        nonlocal compiling
-        compiling += duration_secs if event.startswith("/jax/core/compile/") and "decode" in str(fun_name) else 0
-
-    jax.monitoring.register_event_duration_secs_listener(count)
 
     def roll_out(seed: int) -> Figures:
         slots, work, tokens = options["slots"], RolloutWork(), Renderer(bytes_tokenizer())
@@ -98,13 +91,12 @@ def engine(options: Figures) -> Callable[[int], Figures]:
             "bytes": work.bytes_over_least(weights, token),
             "prefilled": work.prefilled / total,
             "programs": len(work.programs),
-            "compiling": compiling,
         }
 
     return roll_out
 
 
-def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
+def tunix_sampler(options: Sizes) -> Rollout:
     import jax
     from flax import nnx
     from tunix.generate import sampler
@@ -145,22 +137,6 @@ def tunix_sampler(options: Figures) -> Callable[[int], Figures]:
     return roll_out
 
 
-METHODS: dict[str, Callable[[Figures], Callable[[int], Figures]]] = {
-    "engine": engine,
-    "google-tunix": tunix_sampler,
-}
-
-
-def measure(task: Figures) -> Iterator[Figures]:
-    """The figures of a rollout by the task's method with the task's seed, after one to warm up."""
-    roll_out = METHODS[task["method"]](task)
-    roll_out(task["seed"])
-    start = time.perf_counter()
-    figures = roll_out(task["seed"])
-    seconds = time.perf_counter() - start
-    yield {"seconds": seconds, "tokens/s": figures["tokens"] / seconds, **figures}
-
-
 @errors.command
 def main(arguments: Sequence[str] | None = None) -> int:
     known = errors.ArgumentParser(__doc__, prog="python tools/bench rollout")
@@ -173,17 +149,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("repeats", 3, "turns of the methods"),
     ):
         known.add_argument(f"--{option}", type=positive(int), default=default, help=f"{meaning} (default {default})")
-    sizes = vars(known.parse_args(arguments))
-    methods = [method for method in METHODS if method == "engine" or importlib.util.find_spec("tunix")]
-    turns: dict[str, list[Figures]] = {method: [] for method in methods}
-    with tempfile.TemporaryDirectory() as cache:
-        for seed in range(sizes.pop("repeats")):
-            for method in methods:
-                figures, failure = start("tools.bench.rollout", {"method": method, "seed": seed, **sizes}, cache=cache)
-                if failure:
-                    raise UserError(f"{method}: {failure}")
-                turns[method] += figures
-                print(f"turn {seed + 1}: {method}: {figures[-1]['seconds']:.2f} s", file=sys.stderr)
+    sizes: Sizes = vars(known.parse_args(arguments))
+    methods = {"engine": engine(sizes)}
+    if importlib.util.find_spec("tunix"):
+        methods["google-tunix"] = tunix_sampler(sizes)
+    turns: dict[str, list[Figures]] = {name: [] for name in methods}
+    for seed in range(sizes["repeats"]):
+        for name, roll_out in methods.items():
+            roll_out(seed)  # lengths differ between seeds, and with them the programs
+            start = time.perf_counter()
+            figures = roll_out(seed)
+            seconds = time.perf_counter() - start
+            turns[name].append({"seconds": seconds, "tokens/s": figures["tokens"] / seconds, **figures})
+            print(f"turn {seed + 1}: {name}: {seconds:.2f} s", file=sys.stderr)
     print(compared(turns))
     return 0
 
@@ -196,11 +174,7 @@ def compared(measured: Mapping[str, Sequence[Figures]]) -> str:
         ratios = [base["tokens/s"] / turn["tokens/s"] for turn, base in zip(turns, first, strict=True)]
         cells = [name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
         for key in first[0]:
-            middle = (max if key == "compiling" else statistics.median)(turn.get(key, math.nan) for turn in turns)
+            middle = statistics.median(turn.get(key, math.nan) for turn in turns)
             cells.append("-" if math.isnan(middle) else f"{middle:.{0 if middle >= 100 else 3}f}")
         rows.append(cells)
     return table(["method", "ratio", *first[0]], rows)
-
-
-if __name__ == "__main__":
-    answer(measure)
