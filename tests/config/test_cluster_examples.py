@@ -6,8 +6,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import yaml
-
 import train
 from mllm.config import load
 from mllm.errors import RESTART
@@ -31,7 +29,7 @@ def test_the_shell_examples_are_well_formed_and_their_arguments_are_train_py_s()
 
 
 def test_the_manifest_s_job_tells_a_restart_from_a_mistake_and_its_arguments_are_train_py_s():
-    *_, job = yaml.safe_load_all(MANIFEST[0])
+    *_, job = load.parser().load_all(MANIFEST[0])
     rules = [(rule["action"], rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]]
     assert rules == [("FailJob", [2]), ("Ignore", [RESTART, 128 + signal.SIGABRT])]
     (container,) = job["spec"]["template"]["spec"]["containers"]

@@ -13,7 +13,6 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-import yaml
 from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -113,13 +112,15 @@ CONFIGS = [path.read_text() for path in sorted(config_file.CONFIGS.glob("*.yaml"
 contents = st.one_of(
     st.binary(max_size=50),
     spliced(CONFIGS),
-    changed([yaml.safe_load(text) for text in CONFIGS]).map(lambda tree: yaml.safe_dump(tree).encode()),
+    changed([config_file.parser().load(text) for text in CONFIGS]).map(
+        lambda tree: json.dumps(tree, default=str).encode()
+    ),
 )
 keys = st.sampled_from(sorted({key for run in RUNS.values() for key in keys_of(run)}))
 overrides = st.builds(
     lambda key, value: f"{key}={value}",
     st.one_of(keys, keys.map(lambda key: key[:-1]), texts),
-    st.one_of(texts, values.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip())),
+    st.one_of(texts, values.map(lambda value: json.dumps(value, default=str))),
 )
 
 

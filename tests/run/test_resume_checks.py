@@ -8,7 +8,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import yaml
 from runs import ROOT, arguments, assert_same_end, changed, killed_after, records, run
 from tiny import TEACHER, config
 
@@ -340,6 +339,6 @@ def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_sho
     expected = {"steps": 6, "optimizer.learning_rate": 1e-3, "optimizer.schedule": "cosine"}
     assert lines[5]["changed"] == expected
     assert lines[5]["learning_rate"] < 1e-3 < lines[4]["learning_rate"]
-    resolved = yaml.safe_load((tmp_path / "killed" / "config.yaml").read_text())
+    resolved = read(tmp_path / "killed" / "config.yaml")
     assert resolved["changes"][0] == {"step": 4, "key": "steps", "old": 8, "new": 6}
     assert {change["key"]: change["new"] for change in resolved["changes"]} == expected
