@@ -104,6 +104,14 @@ def test_what_is_no_chat_anywhere_in_a_list_or_has_no_tokens_is_an_error_at_once
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")
 
 
+def test_a_prompt_knows_whether_it_has_opened_a_thought() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    for renderer, thinks in ((Renderer(tokenizer), True), (BYTES, False)):
+        (prompt,) = usable_prompts([problem("a")], renderer, 30, "prompts")
+        assert prompt.thinks == thinks
+
+
 def test_too_many_bad_problems_in_a_row_end_the_run_so_that_it_can_be_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "MOST_SKIPPED", 5)
     with pytest.raises(StepError, match=r"task made: 5 prompts in a row can't be used, the last: "):
