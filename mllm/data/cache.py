@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from mllm.config.data import DataConfig
 from mllm.config.task import Form
-from mllm.data.records import Origin, bad_lines
+from mllm.data.records import Origin, sound_records
 from mllm.data.tokenizing import Document, Documents, Encoded, Pair, Skipped, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
@@ -132,26 +132,23 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
     Returns their sizes and hashes, and a summary: a hash of all documents, how many are texts or were cut, and how many
     were skipped for each reason.
     """
-    content, bad, skipped, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), Counter[str](), 0, 0
+    content, skipped, cut, texts = hashlib.sha256(), Counter[str](), 0, 0
     sizes, hashes = array("i"), array("Q")
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
-        for location, result in bar:
-            if isinstance(result, UserError):
-                bad.append((location, result))
-            elif isinstance(result, Skipped):
+        sound: Iterator[tuple[str, tuple[Document | Pair, bool, bool] | Skipped]] = sound_records(bar, origin.key)
+        for _, result in sound:
+            if isinstance(result, Skipped):
                 skipped[result.reason] += 1
-            else:
-                document, complete, is_text = result
-                record = signed(document).tobytes()
-                writer.write(record)
-                content.update(record)
-                sizes.extend(document.size)
-                hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
-                cut += not complete
-                texts += is_text
-    if bad:
-        raise bad_lines(bad, origin.key)
+                continue
+            document, complete, is_text = result
+            record = signed(document).tobytes()
+            writer.write(record)
+            content.update(record)
+            sizes.extend(document.size)
+            hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
+            cut += not complete
+            texts += is_text
     if not sizes:
         why = f" that can be learned: {'; '.join(skipped)}" if skipped else " in it"
         raise UserError(f"{origin.key}: {origin.source}: there is no example{why}")

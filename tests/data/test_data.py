@@ -16,7 +16,7 @@ from mllm.algorithms.sft.algorithm import DocumentBatches, document_source
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
-from mllm.data.dataset import mixed_order, training_dataset, training_order
+from mllm.data.dataset import mixed_order, training_order
 from mllm.data.source import Fixed
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
@@ -130,14 +130,6 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
     stored = [np.frombuffer(next(plain), np.int32) for _ in range(12)]
     expected = [tokens for _ in range(3) for tokens in documents(next(read))]
     assert [np.where(signed < 0, ~signed, signed).tolist() for signed in stored] == expected
-
-
-def test_the_public_data_set_is_what_training_reads(tmp_path):
-    config = DataConfig(source=write(tmp_path, some(23)), max_length=32, packing=False, epochs=2)
-    whole, _ = load_documents(config, Renderer(BYTES), None)
-    seen = [tokens for batch in DocumentBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
-    pipeline = training_dataset(whole, seed=5, epochs=2)
-    assert seen == [pipeline[place].tokens.tolist() for place in range(44)]
 
 
 @pytest.mark.parametrize("examples", [1, 2, 65])
