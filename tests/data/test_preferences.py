@@ -5,9 +5,11 @@ import json
 import jax
 import numpy as np
 import pytest
+from tiny import config, forward_of
 
 from mllm.algorithms.documents import load_documents
 from mllm.algorithms.dpo.source import PreferenceBatches
+from mllm.algorithms.recipes import recipe_of
 from mllm.config.data import DataConfig
 from mllm.config.task import ArithmeticConfig, TaskConfig
 from mllm.data import cache
@@ -15,7 +17,9 @@ from mllm.data.tasks.load import load as load_task
 from mllm.data.tokenizing import encode_pair
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
+from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
+from mllm.training.recipe import Parts
 
 RENDERER = Renderer(bytes_tokenizer())
 START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
@@ -139,6 +143,19 @@ def test_rows_hold_whole_pairs_with_their_reference_and_processes_make_their_own
     for expected, shares in zip(whole.train(), parts, strict=True):
         for field, *halves in zip(*(jax.tree.leaves(batch) for batch in (expected, *shares)), strict=True):
             np.testing.assert_array_equal(np.concatenate(halves), field)
+
+
+def test_the_pairs_of_a_validation_have_a_reference_as_those_of_training_have(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in some(20)))
+    data = {"source": str(path), "validation": {"share": 0.2}}
+    settings = config("dpo", data=data, task=None, eval=None, rollout=None)
+    mesh = make_mesh(settings.mesh)
+    source = recipe_of(settings).source(Parts(mesh, forward_of(None, mesh, settings), RENDERER, None))
+    source.logprobs = lambda params, batch: np.float32(batch.weights > 0)
+    source.set_reference(None, "")
+    for batches in (source.batches, source.heldout):
+        np.testing.assert_array_equal(batches.reference, [[one.size[1] for one in pair] for pair in batches.documents])
 
 
 def test_a_task_gives_right_and_wrong_completions():

@@ -102,6 +102,14 @@ def test_what_is_no_chat_anywhere_in_a_list_or_has_no_tokens_is_an_error_at_once
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")
 
 
+def test_a_prompt_knows_whether_it_has_opened_a_thought() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    for renderer, thinks in ((Renderer(tokenizer), True), (BYTES, False)):
+        (prompt,) = usable_prompts([problem("a")], renderer, 30, "prompts")
+        assert prompt.thinks == thinks
+
+
 @pytest.mark.slow
 def test_a_program_that_ends_without_training_says_nothing():
     """Grain's iterator would close itself when Python has taken its modules apart."""

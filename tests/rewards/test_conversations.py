@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from rollouts import BYTES
+from rollouts import BYTES, RandomCompletions, SquareRewards
 
 from mllm.config.rollout import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
@@ -222,6 +222,23 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     metrics = completion_metrics(found, runner.names)
     assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_the_environments_of_a_group_begin_in_the_same_state_and_those_of_another_in_another():
+    config = task("Guess", rewards=[{"name": "own_environments:number"}])
+    with RewardRunner(config, Task("", [prompt().example], []), 60) as runner:
+        sampler = speaker(*[["0"]] * 4)
+        found = sample_trajectories(sampler, runner, [prompt("Guess.", largest=10**6)] * 4, None, **HOW)
+    numbers = [one.rewards[0] for one in found]
+    assert numbers == [numbers[0]] * 2 + [numbers[2]] * 2
+    assert numbers[0] != numbers[2]
+
+
+def test_rewards_know_that_the_prompt_has_opened_a_thought():
+    prompts, rewards = [prompt()._replace(thinks=thinks) for thinks in (True, False)], SquareRewards()
+    sampler = RandomCompletions(None, RENDERER, (END,), options(max_turns=None), 0)
+    sample_trajectories(sampler, rewards, prompts, None, **HOW)
+    assert [sample.thinks for sample in rewards.samples] == [True, False]
 
 
 def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():

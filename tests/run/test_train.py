@@ -116,18 +116,19 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     steps, lines = list(range(1, settings.steps + 1)), records(settings)
     assert [line["step"] for line in lines] == [0, *steps]
     assert all(math.isfinite(line["loss"]) for line in lines[1:])
-    evaluated = [line["step"] for line in lines if "eval/greedy_accuracy" in line]
+    best_by = "eval/greedy_accuracy" if name == "sft" else "eval/reward"  # whose own reward judges no answer
+    evaluated = [line["step"] for line in lines if best_by in line]
     assert evaluated == sorted({*range(0, settings.steps, settings.eval.every), settings.steps})
     timings = records(settings, "timings.jsonl")
     assert [record["step"] for record in timings] == steps
     assert {"time/update", "tokens_per_second", "memory/peak_bytes"} <= timings[0].keys()
     events = EventAccumulator(f"{settings.run_dir}/tensorboard").Reload()
-    drawn = {event.step: event.value for event in events.Scalars("eval/greedy_accuracy")}
-    assert drawn == pytest.approx({step: lines[step]["eval/greedy_accuracy"] for step in evaluated})
+    drawn = {event.step: event.value for event in events.Scalars(best_by)}
+    assert drawn == pytest.approx({step: lines[step][best_by] for step in evaluated})
     assert events.Scalars("time/update")[-1].step == settings.steps
     saved = range(settings.checkpoint.every, settings.steps + 1, settings.checkpoint.every)
     assert checkpoints(settings) == [*saved][-settings.checkpoint.keep :]
-    assert RunStore(settings.run_dir).document(settings.steps)["score"] == lines[-1]["eval/greedy_accuracy"]
+    assert RunStore(settings.run_dir).document(settings.steps)["score"] == lines[-1][best_by]
     if name == "sft":
         assert 0 < lines[-1]["loss"] < lines[1]["loss"] * 0.8
         seconds = [sum(timing.get(f"time/{phase}", 0) for phase in ("data", "update")) for timing in timings]

@@ -230,3 +230,19 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, secti
         np.testing.assert_allclose(value, metrics[name], rtol=2e-6, err_msg=name)
     assert validate(params, 7) == found
     assert len(polls) == 2 * (2 if one.data.packing else 3)
+
+
+def test_loss_and_log_probabilities_are_those_of_the_vocabulary_s_copy_at_the_temperature_of_the_rollout():
+    """The trainer multiplies a narrower copy; a teacher's is its own."""
+    rng, mesh = np.random.default_rng(0), make_mesh(SETTINGS["sft"].mesh)
+    hidden, weight = rng.normal(size=(ROWS, LENGTH, 8)).astype(np.float32), rng.normal(size=(260, 8)).astype(np.float32)
+    states = HeadInputs(hidden, 0 * weight, weight)
+    z = hidden @ weight.T / 0.7
+    expected = np.take_along_axis(jax.nn.log_softmax(z), BATCH.labels[..., None], -1)[..., 0]
+    policy = head.Head(SETTINGS["grpo"].head, mesh, 0.7)
+    loss, tokens = policy.loss(states, BATCH, lambda logprob, entropy: -logprob)
+    for found in (tokens, policy.logprobs(states, BATCH)):
+        np.testing.assert_allclose(found.logprob, np.where(BATCH.weights > 0, expected, 0), atol=1e-4)
+    assert loss == pytest.approx(-(BATCH.weights * expected).sum(), rel=1e-5)
+    own = lambda logprob, entropy, *, divergence: divergence  # noqa: E731
+    assert policy.loss(states, BATCH, own, teacher=states)[0] == pytest.approx(0, abs=1e-6)
