@@ -173,9 +173,9 @@ def load(options: argparse.Namespace) -> Model:
             raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
         local_folder(base, SMALL, f"{adapter}: base_model_name_or_path", "export it (tools/export.py RUN)")
         model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
-    policy = load_model(
-        ModelConfig.model_validate({**model, "dtype": dtype}), make_mesh(MeshConfig(fsdp=1)), packed=False
-    )
+    local_folder(options.model, SMALL, "MODEL_OR_RUN", "the folder of a run")
+    mesh = make_mesh(MeshConfig(fsdp=1))
+    policy = load_model(ModelConfig.model_validate({**model, "dtype": dtype}), mesh, packed=False)
     return Model(policy, policy.initial_params(), name)
 
 

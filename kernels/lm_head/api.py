@@ -8,7 +8,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from . import autodiff, full_logits, target
 from .arguments import TeacherArguments, as_array, checked_inputs, checked_options
@@ -71,7 +70,7 @@ def token_logprobs(
         where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
-        temperature: positive; a number, or a scalar that may be traced. Differentiation takes it for a constant.
+        temperature: positive; a number, or a scalar that may be traced, but not differentiated.
         softcap: positive, a Python number.
         vocabulary: so many first rows of `weight` are tokens; the others, padding, have no probability. None: all.
         weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
@@ -126,12 +125,13 @@ def token_loss(
     impl: Impl | None = None,
     sharding: HeadSharding | None = None,
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)`, and the tokens' statistics without gradient.
+    """`sum_i weights_i * objective(logprob_i, entropy_i, *operands_i)`, and the tokens' statistics.
 
     Cross-entropy is `lambda logprob, entropy: -logprob`. The loss is a float32 scalar, differentiable in `hidden`,
     `weight`, `weights`, floating operands, and floating values that `objective` closes over (reverse mode, first
     order). Asked for the value alone, it does none of the gradient's work. A label that counts and is out of range
-    makes it NaN.
+    makes it NaN. The statistics are differentiable as those of `token_logprobs`, by a second pass: the objective has
+    them for nothing.
 
     Errors, and args beyond these, are as for `token_logprobs`:
         objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
@@ -179,8 +179,7 @@ def token_loss(
         shares = jnp.where(_has_bad_label(inputs), jnp.nan, rows.flat(shares).astype(jnp.float32))
         engine, terms = _engine(impl, inputs, options, rows.sharding), Terms(closed, shares, operands)
         loss, tokens = autodiff.loss(engine, options, inputs, (inputs.hidden, weight), terms)
-        tokens = lax.stop_gradient(_without_bad_labels(tokens, inputs))
-        return loss, jax.tree.map(rows.folded, tokens)
+        return loss, jax.tree.map(rows.folded, _without_bad_labels(tokens, inputs))
 
     arguments = weight, shares, operands, traced.function
     return run_on_mesh(run, sharding, inputs, arguments, lambda tokens: (jax.sharding.PartitionSpec(), tokens))

@@ -1,6 +1,7 @@
 """Checks of the arguments that the heads share: each raises a ValueError that names the argument, before compiling."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from numbers import Integral
@@ -131,12 +132,26 @@ def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
 
 
 def checked_temperature(name: str, temperature: Any) -> Float[Array, ""]:
-    """The temperature as a float32 scalar that is not differentiated."""
+    """The temperature as a float32 scalar; ValueError where it is differentiated."""
     if np.shape(temperature) != ():
         raise ValueError(f"{name} must be a scalar, not of shape {list(np.shape(temperature))}")
     if _is_known(temperature) and not 0 < float(temperature) < math.inf:
         raise ValueError(f"{name} must be positive and finite, not {float(temperature)}")
-    return jax.lax.stop_gradient(jnp.asarray(temperature, jnp.float32))
+    return undifferentiated(name, jnp.asarray(temperature, jnp.float32))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def undifferentiated(name: str, value: Any) -> Any:
+    """The value, which may be a tree of arrays; ValueError where a gradient by it is asked for."""
+    return value
+
+
+def refuse_gradient(name: str, *_: Any) -> Any:
+    way_out = "differentiate divergence_loss" if name == "token_divergence" else "wrap it in jax.lax.stop_gradient"
+    raise ValueError(f"{name} has no gradient: {way_out}")
+
+
+undifferentiated.defvjp(refuse_gradient, lambda name, _, cotangent: (cotangent,))
 
 
 def checked_softcap(name: str, softcap: Any) -> float | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from .arguments import refuse_gradient
 from .contract import Engine, Gradients, Inputs, Options, Terms, outputs_of, weighted_sum
 from .shapes import Array, Float
 from .softmax import Slopes, TokenLogprobs
@@ -49,6 +50,7 @@ def close_objective(
     """
     names = names_of(objective)
     mean = "mean_logit" in names
+    check_arity(objective, len(dtypes), names)
     statistics = 3 + has_teacher + mean
     dtypes = [*[jnp.float32] * statistics, *dtypes]
 
@@ -76,6 +78,18 @@ def close_objective(
     return Objective(jax.tree_util.Partial(function, shared), logprob or lse or mean, entropy, mean)
 
 
+def check_arity(objective: Callable[..., Any], operands: int, names: Sequence[str]) -> None:
+    """Raise ValueError where the objective does not take what it gets."""
+    try:
+        signature = inspect.signature(objective)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(*range(2 + operands), **dict.fromkeys(names))
+    except TypeError as error:
+        raise ValueError(f"objective: {error}: it gets logprob, entropy and {operands} operands") from None
+
+
 Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]
 """Hidden states and weight, by which the rules differentiate: inputs have the same, or a copy."""
 
@@ -96,8 +110,10 @@ def _token_logprobs_backward(
     engine: Engine, _: Options, residuals: Any, cotangents: TokenLogprobs
 ) -> tuple[None, Gradients]:
     options, inputs, softmax, saved = residuals
+    if not isinstance(cotangents.collision, SymbolicZero | None):
+        refuse_gradient("collision")
     slopes = Slopes(*map(_instantiate, cotangents[:3]))
-    options = dataclasses.replace(options, entropy_slopes=not isinstance(cotangents.entropy, SymbolicZero))
+    options = dataclasses.replace(options, entropy_slopes=not _is_symbolic(cotangents.entropy))
     return None, engine.gradients(inputs, softmax, saved, slopes, options)
 
 
@@ -108,7 +124,7 @@ token_logprobs.defvjp(_token_logprobs_forward, _token_logprobs_backward, symboli
 def loss(
     engine: Engine, options: Options, inputs: Inputs, sides: Sides, terms: Terms
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """The loss, and the tokens' statistics, whose cotangents have no effect."""
+    """The loss, and the tokens' statistics."""
     tokens = outputs_of(engine.forward(inputs, options.values_alone)[0], inputs, options)
     return weighted_sum(inputs.live, tokens.statistics, terms), tokens
 
@@ -123,17 +139,27 @@ def _loss_forward(
         softmax, gradients = engine.forward(inputs, options)[0], (None, None)
     tokens = outputs_of(softmax, inputs, options)
     value, pull = jax.vjp(functools.partial(weighted_sum, inputs.live, tokens.statistics), terms)
-    return (value, tokens), (pull, gradients)
+    return (value, tokens), (pull, gradients, inputs, options)
 
 
 def _loss_backward(
-    _engine: Any, _options: Options, residuals: Any, cotangents: tuple[Any, Any]
+    engine: Engine, _: Options, residuals: Any, cotangents: tuple[Any, Any]
 ) -> tuple[None, Gradients, Terms]:
-    pull, gradients = residuals
-    g_loss = _instantiate(cotangents[0])
+    pull, gradients, inputs, options = residuals
+    g_loss, given = _instantiate(cotangents[0]), cotangents[1].statistics
     (g_terms,) = pull(g_loss)
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
-    return None, jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients), g_terms
+    gradients = jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)
+    if options.wants_any and not all(map(_is_symbolic, jax.tree.leaves(given, is_leaf=_is_symbolic))):
+        # The statistics themselves are differentiated, too: only then there are further passes.
+        entropy = not _is_symbolic(given.entropy)
+        options = dataclasses.replace(options, entropy_slopes=entropy, token_slopes=True)
+        slopes = jax.tree.map(_instantiate, given, is_leaf=_is_symbolic)
+        if options.mean_over is not None:
+            slopes = slopes._replace(mean_logit=slopes.mean_logit / options.mean_over)
+        softmax, saved = engine.forward(inputs, options)
+        gradients = jax.tree.map(jnp.add, gradients, engine.gradients(inputs, softmax, saved, slopes, options))
+    return None, gradients, g_terms
 
 
 loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
@@ -149,6 +175,10 @@ def _values(perturbable: Any) -> Any:
     return jax.tree.map(lambda x: x.value, perturbable)
 
 
+def _is_symbolic(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero)
+
+
 def _instantiate(cotangent: Any) -> Array:
     """The cotangent, zeros where it is symbolic."""
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if _is_symbolic(cotangent) else cotangent

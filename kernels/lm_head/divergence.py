@@ -5,10 +5,10 @@ Neither model's logits exist as an array. These are `token_loss` with an objecti
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from .api import token_loss
+from .arguments import undifferentiated
 from .shapes import Array, Float
 
 
@@ -19,7 +19,7 @@ def divergence_loss(
     teacher_weight: Float[Array, "W E"],
     **options: Any,
 ) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
-    """`sum_i weights_i * divergence_i`, and the divergences without gradient; loss, dh and dW in one pass.
+    """`sum_i weights_i * divergence_i`, and the divergences; loss, dh and dW in one pass.
 
     With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
     some tokens, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
@@ -44,18 +44,5 @@ def token_divergence(
 
     Options are as for `divergence_loss`, which has the gradients.
     """
-    hidden, weight = _values((hidden, weight))
+    hidden, weight = undifferentiated("token_divergence", (hidden, weight))
     return divergence_loss(hidden, weight, teacher_hidden, teacher_weight, **options)[1]
-
-
-@jax.custom_vjp
-def _values(arrays: Any) -> Any:
-    """The arrays; an error where they are differentiated."""
-    return arrays
-
-
-def _refuse(_: Any) -> Any:
-    raise ValueError("token_divergence has no gradient: differentiate divergence_loss")
-
-
-_values.defvjp(_refuse, lambda _, cotangent: (cotangent,))

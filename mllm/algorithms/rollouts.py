@@ -216,15 +216,12 @@ class RolloutSource:
 
     def position(self) -> dict[str, Any]:
         counts = {"num_tokens": self.num_tokens, "updates_without_gradient": self.updates_without_gradient}
-        return {"prompts": self.prompts.get_state(), **counts, "reward_codes": self.rewards.codes}
+        return {"prompts": self.prompts.get_state(), **counts}
 
     def seek(self, position: Mapping[str, Any]) -> None:
         self.prompts.set_state(position["prompts"])
         self.num_tokens = position["num_tokens"]
         self.updates_without_gradient = position["updates_without_gradient"]
-        for name, code in position["reward_codes"].items():
-            if self.rewards.codes.get(name, code) != code and is_writer():
-                log.warning("task.rewards: the file of %s has changed since the checkpoint; its new code is used", name)
 
     def resumable(self, step: int) -> bool:
         return step % self.config.updates_per_rollout == 0

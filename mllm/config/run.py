@@ -25,8 +25,9 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: StrictBool = False
-    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy`. Needs
-    `eval` or `data.validation`, whose `every` is a multiple of `checkpoint.every`."""
+    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy` where
+    the task pays right answers, else by `eval/reward`. Needs `eval` or `data.validation`, whose `every` is a multiple
+    of `checkpoint.every`."""
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0

@@ -19,6 +19,10 @@ ENVIRONMENT = "environment"
 """The name of the reward that an environment gives, and its weight is 1."""
 
 
+JUDGES = ("exact_match", "flexible_match", "math")
+"""The rewards that compare an answer with the right one: 1 where they agree."""
+
+
 class RewardConfig(Section):
     """A reward function; docs/rewards.md has the details."""
 
@@ -145,6 +149,17 @@ class TaskConfig(Section):
     def converses(self) -> bool:
         """Whether a completion is a conversation: something answers the assistant."""
         return bool(self.environment or self.tools)
+
+    @property
+    def judge(self) -> int | None:
+        """Which of the rewards says whether an answer is right: the judge with the largest weight; None without one."""
+        judges = [index for index, reward in enumerate(self.rewards) if reward.name in JUDGES]
+        return max(judges, key=lambda index: self.rewards[index].weight, default=None)
+
+    @property
+    def pays_answers(self) -> bool:
+        """Whether the rewards depend on whether an answer is right."""
+        return self.judge is not None and self.rewards[self.judge].weight > 0
 
     def of_run(self, evaluates: bool) -> "TaskConfig":
         """The task of a run, which holds nothing out by default unless it `evaluates`."""

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from mllm.config.data import DataConfig
 from mllm.config.task import Form
-from mllm.data.records import Origin, bad_lines
+from mllm.data.records import Origin, sound_records
 from mllm.data.tokenizing import Document, Documents, Encoded, Pair, Skipped, encode_records
 from mllm.errors import UserError, brief
 from mllm.model.tokenizer import Renderer, Tokenizer
@@ -36,11 +36,10 @@ from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
 """The endings of a cache's files."""
-MOST_BAD = 10_000
 Found: TypeAlias = tuple[Int32[np.ndarray, "N 2"], UInt64[np.ndarray, "N"], dict[str, Any]]
 """The sizes of a cache's documents, a hash of each, and a summary of them."""
 
@@ -62,7 +61,7 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pai
         cache = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
         if (found := read_summary(cache)) is None:
             encoded = encode_records(renderer, config.max_length, origin.records(), pairs, config.columns)
-            found = make(cache, origin, encoded, content)
+            found = make(cache, origin, encoded)
     except (OSError, RuntimeError) as error:  # array_record raises RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
@@ -115,14 +114,12 @@ def read_summary(cache: Path) -> Found | None:
         return file["sizes"], file["hashes"], json.loads(file["summary"].item())
 
 
-def make(cache: Path, origin: Origin, encoded: Iterator[Encoded], content: str) -> Found:
-    """Write the cache of a source with this content."""
+def make(cache: Path, origin: Origin, encoded: Iterator[Encoded]) -> Found:
+    """Write the cache of a source."""
     cache.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache.parent, prefix="unfinished-") as folder:
         records, summarized = (Path(folder, f"cache{ending}") for ending in (RECORDS, SUMMARY))
         sizes, hashes, summary = write_documents(records, origin, encoded)
-        if origin.content() != content:
-            raise UserError(f"{origin.key}: {origin.source} has changed while it was read: start again")
         np.savez(summarized, sizes=sizes, hashes=hashes, summary=json.dumps(summary))
         records.replace(cache.with_suffix(RECORDS))
         summarized.replace(cache.with_suffix(SUMMARY))
@@ -135,28 +132,23 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
     Returns their sizes and hashes, and a summary: a hash of all documents, how many are texts or were cut, and how many
     were skipped for each reason.
     """
-    content, bad, skipped, cut, texts = hashlib.sha256(), list[tuple[str, UserError]](), Counter[str](), 0, 0
+    content, skipped, cut, texts = hashlib.sha256(), Counter[str](), 0, 0
     sizes, hashes = array("i"), array("Q")
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
-        for location, result in bar:
-            if isinstance(result, UserError):
-                bad.append((location, result))
-                if len(bad) == MOST_BAD:
-                    break
-            elif isinstance(result, Skipped):
+        sound: Iterator[tuple[str, tuple[Document | Pair, bool, bool] | Skipped]] = sound_records(bar, origin.key)
+        for _, result in sound:
+            if isinstance(result, Skipped):
                 skipped[result.reason] += 1
-            else:
-                document, complete, is_text = result
-                record = signed(document).tobytes()
-                writer.write(record)
-                content.update(record)
-                sizes.extend(document.size)
-                hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
-                cut += not complete
-                texts += is_text
-    if bad:
-        raise bad_lines(bad, origin.key)
+                continue
+            document, complete, is_text = result
+            record = signed(document).tobytes()
+            writer.write(record)
+            content.update(record)
+            sizes.extend(document.size)
+            hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
+            cut += not complete
+            texts += is_text
     if not sizes:
         why = f" that can be learned: {'; '.join(skipped)}" if skipped else " in it"
         raise UserError(f"{origin.key}: {origin.source}: there is no example{why}")
@@ -183,18 +175,6 @@ def unsigned(stored: Int32[np.ndarray, " T"], pairs: bool = False) -> Document |
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """A hash of the files that the tokenizer and its template are saved as; UserError where these can't be written."""
-    digest = hashlib.sha256()
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
-                digest.update(f"{path.name} {file_digest(path)}".encode())
-    except Exception as error:  # the package tokenizers' errors are no OSErrors
-        raise UserError(f"TMPDIR: the tokenizer can't be written there ({brief(error)}): make room") from None
-    return digest.hexdigest()
-
-
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """A hash of the tokenizer with its special tokens and its templates."""
+    parts = tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.chat_template
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()

@@ -21,16 +21,6 @@ from mllm.errors import StepError, UserError
 T = TypeVar("T")
 
 
-def training_dataset(
-    examples: grain.sources.RandomAccessDataSource[T], seed: int | None, epochs: int | None = None
-) -> grain.MapDataset[T]:
-    """The examples of a task (`task.train`) or of data (`Documents`) in the order of training.
-
-    An example is made or read when its position is asked for: UserError where that fails.
-    """
-    return training_order(len(examples), seed, epochs).map(examples.__getitem__)
-
-
 def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
     """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
 

@@ -26,14 +26,12 @@ T = TypeVar("T")
 Record = dict[str, Any]
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
-LISTED_FAULTS, LISTED_PLACES = 5, 50
+LISTED = 5
 """How many kinds of faults an error lists, and lines of each."""
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
 DEEPEST = 100
 """The most lists and objects of a record that are inside each other."""
-LONGEST_LINE = 2**23
-"""The limit to a line's bytes: about a million tokens, and each takes a hundred bytes for a moment."""
 
 
 class BadRecord(UserError):
@@ -123,21 +121,16 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
     places = dict[str, list[str]]()
     for location, error in bad:
         places.setdefault(str(error), []).append(location)
-    listed = [f"{fault} ({numbers(found)})" for fault, found in [*places.items()][:LISTED_FAULTS]]
-    listed += [f"and {len(places) - LISTED_FAULTS} other faults"] * (len(places) > LISTED_FAULTS)
+    listed = [f"{fault} ({', '.join(shortened(found, 'more'))})" for fault, found in places.items()]
     fields = ", ".join(first.fields) if isinstance(first := bad[0][1], BadRecord) else ""
-    return UserError(f"{key}: {'; '.join(listed)}" + f"; the fields there are {fields}" * bool(fields))
+    faults = "; ".join(shortened(listed, "other faults"))
+    return UserError(f"{key}: {faults}" + f"; the fields there are {fields}" * bool(fields))
 
 
-def numbers(places: Sequence[str]) -> str:
-    """The places of lines, `a.jsonl:3, 4, 7, b.jsonl:1`."""
-    shown, before = list[str](), ""
-    for place in places[:LISTED_PLACES]:
-        file, _, number = place.rpartition(":")
-        shown.append(number if file == before and number.isdecimal() else place)
-        before = file
-    unlisted = len(places) - LISTED_PLACES
-    return ", ".join(shown) + (f" and {unlisted} more" if unlisted > 0 else "")
+def shortened(items: Sequence[str], what: str) -> list[str]:
+    """The first of the items, and how many `what` there are."""
+    more = len(items) - LISTED
+    return [*items[:LISTED], *([f"and {more} {what}"] if more > 0 else [])]
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -196,7 +189,7 @@ def load_dataset(subject: str) -> Callable[..., Any]:
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
     """The rows of a CSV file, whose first row has the names; all values are texts. UserError where it can't be read."""
-    csv.field_size_limit(LONGEST_LINE)
+    csv.field_size_limit(2**31)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
         header = next(rows, [])
@@ -206,22 +199,30 @@ def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
 
 
 def read_lines(path: Path, key: str) -> Iterator[bytes]:
-    """The lines of a file; one beyond `LONGEST_LINE` is cut, one byte after the limit. UserError as by `open_file`."""
+    """The lines of a file. UserError as by `open_file`."""
     with open_file(path, key) as file:
-        while line := file.readline(LONGEST_LINE + 1):
-            chunk = line
-            while not chunk.endswith(b"\n") and (chunk := file.readline(LONGEST_LINE)):
-                pass
-            yield line
+        yield from file
 
 
-def read_json(path: Path, key: str) -> Iterator[Record]:
-    """The objects of a file that holds one list of them; UserError where it holds anything else."""
+def read_json(path: Path, key: str) -> Iterator[bytes | Record]:
+    """The objects of a file that holds one list of them, or JSON lines; UserError where it holds anything else."""
     with open_file(path, key, ValueError) as file:
-        rows = json.loads(file.read().decode("utf-8-sig"))
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{key}: {path} is no list of objects: give JSON lines the ending .jsonl")
-    yield from rows
+        content = file.read().decode("utf-8-sig").lstrip()
+        rows = None if is_object(content.partition("\n")[0]) else json.loads(content)
+    if rows is None:
+        yield from read_lines(path, key)
+    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
+        yield from rows
+    else:
+        raise UserError(f"{key}: {path} holds neither a list of objects nor JSON lines")
+
+
+def is_object(line: str) -> bool:
+    """Whether the line is a JSON object."""
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
@@ -238,8 +239,6 @@ def parse(row: bytes | Record) -> Record:
         if None in row:
             raise UserError("it has more values than the first line has names")
         return shallow({name: value for name, value in row.items() if value is not None})
-    if len(row) > LONGEST_LINE:
-        raise UserError(f"longer than {LONGEST_LINE >> 20} MiB: is it a file of JSON lines?")
     try:
         record = json.loads(row.decode("utf-8-sig"))
     except json.JSONDecodeError as error:  # its own text counts lines within the line

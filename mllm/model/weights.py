@@ -30,7 +30,6 @@ from mllm.model.int8 import Int8Matrix, is_int8, quantize
 from mllm.model.layout import TENSORS, Params, map_parameters, parameter_name
 from mllm.model.original import Original
 from mllm.model.tensors import CONVOLUTION, INDEX, LEARNED, SINGLE, Tensor, open_tensors, texts_part
-from mllm.parallel.mesh import spread
 from mllm.progress import transfer_bar
 
 STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
@@ -38,6 +37,7 @@ STORED_DTYPES = {"F32": 4, "BF16": 2, "F16": 2}
 SHARD_BYTES = 2_000_000_000
 """The limit to the tensors in a saved file; a larger tensor gets a file of its own."""
 narrow = jax.jit(compute_copy, static_argnames=("rounding", "name"))
+is_finite = jax.jit(lambda array: jnp.isfinite(array).all())
 
 
 def read_config(folder: Path) -> Architecture:
@@ -60,7 +60,7 @@ def load(
     They get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix`
     of them, and are read from `tensors`, or else from all of the folder's; errors say that `described` asks for them.
     UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that is missing,
-    surplus, of the wrong shape, or quantized. A tied model's head is surplus unless it equals the embedding.
+    surplus, quantized, of the wrong shape or not finite. A tied model's head is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
     texts = texts_part(tensors)
@@ -82,9 +82,8 @@ def read_parameter(tensors: Mapping[str, Tensor], pattern: str, leaf: Any, layer
     sharding = shardings.values if isinstance(shardings, Int8Matrix) else shardings
     assert isinstance(sharding, NamedSharding)
     if "{}" not in pattern:
-        tensor = read_tensor(tensors[pattern], spread(sharding, leaf.shape), bar)
-        return jax.device_put(tensor, sharding).astype(leaf.dtype)
-    layer_sharding = spread(NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:])), leaf.shape[1:])
+        return read_tensor(tensors[pattern], sharding, bar).astype(leaf.dtype)
+    layer_sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
     stacked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), leaf)
     for index, layer in enumerate(layers):
         tensor = read_tensor(tensors[pattern.format(layer)], layer_sharding, bar)
@@ -101,7 +100,10 @@ def put_layer(stacked: Any, tensor: jax.Array, layer: jax.Array | int, *, shardi
 
 
 def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
-    """The tensor on its devices in its stored dtype; the host never holds more of it than the file does."""
+    """The tensor on its devices in its stored dtype; UserError where a number is not finite.
+
+    The host never holds more of it than the file does.
+    """
     blocks: dict[str, np.ndarray] = {}
 
     def block(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -115,6 +117,9 @@ def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
     blocks.clear()
     gc.collect(0)  # JAX releases the host's copy only then
     bar.update(stored_bytes([tensor]))
+    if not is_finite(array):
+        fault = f"tensor {tensor.name} has numbers that are not finite"
+        raise UserError(f"{tensor.file}: {fault}; fetch or export it again")
     return array
 
 

@@ -7,7 +7,6 @@ feed-forward layer and the vocabulary.
 import math
 import os
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import jax
@@ -58,24 +57,6 @@ def make_mesh(config: MeshConfig) -> Mesh:
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """The sharding of an array whose dims have the logical names `axes`; None is never sharded."""
     return NamedSharding(mesh, PartitionSpec(*(axis and RULES[axis] for axis in axes)))
-
-
-def spread(sharding: NamedSharding, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding with which a tensor of this shape is read, so that no two processes read the same part of it.
-
-    It has the mesh's other axes, too, where they divide a dim; the devices exchange the parts afterwards. A process
-    that loads alone keeps the sharding as it is.
-    """
-    if jax.process_count() == 1:
-        return sharding
-    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    axes: list[tuple[str, ...]] = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
-    sizes = sharding.mesh.shape
-    for axis in sizes:
-        for dim, held in enumerate(axes):
-            if axis not in chain(*axes) and shape[dim] % math.prod(sizes[name] for name in (*held, axis)) == 0:
-                axes[dim] = (*held, axis)
-    return NamedSharding(sharding.mesh, PartitionSpec(*axes))
 
 
 def shard_batch(mesh: Mesh, batch: Any) -> Any:

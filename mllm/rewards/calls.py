@@ -7,10 +7,8 @@ signature needs and there isn't is a UserError. No JAX is imported here.
 
 import asyncio
 import inspect
-import os
 import signal
 import traceback
-import zlib
 from array import array
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
@@ -172,11 +170,6 @@ class Reward:
         quick = self.function in BUILT_IN.values() and self.function is not math
         return "batched" if self.batched else "quick" if quick else "single"
 
-    @property
-    def code(self) -> str:
-        """The CRC-32 of the file; empty without one."""
-        return code_of([self.file])
-
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """What the function returns for the samples: for all of them if it is batched, else for the only one."""
         if self.function not in BUILT_IN.values():  # it may change what it gets, and samples share their problem
@@ -196,39 +189,28 @@ def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) 
     start = f"task.rewards: {name}"
     function = find(name)
     try:
-        parameters = list(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
     except (TypeError, ValueError):
         raise UserError(f"{start}: Python can't tell the arguments of this function") from None
+    parameters = signature.parameters.values()
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     batched = bool(declared & {*BATCHED, "environments"}) or (takes_all and not declared & SINGLE.keys())
-    fixed = (BATCHED if batched else SINGLE) | EITHER
-    if "answer" not in fields:
-        fixed = {argument: read for argument, read in fixed.items() if argument not in ("answer", "answers")}
+    readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields}
+    own = (BATCHED if batched else SINGLE) | EITHER
+    readers |= {key: read for key, read in own.items() if "answer" in fields or key not in ("answer", "answers")}
     constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)
-    readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields} | fixed
-    names = {*readers, *constants}
-    for key in args:
-        if key in fixed or key in constants:
-            raise UserError(f"{start}: args.{key}: the trainer gives this argument itself: remove it")
-        if key not in declared and not takes_all:
-            takes = ", ".join(sorted(declared - names)) or "none"
-            raise UserError(f"{start}: args.{key}: it has no such argument; args may set: {takes}")
-    for parameter in parameters:
-        if parameter.kind == parameter.POSITIONAL_ONLY:
-            raise UserError(f"{start} takes {parameter.name} by position: remove the / from its arguments")
-        if parameter.default is not parameter.empty or parameter.name not in declared - names - args.keys():
-            continue
-        if parameter.name in ("answer", "answers"):
-            why = "and the problems have none: name it in task.columns.answer, or set task.rewards"
-        else:
-            further = ", ".join(sorted({*fields} - {"answer"})) or "none"
-            known = f"{', '.join([*fixed, *constants])}, and the data's fields ({further})"
-            why = f"which there isn't; there are {known}; args gives further ones"
-        raise UserError(f"{start} requires {parameter.name}, {why}")
-    wanted = names if takes_all else declared
+    known = [*readers, *constants]
+    if given := [key for key in args if key in own or key in constants]:
+        raise UserError(f"{start}: args.{given[0]}: the trainer gives this argument itself: remove it")
+    wanted = {*known} if takes_all else declared
     values = {key: value for key, value in constants.items() if key in wanted} | dict(args)
     readers = {key: read for key, read in readers.items() if key in wanted - values.keys()}
+    try:
+        signature.bind(**readers, **values)
+    except TypeError as error:
+        way_out = f"there are {', '.join(known)}; args gives further ones, and task.columns.answer names the answer"
+        raise UserError(f"{start}: {error}; {way_out}") from None
     reward = Reward(function, batched, readers, values, "" if name in BUILT_IN else file_of(function))
     if name in BUILT_IN:
         try_out(start, reward)
@@ -238,12 +220,6 @@ def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) 
 def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *arguments: Any) -> list[Reward]:
     """The reward functions of these names and `args`; the other arguments are as for `bind`."""
     return [bind(name, args, *arguments) for name, args in named]
-
-
-def code_of(files: Sequence[str]) -> str:
-    """The CRC-32 of the files that are there; empty where none is."""
-    contents = [Path(file).read_bytes() for file in dict.fromkeys(files) if os.path.isfile(file)]
-    return f"{zlib.crc32(b''.join(contents)):08x}" if contents else ""
 
 
 def file_of(function: Callable[..., Any]) -> str:

@@ -19,7 +19,7 @@ from mllm import strict_json
 from mllm.data.tasks.task import Example
 from mllm.data.turns import failed_call, tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.rewards.calls import Notes, code_of, file_of, judge
+from mllm.rewards.calls import Notes, file_of, judge
 from mllm.rewards.functions import imported
 from mllm.strict_json import whole_characters
 
@@ -42,6 +42,8 @@ class Move(NamedTuple):
     """Whether the prompt has opened a thought, with which the turn then begins."""
     last: bool = False
     """Whether no turn follows this one."""
+    trial: bool = False
+    """Whether the conversation ends as soon as it has begun, without a reward."""
 
 
 class Turn(NamedTuple):
@@ -85,23 +87,14 @@ class Player:
         except UserError as error:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
-        self.files = [file_of(used) for used in (*([cls] if environment else ()), *functions)]
+        self.file = file_of(cls if environment else functions[0])
+        """The file whose lines are quoted where it fails."""
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
         self.held: dict[int, tuple[Any, Messages]] = {}
         """The environment and the messages of each conversation."""
         self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold what belongs to it
-
-    @property
-    def code(self) -> str:
-        """The CRC-32 of the files of the environment and the tools; empty without any."""
-        return code_of(self.files)
-
-    @property
-    def file(self) -> str:
-        """The file whose lines are quoted where it fails."""
-        return self.files[0]
 
     def __call__(self, moves: Sequence[Move], notes: Notes) -> Any:
         playing = self.play(moves[0], notes)
@@ -135,7 +128,7 @@ class Player:
                 strict_json.dump([[*turn]])  # as deep as in the message to the trainer
             except ValueError as error:
                 raise ValueError(f"what it said and its values can't be sent: {error}") from None
-            if turn.done or judge(reward)[0] == "not_a_number":
+            if turn.done or move.trial or judge(reward)[0] == "not_a_number":
                 await self.close(number)
         except BaseException:
             with suppress(Exception):

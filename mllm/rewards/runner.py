@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from mllm.config.task import ENVIRONMENT, TaskConfig
-from mllm.data.tasks.task import Task
+from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
 from mllm.rewards.calls import PLAYED, Sample, bind_all, fields_of
-from mllm.rewards.environments import players
+from mllm.rewards.environments import Move, players
 from mllm.rewards.scores import FAILURES, NOT_APPLICABLE, NOTHING, Answer
 from mllm.rewards.worker import TICK, Call, Workers
 
@@ -48,22 +49,33 @@ class RewardRunner:
         self.workers = Workers(partial(bind_all, rewards, fields, max_completion_length), config.reward_workers)
         self.kinds: list[str] = []
         self.warned: set[tuple[str, str]] = set()
-        codes: list[str] = []
         try:
             if rewards:
                 self.workers.start()
-                self.kinds, codes = self.workers.kinds, self.workers.codes
+                self.kinds = self.workers.kinds
             if converses:
                 make = partial(players, config.environment, config.tools or (), self.timeout)
                 key = "task.environment" if config.environment else "task.tools"
                 self.environments = [Workers(make, key=key) for _ in range(config.reward_workers)]
                 first = self.environments[0]
                 first.start()
-                self.tools, codes = first.tools, codes + first.codes
+                self.tools = first.tools
+                self.try_out(config.environment, task.train[:1])
         except BaseException:
             self.__exit__()
             raise
-        self.codes = {name: code for name, code in zip(self.names, codes, strict=True) if code}
+
+    def try_out(self, environment: str | None, problems: Sequence[Example]) -> None:
+        """Have the environment begin with the first of the problems; UserError where it raises.
+
+        One that is late, such as a server that starts, may be on time later.
+        """
+        if environment and problems:
+            ((kind, message, *_),) = self.environments[0].ask(
+                [Move(0, problems[0], trial=True)], self.timeout, self.poll
+            )
+            if kind == "raised":
+                raise UserError(f"task.environment: {environment} fails with the first problem: {message}")
 
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
         """Every function's answer for every sample; they don't depend on the number of processes.

@@ -8,7 +8,6 @@ rights of the user who trains.
 
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -87,8 +86,6 @@ class Workers:
 
     kinds: list[str]
     """For each function `Reward.kind`; known once a process has started."""
-    codes: list[str]
-    """For each function a checksum of the file that it is in; empty for the trainer's own functions."""
     tools: list[dict[str, Any]]
     """The JSON schemas of what the assistant may call."""
 
@@ -99,11 +96,9 @@ class Workers:
 
     def start(self) -> None:
         """Start the processes; UserError where a function can't be had, or requires what there isn't."""
-        initargs = pickle.dumps(self.make), MODULES
-        self.pool = ProcessPool(self.count, initializer=begin, initargs=initargs, context=Context())
+        self.pool = ProcessPool(self.count, initializer=begin, initargs=(self.make, MODULES), context=Context())
         try:
-            fault, *described = self.pool.schedule(describe_functions).result(START_TIMEOUT)
-            self.kinds, self.codes, self.tools = described
+            fault, self.kinds, self.tools = self.pool.schedule(describe_functions).result(START_TIMEOUT)
         except BrokenProcessPool:
             fault = f"{self.key}: importing it ended its process"
         except TimeoutError:
@@ -121,8 +116,8 @@ class Workers:
         wanted = len(functions) * len(samples)
         # The process itself watches over coroutines and environments, and gets longer.
         limit = seconds * (wanted + {"played": 2, "async": 1}.get(self.kinds[functions[0]], 0))
-        message = pickle.dumps((functions, samples, seconds))
-        return Call(self.pool.schedule(answer, args=(message, wanted), timeout=limit), wanted, limit)
+        call = self.pool.schedule(answer, args=(functions, samples, seconds), timeout=limit)
+        return Call(call, wanted, limit)
 
     def ask(self, samples: Sequence[Any], seconds: float, poll: Callable[[], None]) -> list[Answer]:
         """The only function's answers: for some samples at a time, or for all together where it awaits something."""
@@ -155,7 +150,7 @@ FUNCTIONS: list[Any] = []
 FAULTS: list[str] = []
 
 
-def begin(make: bytes, modules: Sequence[str]) -> None:
+def begin(make: Callable[[], Sequence[Any]], modules: Sequence[str]) -> None:
     """Prepare the process, and make its functions; `modules` are folders in which Python looks for them, too."""
     os.setsid()  # Ctrl-C is the trainer's to handle
     os.dup2(2, 1)
@@ -165,7 +160,7 @@ def begin(make: bytes, modules: Sequence[str]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):  # they reach all processes of a job, and are the trainer's
         signal.signal(signum, lambda *_: None)
     try:
-        FUNCTIONS.extend(pickle.loads(make)())
+        FUNCTIONS.extend(make())
     except UserError as error:
         FAULTS.append(str(error))
 
@@ -186,19 +181,17 @@ def end_with_trainer() -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def describe_functions() -> tuple[str, list[str], list[str], list[Any]]:
-    """Why there are no functions, or their kinds, checksums and tools."""
-    kinds, codes = [each.kind for each in FUNCTIONS], [each.code for each in FUNCTIONS]
-    return "".join(FAULTS), kinds, codes, [tool for each in FUNCTIONS for tool in each.tools]
+def describe_functions() -> tuple[str, list[str], list[Any]]:
+    """Why there are no functions, or their kinds and tools."""
+    return "".join(FAULTS), [each.kind for each in FUNCTIONS], [tool for each in FUNCTIONS for tool in each.tools]
 
 
-def answer(message: bytes, wanted: int) -> list[bytes]:
-    """What the functions give for the samples of a message: so many answers, each as JSON."""
+def answer(functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[bytes]:
+    """What the functions, by their numbers, give for the samples, each answer as JSON."""
     try:
-        functions, samples, seconds = pickle.loads(message)
         return [encode(*each) for each in answers([FUNCTIONS[i] for i in functions], samples, seconds)]
     except BaseException as error:
-        return [encode("raised", describe(error))] * wanted
+        return [encode("raised", describe(error))] * (len(functions) * len(samples))
 
 
 def encode(kind: str, value: float | str, *logged: tuple[Any, ...]) -> bytes:

@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,11 @@ from jax.sharding import Mesh
 
 from mllm.algorithms.recipes import recipe_of
 from mllm.config.load import for_devices
-from mllm.config.rollout import RolloutConfig
 from mllm.config.run import RunConfig
-from mllm.config.task import Form, TaskConfig
+from mllm.config.task import Form
 from mllm.data.prompts import task_renderer
 from mllm.data.source import Fixed, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
-from mllm.data.tasks.task import Task
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import CommonError, UserError, need
 from mllm.model.folder import is_there
@@ -66,20 +63,6 @@ Fit = Callable[[RunConfig, Policy, Mesh], RunConfig]
 """(configuration, model, devices) -> the configuration with numbers in place of what it leaves open."""
 
 
-def as_it_is(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
-    return config
-
-
-@dataclass(frozen=True)
-class Problems:
-    """A task's problems, how completions of them are sampled, and what scores them."""
-
-    task: Task
-    config: TaskConfig
-    rollout: RolloutConfig
-    rewards: RewardRunner
-
-
 class Run:
     """Everything that the training loop needs, loaded and checked."""
 
@@ -112,7 +95,7 @@ class Run:
         self.config = config
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
         self.task = load_task(task) if task else None
-        self.problems = self.load_problems()
+        self.rewards = self.make_rewards()
         self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
         self.config = config = fit(config, policy, self.mesh)
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
@@ -163,15 +146,14 @@ class Run:
         ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
         write_settings(target, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
 
-    def load_problems(self) -> "Problems | None":
-        """The task's problems and the processes that score completions; None where nothing is sampled."""
+    def make_rewards(self) -> RewardRunner | None:
+        """The processes that score completions; None where nothing is sampled."""
         task, rollout = self.config.task, self.config.rollout
         if not (task and rollout and self.task):
             return None
         # Several processes go on to where all of them ask.
         poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
-        rewards = self.stack.enter_context(RewardRunner(task, self.task, rollout.sampled_length, poll))
-        return Problems(self.task, task, rollout, rewards)
+        return self.stack.enter_context(RewardRunner(task, self.task, rollout.sampled_length, poll))
 
     def make_source(self) -> tuple[Source, Sampling | None]:
         """The source of the algorithm's batches, and the sampler where something is sampled.
@@ -193,30 +175,30 @@ class Run:
     def make_sampling(self, renderer: Renderer, learned: Form | None, who: str) -> Sampling | None:
         """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
         config, policy, demands = self.config, self.policy, self.recipe.demands
-        if (problems := self.problems) is None:
+        rollout, task, rewards = config.rollout, self.task, self.rewards
+        if not (config.task and rollout and task and rewards):
             return None
-        rewards = problems.rewards
-        renderer = task_renderer(problems.config, problems.task, renderer, learned)
-        if problems.config.converses:
+        renderer = task_renderer(config.task, task, renderer, learned)
+        if config.task.converses:
             tools = [*rewards.tools]
-            if problems.rollout.turns > 1:
-                check_turns(renderer, tools, bool(problems.config.keep_thoughts))
+            if rollout.turns > 1:
+                check_turns(renderer, tools, bool(config.task.keep_thoughts))
             renderer = with_tools(renderer, tools)
-        warn_of_mismatch(who, learned, f"the prompts of task {problems.task.name}", renderer.form)
+        warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
         held, completions = demands.reference == "held", demands.completions
         sampler = Sampler(
             policy.graphdef,
             renderer,
             policy.stop_ids,
-            problems.rollout,
+            rollout,
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
-            cache(partial(room_that_fits, policy, problems.rollout, config.optimizer, held, teacher=self.teacher)),
+            cache(partial(room_that_fits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
             Usual(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
         )
-        return Sampling(problems.task, sampler, rewards)
+        return Sampling(task, sampler, rewards)
 
     def set_reference(self, source: ReferencedSource, initial: Params) -> None:
         """Give the source the parameters that the run begins with as its reference, known by their checksum.
@@ -230,15 +212,14 @@ class Run:
 
     def make_measurements(self) -> Measurements:
         """The evaluation on held-out problems, the validation and the test set, as far as the run has them."""
-        config, problems, sampling = self.config, self.problems, self.sampling
+        config, sampling = self.config, self.sampling
         validation = config.examples.validation if config.examples else None
         repeated, at_end = [], []
         rows = RowShare.of_mesh(self.mesh)
-        if config.eval and problems and sampling:
-            sampler, task = sampling.sampler, problems.task
-            make = partial(
-                make_evaluation, config.eval, problems.config, sampler=sampler, rewards=problems.rewards, rows=rows
-            )
+        if config.eval and config.task and sampling:
+            task, sampler = sampling.task, sampling.sampler
+            evaluation = partial(make_evaluation, config.eval, config.task)
+            make = partial(evaluation, sampler=sampler, rewards=sampling.rewards, rows=rows)
             if task.heldout:
                 repeated.append(Measurement(make(task.heldout), config.eval.every))
             if config.eval.test:
@@ -248,7 +229,7 @@ class Run:
         if validation:
             measures = self.source.evaluations(self.interrupt.poll)
             repeated += [Measurement(measure, validation.every) for measure in measures]
-        return Measurements(repeated, at_end, validation)
+        return Measurements(repeated, at_end, validation, bool(config.task and config.task.pays_answers))
 
     def start(self) -> RunState:
         """The state from which the run goes on, the newest checkpoint's or a new one; source and log are there, too."""

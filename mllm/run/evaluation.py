@@ -12,9 +12,8 @@ from mllm.data.prompts import usable_prompts
 from mllm.data.tasks.task import Example
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare
-from mllm.rewards.functions import exact_match, flexible_match
 from mllm.rewards.runner import RewardRunner
-from mllm.rewards.scores import reward_metrics, totals, with_failures
+from mllm.rewards.scores import number, reward_metrics, totals, with_failures
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.trajectories import sample_trajectories, turn_metrics
 from mllm.stopwatch import Stopwatch
@@ -38,17 +37,17 @@ def make_evaluation(
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions, and `eval/rewards/NAME/...` for each
     function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too; for the completions at
-    temperature `eval/sampled_reward...` and so on. A reward that failed counts as the lowest one. If all problems have
-    answers, there are `eval/greedy_accuracy` (the answer in the task's exact form), `eval/avg@k` (the mean accuracy at
-    temperature) and `eval/pass@j` for k and the powers of two below it, each with the ends `_low` and `_high` of its
-    95 % interval, and `eval/greedy_flexible_accuracy` (the last number counts); and the mean length in tokens.
+    temperature `eval/sampled_reward...` and so on; and the mean length in tokens. A reward that failed counts as the
+    lowest one. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`), there are
+    `eval/greedy_accuracy`, `eval/avg@k` (the mean accuracy at temperature) and `eval/pass@j` for k and the powers of
+    two below it, each with the ends `_low` and `_high` of its 95 % interval.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """
     title = f"{prefix.strip('/')} prompts of task {task.name}"
     prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, title)
     sample = partial(sample_trajectories, sampler, rewards, first_sequence=FIRST_SEQUENCE, rows=rows, fixed=True)
-    answered = all(prompt.example.answer is not None for prompt in prompts)
+    judge = task.judge if all(prompt.example.answer is not None for prompt in prompts) else None
 
     def evaluate(params: Params, step: int) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -63,12 +62,8 @@ def make_evaluation(
             logged = reward_metrics(rewards.names, answers, evaluates=True) | turn_metrics(trajectories)
             metrics |= {f"{start}{name}": value for name, value in logged.items()}
             metrics[f"{prefix}{mode}_mean_length"] = float(np.mean([len(reply.logprobs) for reply in trajectories]))
-            if answered:
-                pairs = [(reply, prompt.example) for reply, prompt in zip(trajectories, repeated, strict=True)]
-                correct, flexible = (
-                    np.array([match(one.text, each.answer, each, one.thinks) for one, each in pairs]).reshape(-1, k)
-                    for match in (exact_match, flexible_match)
-                )
+            if judge is not None:
+                correct = np.array([number(row[judge]) == 1 for row in answers]).reshape(-1, k)
                 shares = {"greedy_accuracy" if mode == "greedy" else f"avg@{k}": correct.mean(axis=1)}
                 js = [j for j in range(2, k + 1) if j == k or j.bit_count() == 1]
                 shares |= {f"pass@{j}": pass_at(j, correct) for j in js}
@@ -76,7 +71,6 @@ def make_evaluation(
                     low, high = interval(values, k)
                     ends = {f"{prefix}{name}_low": low, f"{prefix}{name}_high": high}
                     metrics |= {f"{prefix}{name}": float(values.mean()), **ends}
-                metrics[f"{prefix}{mode}_flexible_accuracy"] = float(flexible.mean())
         return metrics
 
     return evaluate

@@ -80,6 +80,8 @@ class Measurements:
     """Measured once, on the last parameters; the best checkpoint does not depend on them."""
     validation: ValidationConfig | None = None
     """SFT's validation, where it is among `repeated`."""
+    judged: bool = False
+    """Whether the task's rewards depend on whether an answer is right."""
 
     def are_due(self, step: int, final: bool) -> bool:
         """Whether something is to be measured after `step` updates; `final` says that there are no more of them."""
@@ -121,10 +123,9 @@ class Measurements:
         """What `checkpoint.keep_best` compares, higher is better; None where it was not measured, or is not finite.
 
         It is the validation's loss, negated, if the run validates; else the greedy accuracy on held-out problems, or
-        their reward where they have no answers.
+        their reward where that does not depend on right answers.
         """
-        if self.validation:
-            score = -metrics.get("validation/loss", math.nan)
-        else:
-            score = float(metrics.get("eval/greedy_accuracy", metrics.get("eval/reward", math.nan)))
+        accuracy = metrics.get("eval/greedy_accuracy") if self.judged else None
+        reward = metrics.get("eval/reward", math.nan) if accuracy is None else accuracy
+        score = -metrics.get("validation/loss", math.nan) if self.validation else float(reward)
         return score if math.isfinite(score) else None

@@ -382,7 +382,7 @@ class RolloutEngine:
             completion, most = self.completions[sequence], self.limit(sequence)
             count = min(int(lengths[slot]), most - len(completion.tokens))
             completion.tokens.extend(chunk.tokens[slot][:count].tolist())
-            completion.logprobs.extend(chunk.logprobs[slot][:count].tolist())
+            completion.logprobs.extend(sampling.checked(chunk.logprobs[slot][:count]).tolist())
             completion.norms.extend(chunk.norms[slot][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
                 completion.kept.extend(chunk.kept[slot][:count].tolist())

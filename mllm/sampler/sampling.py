@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, Key, UInt32
 
 from mllm.config.rollout import RolloutConfig
+from mllm.errors import StepError
 
 
 class Draw(NamedTuple):
@@ -21,7 +23,7 @@ class Draw(NamedTuple):
 
     tokens: Int[Any, "B *C"]
     logprobs: Float[Any, "B *C"]
-    """Under the distribution over the whole vocabulary, before top-k, top-p and min-p."""
+    """Under the distribution over the whole vocabulary, before top-k, top-p and min-p; NaN where logits are NaN."""
     kept: Float[Any, "B *C"] | None
     """The probability of all tokens that top-k, top-p and min-p keep, by which they divide; None without them."""
     norms: Float[Any, "B *C"]
@@ -61,6 +63,13 @@ def sample(
     return Draw(token.astype(jnp.int32), chosen - total, jnp.exp(mass - total) if options.truncates else None, norms)
 
 
+def checked(logprobs: np.ndarray) -> np.ndarray:
+    """The log-probabilities; StepError where one is NaN, since argmax takes token 0 where all logits are NaN."""
+    if np.isnan(logprobs).any():
+        raise StepError("rollout: the model's logits are no numbers: parameters have diverged, or overflow model.dtype")
+    return logprobs
+
+
 def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
     """-log(-log(u)) with u = (bits + 1/2) / 2^32, up to 22.9.
 
@@ -72,10 +81,15 @@ def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
 
 
 def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
-    """The likeliest token of each row; its log-probability is 0, since no other could have been drawn."""
+    """The likeliest token of each row; its log-probability is 0, since no other could have been drawn.
+
+    It is NaN where the logits are no numbers: argmax takes the first NaN.
+    """
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    largest = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     zeros = jnp.zeros(tokens.shape)
-    return Draw(tokens, zeros, zeros + 1 if options.truncates else None, zeros)
+    logprobs = jnp.where(jnp.isfinite(largest), zeros, jnp.nan)
+    return Draw(tokens, logprobs, zeros + 1 if options.truncates else None, zeros)
 
 
 def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[jax.Array, "B V"]:

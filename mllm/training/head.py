@@ -65,7 +65,7 @@ class Head:
         teacher_arrays: dict[str, Any] = (
             {} if teacher is None else {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.copy}
         )
-        return lm_head.token_loss(
+        loss, tokens = lm_head.token_loss(
             states.hidden,
             states.weight,
             batch.labels,
@@ -79,6 +79,7 @@ class Head:
             **divergence,
             **self.options,
         )
+        return loss, jax.lax.stop_gradient(tokens)
 
     def likeliest(self, states: HeadInputs, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
         """The likeliest token at each place."""

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config, logits, random_batch
 
+from mllm.algorithms.distill.algorithm import SampledDivergence, make_teacher_pass, measured
 from mllm.algorithms.distill.algorithm import divergence as divergence_loss
-from mllm.algorithms.distill.algorithm import make_teacher_pass, measured
+from mllm.algorithms.grpo.algorithm import PolicyPasses
 from mllm.algorithms.recipes import recipe_of
+from mllm.data.source import Fixed
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.source_run import load_teacher
@@ -122,6 +124,18 @@ def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperatur
     same = jax.jit(jax.grad(oracle))(params)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(same), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-4 * np.abs(other).max())
+
+
+def test_the_sampled_term_stands_beside_the_log_probabilities_that_several_updates_of_a_rollout_need():
+    settings = make_settings(estimator="sampled").model_copy(deep=True)
+    settings = settings.model_copy(update={"grpo": settings.grpo.model_copy(update={"num_iterations": 2})})
+    forward, params, teacher = make_pair(settings)
+    passes = PolicyPasses(settings.grpo, forward)
+    passes.logprobs = lambda params, batch: np.full(batch.tokens.shape, -0.25, np.float32)
+    bare = BATCH._replace(inputs=BATCH.inputs._replace(advantages=0 * BATCH.inputs.advantages, old_logprobs=None))
+    batch, _ = SampledDivergence(passes, forward)(bare, params, Fixed(teacher=teacher), first=False)
+    np.testing.assert_array_equal(batch.inputs.old_logprobs, np.full(BATCH.tokens.shape, -0.25))
+    assert np.any(batch.inputs.advantages)
 
 
 def test_the_sampled_term_is_the_teachers_log_probability_less_the_samplers():

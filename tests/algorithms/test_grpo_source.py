@@ -170,16 +170,6 @@ def test_what_a_function_logs_is_in_metrics_and_samples():
     assert [sample["extra"] for sample in step.samples] == [{"call": n} for n in range(8)]
 
 
-def test_a_reward_whose_file_has_changed_since_the_checkpoint_is_logged(caplog):
-    source = grpo_source()
-    source.rewards.codes = {"mine:near": "00000001", "mine:far": "00000002"}
-    position = source.position()
-    source.rewards.codes = {"mine:near": "00000003", "mine:other": "00000004"}
-    source.seek(position)
-    (record,) = caplog.records
-    assert "the file of mine:near has changed since the checkpoint" in record.getMessage()
-
-
 def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or_its_completions_weights_need_one():
     for settings, passes in (
         ({}, 1),

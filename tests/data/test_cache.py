@@ -68,7 +68,7 @@ def test_a_damaged_cache_is_an_error_that_says_what_to_delete(tmp_path, opened, 
     assert contents(open_cache(source)) == expected
 
 
-@pytest.mark.parametrize("fault", ["interrupted", "a bad line", "changed"])
+@pytest.mark.parametrize("fault", ["interrupted", "a bad line"])
 def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkeypatch, fault):
     open_cache, made = opened
     source, encode = write(tmp_path, [*some(20), *["{"] * (fault == "a bad line")]), tokenizing.encode_records
@@ -77,16 +77,10 @@ def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkey
         yield from encode(*arguments)
         if fault == "interrupted":
             raise KeyboardInterrupt
-        if fault == "changed":
-            write(tmp_path, some(21))
 
-    said = {
-        "a bad line": r"data.source: not JSON: .*data.jsonl:21\)",
-        "changed": r"data.source: .* has changed while it was read: start",
-    }
     with monkeypatch.context() as patched:
         patched.setattr(cache, "encode_records", disturbed)
-        with pytest.raises((UserError, KeyboardInterrupt), match=said.get(fault)):
+        with pytest.raises((UserError, KeyboardInterrupt), match=r"data.jsonl:21\)" if fault == "a bad line" else None):
             open_cache(source)
         assert [*made[0].parent.iterdir()] == []
     write(tmp_path, some(20))

@@ -16,7 +16,7 @@ from mllm.algorithms.sft.algorithm import DocumentBatches, document_source
 from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
-from mllm.data.dataset import mixed_order, training_dataset, training_order
+from mllm.data.dataset import mixed_order, training_order
 from mllm.data.source import Fixed
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
@@ -130,14 +130,6 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
     stored = [np.frombuffer(next(plain), np.int32) for _ in range(12)]
     expected = [tokens for _ in range(3) for tokens in documents(next(read))]
     assert [np.where(signed < 0, ~signed, signed).tolist() for signed in stored] == expected
-
-
-def test_the_public_data_set_is_what_training_reads(tmp_path):
-    config = DataConfig(source=write(tmp_path, some(23)), max_length=32, packing=False, epochs=2)
-    whole, _ = load_documents(config, Renderer(BYTES), None)
-    seen = [tokens for batch in DocumentBatches(config, whole, 4, seed=5).train() for tokens in documents(batch)]
-    pipeline = training_dataset(whole, seed=5, epochs=2)
-    assert seen == [pipeline[place].tokens.tolist() for place in range(44)]
 
 
 @pytest.mark.parametrize("examples", [1, 2, 65])
@@ -282,6 +274,12 @@ def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own
     assert first.tolist() == [training_order(5, 7)[place] for place in range(100)]
     own = training_order(40, 8)
     assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
+
+
+def test_a_mix_that_is_not_shuffled_takes_each_source_in_its_own_order(tmp_path):
+    sources = [write(tmp_path, [qa(f"{name}{i}", "a") for i in range(8)], f"{name}.jsonl") for name in "mn"]
+    batch = next(batches_of(sources, batch_size=8, shuffle=False, packing=False))
+    assert sorted(questions(batch)) == [f"{name}{i}" for name in "mn" for i in range(4)]
 
 
 def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():

@@ -47,6 +47,13 @@ FAULTS = [
     (call_token_loss, "where must be boolean", {"where": jnp.ones(4)}),
     (call_token_loss, "operand", {"operands": (jnp.ones(4), jnp.ones(5))}),
     (call_token_loss, "objective", {"objective": lambda *scalars: jnp.stack(scalars)}),
+    (
+        call_token_loss,
+        "objective: .*: it gets logprob, entropy and 0 operands",
+        {"objective": lambda logprob: -logprob},
+    ),
+    (call_token_loss, "objective", {"operands": (jnp.ones(4),), "objective": lambda logprob, entropy: -logprob}),
+    (call_token_loss, "objective", {"objective": lambda logprob, entropy, *, logits: -logprob}),
     (call_token_loss, "divergence needs a teacher", {"objective": lambda _, entropy, *, divergence=0.0: divergence}),
     (call_token_loss, "teacher_hidden and teacher_weight", {"teacher_hidden": jnp.zeros((4, 2))}),
     (call_token_loss, "workspace", {"workspace": -1}),
@@ -63,6 +70,22 @@ FAULTS = [
 def test_the_argument_at_fault_is_named(call, named, fault):
     with pytest.raises(ValueError, match=rf"\b{named}"):
         call(**(GOOD | fault))
+
+
+HEADS = {
+    "temperature": lambda t: token_logprobs(**GOOD, temperature=t).logprob.sum(),
+    "teacher_temperature": lambda t: call_divergence_loss(**GOOD, teacher_temperature=t)[0],
+    "collision": lambda t: token_logprobs(**GOOD | {"hidden": t * jnp.ones((4, 3))}, collision=True).collision.sum(),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_what_has_no_gradient_is_refused_where_one_is_asked_for(name):
+    head = HEADS[name]
+    with pytest.raises(ValueError, match=rf"{name} has no gradient: wrap it in jax\.lax\.stop_gradient"):
+        jax.jit(jax.grad(head))(0.7)
+    if "temperature" in name:
+        assert jax.jit(head)(0.7) == jax.jit(jax.value_and_grad(lambda t: head(jax.lax.stop_gradient(t))))(0.7)[0]
 
 
 def test_a_label_out_of_range_is_refused_in_a_jitted_function_that_closes_over_it() -> None:
@@ -83,12 +106,14 @@ ON_A_MESH = HeadSharding(MESH, tokens=("dp",))
         ("dtype is float32", (256, 64), {"dtype": jnp.float32}),
         ("weight is 257 x 64.* multiples of", (257, 64), {"sharding": ON_A_MESH}),
         ("(CPU|Hopper)", (256, 64), {}),
+        ("it needs a TPU, and this is a cpu", (256, 64), {"impl": "mosaic_tpu"}),
     ],
 )
 def test_an_engine_that_is_named_and_can_not_run_says_why_in_one_line(reason, weight, options):
     arrays = [jax.ShapeDtypeStruct((n, weight[1]), "bfloat16") for n in (8, weight[0])]
     sizes: Any = gpu_tiles.override(GPU_SIZES) if "Hopper" not in reason else contextlib.nullcontext()
-    call = functools.partial(token_logprobs, labels=np.zeros(8, int), impl="mosaic_gpu", **options)
-    with sizes, pytest.raises(ValueError, match=f"impl: mosaic_gpu can't run here: .*{reason}") as refusal:
+    options = {"impl": "mosaic_gpu"} | options
+    call = functools.partial(token_logprobs, labels=np.zeros(8, int), **options)
+    with sizes, pytest.raises(ValueError, match=f"impl: {options['impl']} can't run here: .*{reason}") as refusal:
         jax.eval_shape(call, *arrays)
     assert "\n" not in str(refusal.value)

@@ -153,20 +153,51 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
 # --- the rule of differentiation, which every engine shares ---
 
 
-def test_the_outputs_beside_the_loss_and_the_teacher_have_no_gradient() -> None:
-    problem, objective = XLA.problem(), OBJECTIVES["label and teacher"]
+@pytest.mark.parametrize("engine", [*PLAIN, *(parameter(engine, nightly=True) for engine in (TPU_F32, GPU))])
+@pytest.mark.parametrize("name", ["logprob", "lse", "entropy", "mean_logit"])
+def test_the_statistics_beside_the_loss_have_their_gradient_too(engine: Engine, name: str) -> None:
+    """A loss less a tenth of a statistic is the loss whose objective has that term, at the rows that count."""
+    problem, weights = engine.problem(), sparse_weights(engine.shape[0])
+    plain = lambda logprob, entropy, *, mean_logit: -logprob - 0.2 * mean_logit  # noqa: E731
 
-    def loss(hidden: Any, weight: Any, teacher_hidden: Any, teacher_weight: Any) -> Any:
-        teacher = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
-        return token_loss(hidden, weight, problem.labels, objective, **teacher)
+    def beside(*sides: Any) -> jax.Array:
+        loss, tokens = token_loss(*sides, problem.labels, plain, weights=weights, impl=engine.impl)
+        return 2 * loss - 0.1 * jnp.vdot(weights, getattr(tokens, name))
 
-    def of_outputs(*sides: Any) -> jax.Array:
-        tokens = loss(*sides)[1]
-        return sum(jnp.sum(x) for x in (*tokens[:3], tokens.divergence))
+    def within(logprob: Any, entropy: Any, *, lse: Any, mean_logit: Any) -> Any:
+        known = {"logprob": logprob, "lse": lse, "entropy": entropy, "mean_logit": mean_logit}
+        return 2 * plain(logprob, entropy, mean_logit=mean_logit) - 0.1 * known[name]
 
-    for total, argnums in ((of_outputs, (0, 1)), (lambda *sides: loss(*sides)[0], (2, 3))):
-        found = jax.jit(jax.grad(total, argnums))(*problem[:2], *teacher_of(problem)[:2])
-        assert not any(np.any(x) for x in found)
+    with engine.strictly():
+        got = jax.jit(jax.grad(beside, (0, 1)))(*problem[:2])
+        want = loss_and_gradients(problem, within, (), weights, impl=engine.impl).rows
+    assert_near(got, (want.hidden, want.weight), 2e-5 if engine.dtype == F32 else 2e-2)
+
+
+def test_a_divergence_beside_the_loss_has_its_gradient_and_a_teacher_has_none() -> None:
+    problem = XLA.problem()
+    teacher = teacher_of(problem)
+
+    def loss(hidden: Any, weight: Any, *theirs: Any, objective: Any = OBJECTIVES["teacher alone"]) -> Any:
+        return token_loss(hidden, weight, problem.labels, objective, teacher_hidden=theirs[0], teacher_weight=theirs[1])
+
+    gradients = jax.jit(jax.grad(lambda *sides: loss(*sides)[0], (0, 1, 2, 3)))(*problem[:2], *teacher[:2])
+    assert not any(np.any(x) for x in gradients[2:])
+    of_token = lambda *sides: loss(*sides, objective=lambda logprob, entropy: logprob)[1].divergence.sum()  # noqa: E731
+    assert_near(jax.jit(jax.grad(of_token, (0, 1)))(*problem[:2], *teacher[:2]), gradients[:2])
+
+
+def test_statistics_that_nothing_depends_on_cost_no_product() -> None:
+    problem = XLA.problem()
+
+    def loss(*sides: Any) -> Any:
+        return token_loss(*sides, problem.labels, CROSS_ENTROPY, impl="xla", workspace=1 << 30)
+
+    def products(differentiated: Any) -> int:
+        jaxpr = jax.make_jaxpr(differentiated)(*problem[:2]).jaxpr
+        return sum(equation.primitive.name == "dot_general" for equation in cases.equations(jaxpr))
+
+    assert products(jax.value_and_grad(loss, (0, 1), has_aux=True)) == 3
 
 
 def test_all_that_a_loss_depends_on_has_its_gradient_times_the_loss_s_own_cotangent() -> None:

@@ -89,6 +89,18 @@ def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
     check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
 
 
+@pytest.mark.parametrize(("side", "shape"), [("hidden", (1, 1, 8)), ("weight", (4, 2, 1))])
+def test_gradients_are_summed_over_devices_before_they_are_narrowed(side: str, shape: tuple[int, ...]) -> None:
+    """The devices' parts of a sum are as large as numbers near 1, and the sum is 0."""
+    rows = {"hidden": (N, D), "weight": (V, D)}
+    problem = Problem(*(jnp.full(rows[name], 0.3, BF16) for name in rows), jnp.zeros(N, jnp.int32))
+    weights = jnp.asarray(np.random.default_rng(6).normal(size=N), F32)
+    weights = weights - weights.mean() if side == "weight" else weights
+    options: dict[str, Any] = {"impl": "xla", "dtype": F32, "sharding": over(shape)}
+    got = cases.loss_and_gradients(problem, OBJECTIVES["cross-entropy"], (), weights, **options).rows
+    assert np.abs(np.asarray(getattr(got, side), np.float32)).max() < 1e-5
+
+
 def of_all(hidden: Any, weight: Any, weights: Any, operand: Any, scale: Any, sharding: HeadSharding | None) -> Any:
     """A loss of all that may have a gradient; of a copy of the weight."""
     objective = lambda logprob, entropy, a: scale * a * logprob + entropy  # noqa: E731

@@ -121,6 +121,15 @@ def test_any_size_is_float64_s(engine: Engine, shape: tuple[int, int, int]) -> N
         check(problem, random_cotangents(shape[0]), impl=engine.impl)
 
 
+@pytest.mark.parametrize("name", ["logprob", "lse", "entropy"])
+def test_each_statistic_alone_has_its_gradient(name: str) -> None:
+    problem, ones = XLA.problem(), jnp.ones(XLA.shape[0])
+    gradients = jax.grad(lambda *sides: getattr(token_logprobs(*sides, problem.labels), name).sum(), (0, 1))
+    slopes = Slopes(0 * ones, 0 * ones, 0 * ones)._replace(**{name: ones})
+    right = exact(*problem, lambda _: slopes).answer
+    assert_near(gradients(*problem[:2]), (right.hidden, right.weight))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU), parameter(TPU_F32, nightly=True)])
 def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:

@@ -14,8 +14,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
 from mllm.config.model import MeshConfig
-from mllm.model import attention
-from mllm.model.attention import Attention, choose
+from mllm.model import attention, load
+from mllm.model.attention import Attention, AttentionChoice, choose
 from mllm.model.decoder import masked_attention
 from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
@@ -156,6 +156,22 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     assert chosen("xla", mesh=EIGHT) == (None, "model.attention asks for it")
     sliding = dataclasses.replace(SMALL, sliding_window=20, layer_types=("sliding_attention", "full_attention") * 12)
     assert chosen(architecture=sliding, packed=packed).attention == Attention(kernel, make_mesh(ONE), packed, window=20)
+
+
+@pytest.mark.parametrize(
+    ("settings", "packed"),
+    [
+        (config("grpo"), True),
+        (config("sft"), True),
+        (config("sft", data={"packing": False}), False),
+    ],
+    ids=["grpo", "sft", "sft, one document a row"],
+)
+def test_the_attention_knows_whether_a_row_of_the_run_holds_several_documents(settings, packed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(load, "choose", lambda *arguments: asked.append(arguments[-1]) or AttentionChoice(None, ""))
+    load.load_policy(settings, make_mesh(settings.mesh))
+    assert asked == [packed]
 
 
 @pytest.mark.parametrize(

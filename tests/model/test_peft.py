@@ -112,10 +112,13 @@ def test_settings_that_the_source_says_too_must_agree_with_it() -> None:
             peft.resolve(LoraConfig.model_validate({"source": str(PEFT), name: value}), SIZES)
 
 
-def test_a_tensor_that_is_missing_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
+def test_an_adapter_with_a_nan_or_a_missing_tensor_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(PEFT, tmp_path / "adapter"))
     abstract = abstract_model(BASE, peft.read_config(PEFT))[1]
     tensors, name = load_file(PEFT / peft.FILE), "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
+    save_file(tensors | {name: tensors[name] * np.nan}, folder / peft.FILE)
+    with pytest.raises(UserError, match=f"tensor {name} has numbers that are not finite"):
+        peft.load(folder, abstract, SIZES)
     del tensors[name]
     save_file(tensors, folder / peft.FILE)
     with pytest.raises(UserError, match=f"tensor {name} is missing; adapter_config.json and the model asks"):

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from mllm.data.formats import pair_of
+from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.examples import encode_example
@@ -70,6 +72,45 @@ def test_without_the_template_a_prompt_is_the_user_s_text_after_the_token_that_b
     for messages in (CHAT[:3], [{"role": "system", "content": "Add."}, CHAT[0]]):
         with pytest.raises(UserError, match="never only one of the user, and its answer, can be texts"):
             encode_prompt(Renderer(BYTES, "never"), messages)
+
+
+@pytest.mark.parametrize(
+    ("settings", "model_type", "begins"),
+    [
+        ({"add_bos_token": True}, "llama", True),
+        ({"tokenizer_class": "GemmaTokenizer"}, None, True),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": None}, "llama", True),
+        ({}, "gemma3_text", True),
+        ({"tokenizer_class": "GemmaTokenizer", "add_bos_token": False}, "gemma3_text", False),
+        ({}, "llama", False),  # as SmolLM2
+        ({"add_bos_token": True, "bos_token": None}, "gemma3_text", False),
+    ],
+    ids=str,
+)
+def test_texts_begin_with_the_token_that_the_family_begins_them_with(settings, model_type, begins, tmp_path):
+    """Mirrors of Gemma 4 have a tokenizer.json that adds none; texts to learn and raw prompts of GRPO and DPO alike."""
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    stored = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored | settings))
+    loaded = load_tokenizer(str(tmp_path))
+    first = [260] if begins else []
+    renderer = Renderer(loaded, "never")
+    assert encode_prompt(renderer, CHAT[:1]) == [*first, *b"3+4="]
+    pair = {"prompt": "3+4=", "chosen": "7", "rejected": "8"}
+    found = [encode_record(renderer, one)[0] for one in ({"text": "7"}, *pair_of(pair))]
+    assert found == [[*first, *text, END] for text in (b"7", b"3+4=7", b"3+4=8")]
+
+
+def test_a_first_token_that_only_the_template_writes_is_warned_of_where_texts_lack_it(caplog) -> None:
+    llama = PUBLIC["llama3"].tokenizer()
+    for text in ("3+4=", "7"):
+        encode_prompt(Renderer(llama, "never"), [{"role": "user", "content": text}])
+    encode_prompt(Renderer(BYTES, "never"), CHAT[:1])
+    (record,) = caplog.records
+    assert "its chat template writes <|begin|>, and texts do not begin with it" in record.getMessage()
 
 
 def test_a_template_that_writes_the_first_token_is_not_given_a_second_one_by_the_tokenizer() -> None:

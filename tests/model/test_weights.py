@@ -114,6 +114,17 @@ def test_shards_are_small_and_listed_by_an_index(tmp_path: Path, monkeypatch: py
     assert_same_bits(load_weights(tmp_path), params)
 
 
+@pytest.mark.parametrize("wrong", [np.nan, -np.inf])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_with_a_number_that_is_not_finite_is_named(name: str, wrong: float, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "grouped_bfloat16", tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name].flat[-1] = wrong
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=rf"model\.safetensors: tensor {name} has numbers that are not finite"):
+        load_weights(folder)
+
+
 def test_a_tied_head_that_copies_the_embedding_is_left_out(tmp_path: Path) -> None:
     tied = Path(shutil.copytree(FIXTURES / "tied", tmp_path / "tied"))
     alone, tensors = load_weights(tied), load_file(tied / "model.safetensors")
@@ -252,3 +263,13 @@ def test_published_sizes_have_three_delta_nets_before_each_full_layer(name: str,
     assert sizes.kind_of_layer == (0,) * (layers // 4)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(Decoder.abstract(sizes))))
     assert count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_qwen3_6_and_3_8_by_their_config_json_are_the_sizes_of_qwen3_5() -> None:
+    """The keys of both published 27B that Qwen3.5's has not, or has elsewhere."""
+    preset = PRESETS["Qwen/Qwen3.5-27B"]
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10_000_000, "rope_type": "default"}
+    texts = preset.to_hf() | {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "output_gate_type": "swish"}
+    texts |= {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False}
+    published = {"model_type": "qwen3_5", "language_model_only": False, "text_config": texts, "vision_config": {}}
+    assert Architecture.from_hf(published, "config.json") == preset

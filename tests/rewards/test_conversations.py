@@ -11,13 +11,15 @@ import pytest
 from rollouts import BYTES
 
 from mllm.config.rollout import RolloutConfig
-from mllm.config.task import TaskConfig
+from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
+from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
-from mllm.sampler.conversations import Conversations
+from mllm.run.evaluation import make_evaluation
+from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Completion, Sampler
 from mllm.sampler.trajectories import completion_metrics, group_rewards, sample_line, sample_trajectories
 from mllm.stopwatch import Stopwatch
@@ -148,6 +150,26 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
     assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
 
 
+@pytest.mark.parametrize(
+    ("environment", "begins", "fault"),
+    [
+        ("Hostile", "raise ValueError('no board')", r"ValueError: no board \(own_environments.py:\d+\)"),
+        ("Hostile", "os._exit(3)", "ended its process with exit code 3"),
+        ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
+    ],
+)
+def test_an_environment_that_can_not_begin_with_the_first_problem_is_refused_at_once(environment, begins, fault):
+    first = prompt(**({} if begins is None else {"begins": begins})).example
+    message = f"task.environment: own_environments:{environment} fails with the first problem: {fault}"
+    with pytest.raises(UserError, match=message):
+        RewardRunner(task(environment), Task("", [first], []), 60)
+
+
+def test_an_environment_that_was_tried_out_is_closed(capfd):
+    with RewardRunner(task("Hostile"), Task("", [prompt().example], []), 60):
+        assert capfd.readouterr().err == "closed\n"
+
+
 @pytest.mark.slow
 def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
     def interrupt():
@@ -200,6 +222,24 @@ def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_tur
     metrics = completion_metrics(found, runner.names)
     assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
+
+
+def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():
+    config = task("Guess", rewards=[{"name": "own_environments:number"}])
+    problems = [prompt("Guess.", largest=10**6).example] * 2
+    with RewardRunner(config, Task("", problems, []), 60) as runner:
+        sampler = speaker(["0"], ["0"])
+        evaluate = make_evaluation(EvalConfig(), config, problems, sampler, runner, ALL_ROWS)
+        first, later = (evaluate(None, step)["eval/rewards/number/mean"] for step in (3, 4))
+    assert first == later
+
+
+def test_the_rewards_of_a_turn_are_added():
+    """An environment gives one with its answer, and one for a conversation that has ended."""
+    found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
+    for reward in (0.5, -2.0):
+        found.took(("value", reward, ("turn", [], True, {})))
+    assert found.played.reward == ("value", -1.5)
 
 
 @pytest.mark.slow

@@ -9,12 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-import zlib
 from array import array
 from contextlib import suppress
 from pathlib import Path
 
-import hostile_rewards
 import numpy as np
 import pytest
 from hostile_rewards import ENDING, FOREVER, HANGING, LASTING, PRINTS, STARTS
@@ -85,13 +83,12 @@ def hostile(place):
         yield runner
 
 
-def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax_and_are_known_by_their_file(hostile):
+def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax(hostile):
     """Only a main thread may set an alarm, as math-verify does."""
     does = "result = os.getpid()", "signal.signal(signal.SIGALRM, print)", "result = 'jax' in sys.modules"
     ((_, pid),), *others = score(hostile, *does)
     assert others == [[("value", 1)], [("value", 0)]]
     assert score(hostile, does[0]) == [[("value", pid)]]
-    assert hostile.codes == {"hostile": f"{zlib.crc32(Path(hostile_rewards.__file__).read_bytes()):08x}"}
 
 
 @pytest.mark.slow

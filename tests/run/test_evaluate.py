@@ -11,6 +11,7 @@ from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.tasks.task import Example
 from mllm.model import tokenizer as tokenizers
 from mllm.parallel.processes import ALL_ROWS, RowShare
+from mllm.rewards.functions import BUILT_IN
 from mllm.rewards.scores import NOT_APPLICABLE
 from mllm.run.evaluation import make_evaluation, wilson
 from mllm.sampler.completion import Completion
@@ -21,7 +22,7 @@ GREEDY = ["#### 1", "2", "#### 4", "five"]
 SAMPLED = [["1"] * 4, ["#### 2"] + ["5"] * 3, ["#### 3", "5"] * 2, ["#### 4"] * 4]
 BYTES = tokenizers.Renderer(tokenizers.bytes_tokenizer())
 TOKENS = [tokenizers.encode_prompt(BYTES, example.prompt) for example in EXAMPLES]
-TASK = TaskConfig(name="arithmetic")
+REWARDS = [{"name": "m:length"}, {"name": "m:half", "weight": 2}, {"name": "exact_match", "weight": 0}]
 CALLS = []
 
 
@@ -37,30 +38,36 @@ class FixedTexts(Sampler):
 
 
 class Lengths(InstantRewards):
-    """Two rewards: the text's length, which fails for `five`, and half of it, which does not apply to `2`."""
+    """The text's length, which fails for `five`, and half of it, which does not apply to `2`; and built-in matches."""
 
-    names, weights = ("length", "half"), np.array([1.0, 2.0])
-
-    def __init__(self):
-        pass
+    def __init__(self, task):
+        self.names = [reward.name.removeprefix("m:") for reward in task.rewards]
+        self.weights = np.array([reward.weight for reward in task.rewards])
 
     def score(self, samples):
-        texts = [sample.completion for sample in samples]
-        lengths = [("raised", "no") if text == "five" else ("value", float(len(text))) for text in texts]
-        halves = [(NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2) for text in texts]
-        return [*map(list, zip(lengths, halves, strict=True))]
+        return [[self.answer(name, sample) for name in self.names] for sample in samples]
+
+    def answer(self, name, sample):
+        text, example = sample.completion, sample.example
+        if name == "length":
+            return ("raised", "no") if text == "five" else ("value", float(len(text)))
+        if name == "half":
+            return (NOT_APPLICABLE, "") if text == "2" else ("value", len(text) / 2)
+        if example.answer is None:
+            return "raised", "no answer"
+        return "value", BUILT_IN[name](text, example.answer, *[example] * (name != "math"))
 
 
-def evaluate(problems=EXAMPLES, prefix="eval/", samples=1):
+def evaluate(problems=EXAMPLES, prefix="eval/", samples=1, rewards=REWARDS):
     """The metrics of step 3."""
     sampler = FixedTexts(None, BYTES, (1,), RolloutConfig(max_prompt_length=8, max_completion_length=4), seed=0)
-    return make_evaluation(EvalConfig(samples=samples), TASK, problems, sampler, Lengths(), ALL_ROWS, prefix)(None, 3)
+    options, task = EvalConfig(samples=samples), TaskConfig(name="arithmetic", rewards=rewards)
+    return make_evaluation(options, task, problems, sampler, Lengths(task), ALL_ROWS, prefix)(None, 3)
 
 
 def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses():
     metrics = evaluate()
     assert (metrics["eval/greedy_accuracy"], metrics["eval/avg@1"]) == (1 / 4, 3 / 4)
-    assert (metrics["eval/greedy_flexible_accuracy"], metrics["eval/sampled_flexible_accuracy"]) == (2 / 4, 1)
     for name, right in (("greedy_accuracy", 1), ("avg@1", 3)):
         assert (metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]) == pytest.approx(wilson(right, 4))
     assert not [name for name in metrics if "pass@" in name]
@@ -71,6 +78,24 @@ def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_t
     assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
     assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
     assert CALLS[-2:] == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "greedy", "sampled"),
+    [
+        ([{"name": "exact_match"}, {"name": "flexible_match", "weight": 0}], 1 / 4, 3 / 4),
+        ([{"name": "exact_match", "weight": 0}, {"name": "flexible_match"}], 2 / 4, 1),
+        ([{"name": "m:length", "weight": 9}, {"name": "math"}], 2 / 4, 1),
+    ],
+)
+def test_an_answer_is_right_as_the_rewards_of_the_task_judge_it(rewards, greedy, sampled):
+    metrics = evaluate(rewards=rewards, samples=1)
+    assert (metrics["eval/greedy_accuracy"], metrics["eval/avg@1"]) == (greedy, sampled)
+
+
+def test_where_no_reward_judges_answers_there_is_no_accuracy():
+    metrics = evaluate(rewards=[{"name": "m:length"}], samples=4)
+    assert [name for name in metrics if "accuracy" in name or "@" in name] == []
 
 
 def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(caplog):

@@ -53,8 +53,9 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
     validates = validating([], None)
     assert validates.score(everything) == -2.0
     assert validates.score({"eval/greedy_accuracy": 0.5}) is None
-    assert Measurements().score(everything) == 0.5
-    assert Measurements().score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
+    assert Measurements(judged=True).score(everything) == 0.5
+    assert Measurements(judged=True).score({"eval/reward": 0.7, "test/reward": 1.0}) == 0.7
+    assert Measurements(judged=False).score(everything) == 0.7
     assert Measurements().score({"loss": 1.0}) is None
     for wrong in (math.nan, math.inf, -math.inf):
         assert validates.score(everything | {"validation/loss": wrong}) is None

@@ -81,6 +81,8 @@ def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_com
 def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_in_a_chunk(monkeypatch):
     """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
+    Where a stop token ends a turn in the middle of a chunk, the steps after it leave its states as they are.
+
     Answers of different lengths are prefilled together, and conversations outgrow the page of their first turn.
     """
     sizes = Architecture.from_hf({**QWEN35, "vocab_size": VOCABULARY, "initializer_range": 0.3}, "test")
@@ -96,9 +98,9 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
 
     monkeypatch.setattr(engine, "prefill", counting)
 
-    def talk(*stop_texts):
+    def talk(*stop_texts, stop=-1):
         prefilled.clear()
-        given = {"stops": (-1,), "conversations": Answers(answers), "stop_texts": stop_texts}
+        given = {"stops": (stop,), "conversations": Answers(answers), "stop_texts": stop_texts}
         found = complete(mixed, prompts, options, room=Room(3), **given)
         check(mixed, prompts, found, length=64)
         return found
@@ -109,6 +111,9 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
     cut = talk(bytes_tokenizer().decode(whole[0].tokens[CHUNK - 3 : CHUNK - 1]))
     assert [one.given[0][0] for one in cut] == [CHUNK - 1, CHUNK, CHUNK]
     assert len(prefilled) == 4
+    stopped = talk(stop=whole[0].tokens[CHUNK // 2])
+    assert stopped[0].given[0][0] <= CHUNK // 2 + 1
+    assert len(prefilled) == 3
 
 
 @pytest.mark.slow

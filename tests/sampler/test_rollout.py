@@ -18,6 +18,7 @@ from rollouts import sampling_logprobs
 from tiny import ARCHITECTURE, QWEN35, config, load_weights
 
 from mllm.config.rollout import RolloutConfig
+from mllm.errors import StepError
 from mllm.model import weights
 from mllm.model.architecture import Architecture
 from mllm.model.decoder import Decoder
@@ -103,6 +104,26 @@ def check(model, prompts, found, length=132):
         np.testing.assert_allclose(one.logprobs, expected, atol=2e-4)
         norms = 1 - 2 * np.exp(expected) + np.sum(np.exp(2 * logprobs), -1)[sampled]
         np.testing.assert_allclose(one.norms, norms, atol=4e-4)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_model_whose_logits_are_no_numbers_ends_the_rollout(greedy, model, prompts):
+    """argmax would take token 0 of all of them."""
+    graphdef, params = nnx.split(model)
+    params = jax.tree.map(lambda leaf: leaf, params)
+    params["norm"].set_value(params["norm"].get_value().at[0].set(jnp.nan))
+    with pytest.raises(StepError, match=r"the model's logits are no numbers: "):
+        complete(nnx.merge(graphdef, params), prompts, greedy=greedy)
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_decode_steps_read_matrices_in_the_dtype_that_is_asked_for(weights, model):
+    graphdef, params = nnx.split(model)
+    options = OPTIONS.model_copy(update={"weights": weights})
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), STOPS, options, 0)
+    rollout = engine.RolloutEngine(sampler, params, [[1]], step=0, first_sequence=0, greedy=False)
+    leaves = jax.tree.leaves((rollout.weights.outer, rollout.weights.layers))
+    assert any(leaf.dtype == jnp.int8 for leaf in leaves) == (weights == "int8")
 
 
 @jax.jit

@@ -12,9 +12,10 @@ from mllm.sampler.sampling import exclude, gumbel_noise, sample, sequence_keys
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
 SETTINGS = [
-    {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
-    {"temperature": 0.5, "top_k": 0, "top_p": 0.7},
+    {"temperature": 1.0},
+    {"temperature": 0.5, "top_p": 0.7},
     {"temperature": 2.0, "top_k": 6, "top_p": 0.9, "min_p": 0.35},
+    {"temperature": 1.0, "min_p": 0.35},
 ]
 
 

@@ -215,6 +215,14 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     assert f"{peft.CONFIG}: base_model_name_or_path: x/y: no such folder" in capsys.readouterr().err
 
 
+def test_a_model_that_is_not_there_is_named_as_the_command_line_does(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(generate, "read_prompts", lambda options: [])
+    assert generate.main([str(tmp_path / "nope"), "hi"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: MODEL_OR_RUN: {tmp_path}/nope: no such folder")
+    assert "model." not in error
+
+
 def test_the_sampler_gets_what_the_options_say(exported, calls):
     """Without --dtype the run would compute in float32."""
     options = ["--max-tokens", "6", "--temperature", "0.5", "--seed", "3", "--dtype", "bfloat16"]

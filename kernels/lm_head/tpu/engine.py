@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import contract
+from .. import contract, target
 from ..contract import Gradients, Inputs, Options, Terms
 from ..live_rows import live_rows, over_waves, round_up, write
 from ..shapes import Array, Float
@@ -40,6 +40,8 @@ class Saved(NamedTuple):
 def obstacle(inputs: Inputs, options: Options) -> str | None:
     if inputs.teacher is not None:
         return "it has no kernels for a teacher"
+    if target.platform() != "tpu" and not tiles.overridden():  # tests set tiles, and interpret the kernels elsewhere
+        return f"it needs a TPU, and this is a {target.platform()}"
     try:
         tiles.choose(case_of(inputs, options, "forward", jnp.float32))
         tiles.choose(case_of(inputs, options, "hidden"))

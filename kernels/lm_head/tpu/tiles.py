@@ -92,6 +92,10 @@ def override(
         _override = previous
 
 
+def overridden() -> bool:
+    return _override is not None
+
+
 def terms(case: Case, tiles: Tiles) -> dict[str, int]:
     """Bytes of VMEM that a kernel takes, by purpose. Blocks that stream in or out have two buffers."""
     forward, from_kept = case.kernel == "forward", case.kernel == "kept"

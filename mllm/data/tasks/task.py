@@ -121,10 +121,9 @@ def prompt_hash(example: Example, fields: bool = False) -> str:
 
 def digest(value: Any) -> str:
     """A hash of a value of JSON, or numpy's; whatever else a function may have put into it counts by its type alone."""
-    try:
-        text = json.dumps(
-            value, default=lambda item: item.tolist() if hasattr(item, "tolist") else type(item).__name__, skipkeys=True
-        )
-    except (ValueError, RecursionError):  # it holds itself
-        text = type(value).__name__
+
+    def known(item: Any) -> Any:
+        return item.tolist() if hasattr(item, "tolist") else type(item).__name__
+
+    text = json.dumps(value, default=known, skipkeys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
