@@ -3,7 +3,7 @@
 import jax
 import pytest
 import tiny
-from runs import changed, run
+from runs import changed
 
 from mllm.config import load as configs
 from mllm.config.load import for_devices
@@ -12,6 +12,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.plan import fit
 from mllm.plan.memory import COLUMNS, Phase
 from mllm.plan.targets import at_hand
+from mllm.run.build import Run
 from mllm.run.store import tool_run
 
 OPEN = changed(tiny.config("sft", rollout=None, eval=None, task={"heldout": 0}), mesh={"fsdp": -1})
@@ -83,10 +84,12 @@ def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled)
 
 @pytest.mark.slow
 def test_a_run_on_all_devices_notes_its_rows_and_a_resume_keeps_them(tmp_path, monkeypatch):
-    settings = changed(OPEN, run_dir=str(tmp_path / "run"), steps=4, checkpoint={"every": 2})
+    settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
-    assert run(settings) == 0
+    with Run.build(settings, False, fit.fit):
+        pass
     noted = configs.load_run(tool_run(settings.run_dir).folder / "config.yaml")
     assert (noted.micro_batch_size, noted.mesh.fsdp) == (8, jax.device_count())
     monkeypatch.setattr(fit, "with_micro_batch", lambda *_: pytest.fail("the rows are noted"))
-    assert run(changed(settings, steps=5)) == 0
+    with Run.build(settings, False, fit.fit) as resumed:
+        assert resumed.config.micro_batch_size == 8

@@ -144,7 +144,7 @@ def test_a_run_in_a_bucket_of_a_model_and_data_there_is_that_of_their_files_and_
         on_disk, in_bucket = both = settings(files), settings(store.url)
         assert run(on_disk) == run(in_bucket) == 0
         assert_same_end(on_disk, in_bucket)
-        assert len([*cache_folder().glob("*/summary")]) == 2  # the documents are found again
+        assert len([*cache_folder().glob("*.npz")]) == 2  # the documents are found again
 
         assert [export.main([one.run_dir]) for one in both] == [0, 0]
         fetched = checksums(fetch_folder(f"{in_bucket.run_dir}/export", ("*",), "model.source"))
