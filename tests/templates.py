@@ -1,4 +1,4 @@
-"""Ten public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
+"""Twelve public chat templates by their rules, in the fewest words, each with the control tokens that it writes."""
 
 from typing import NamedTuple
 
@@ -68,6 +68,23 @@ QWEN35 = (
     "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{{ '<think>\n\n</think>\n\n' if enable_thinking is defined and not enable_thinking else '<think>\n' }}{% endif %}"
 )
+LATER = "{% if loop.index0 > ns.last %}"
+# As Qwen3.5's, but thoughts of earlier turns may be kept.
+QWEN36 = QWEN35.replace(LATER, "{% if (preserve_thinking is defined and preserve_thinking) or loop.index0 > ns.last %}")
+# As Qwen3.6's, but they are kept by default, stand in a field of their own alone, and an effort is told.
+QWEN38 = (
+    "{% set effort = reasoning_effort | default('xhigh') %}"
+    "{% if effort not in ('xhigh', 'medium', 'low') %}{{ raise_exception('Unexpected reasoning effort ' + effort) }}"
+    "{% endif %}{% set told = {'xhigh': 'Think carefully.', 'low': 'Be brief.'}.get(effort, '') %}"
+    "{% if enable_thinking is defined and not enable_thinking %}{% set told = '' %}{% endif %}"
+    "{% set first = messages[0].content | trim if messages[0].role == 'system' else '' %}"
+    "{% set parts = [told, '# Tools\n' + tools | tojson if tools else '', first] | select | join('\n\n') %}"
+    "{{ '<|im_start|>system\n' + parts + '<|im_end|>\n' if parts else '' }}"
+    + QWEN35.removeprefix(TOOLS)
+    .replace("{% elif m.role != 'assistant' %}", "{% elif m.role == 'system' %}{% elif m.role != 'assistant' %}")
+    .replace("not m.reasoning_content and '</think>' in said", "false")
+    .replace(LATER, "{% if preserve_thinking is undefined or preserve_thinking or loop.index0 > ns.last %}")
+)
 LLAMA3 = (
     "{{ bos_token }}{% set date = date_string or strftime_now('%d %b %Y') %}{% set first = messages[0] %}"
     "<|start_header_id|>system<|end_header_id|>\n\nToday Date: {{ date }}\n\n"
@@ -132,6 +149,8 @@ PUBLIC = {
     "qwen2.5": Public(QWEN25, IM, calls=True),
     "qwen3": Public(QWEN3, IM, calls=True),
     "qwen3.5": Public(QWEN35, IM, calls=True),
+    "qwen3.6": Public(QWEN36, IM, calls=True),
+    "qwen3.8": Public(QWEN38, IM, calls=True),
     "llama3": Public(
         LLAMA3, ("<|begin|>", "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>"), calls=True
     ),

@@ -1,9 +1,8 @@
-"""The rooms of the house: imports run one way, and files are read in one sitting."""
+"""The rooms of the house: imports run one way, without a circle, and files are read in one sitting."""
 
 import ast
 import gc
 import re
-from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib.util import resolve_name
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = {"lm_head": ROOT / "kernels", "mllm": ROOT, "tools": ROOT}  # the folder that each package is in
-FILES = sorted(path for name, folder in SOURCES.items() for path in (folder / name).rglob("*.py"))
+FILES = sorted(path for folder in ("kernels/lm_head", "mllm", "tools") for path in (ROOT / folder).rglob("*.py"))
 ROOMS = ("config", "parallel", "model", "data", "rewards", "sampler", "training", "algorithms", "run", "plan")
 SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
 """The settings of an algorithm belong to the configuration, and import without JAX."""
@@ -21,8 +19,8 @@ SETTINGS = re.compile(r"mllm\.algorithms\.(\w+\.settings|table)\b")
 
 def module_of(path: Path) -> str:
     """The name that a file is imported by."""
-    folder = ROOT / "kernels" if path.is_relative_to(ROOT / "kernels") else ROOT
-    return ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(part for part in parts if part not in ("kernels", "__init__"))
 
 
 MODULES = {module_of(path): path for path in FILES}
@@ -35,25 +33,17 @@ def swept() -> None:
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """All that a file says, in no order."""
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-def package_of(path: Path) -> str:
-    """The package that a file's relative imports begin in."""
-    return module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-
-
-def imported(path: Path) -> Iterator[str]:
-    """The modules that a file imports, anywhere in it."""
-    for node in nodes_of(path):
+def imported(module: str) -> set[str]:
+    """What a module imports, anywhere in its file: modules, and names in them."""
+    path, found = MODULES[module], set()
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = resolve_name("." * node.level, package_of(path)) if node.level else ""
-            origin = ".".join(filter(None, (package, node.module)))
-            yield from (f"{origin}.{alias.name}" for alias in node.names)
+            origin = resolve_name("." * node.level + (node.module or ""), package)
+            found |= {f"{origin}.{alias.name}" for alias in node.names}
+    return found
 
 
 def floor(module: str) -> int:
@@ -66,25 +56,16 @@ def floor(module: str) -> int:
 
 
 def test_imports_run_one_way() -> None:
-    for path in FILES:
-        own = floor(module_of(path))
-        assert [name for name in imported(path) if floor(name) > own] == [], path
-
-
-def imported_files(module: str) -> set[str]:
-    """The modules of the house that one imports, with the packages around them that it is not inside of itself."""
-    found = set()
-    for name in imported(MODULES[module]):
-        while name:
-            if name in MODULES and not f"{module}.".startswith(f"{name}."):
-                found.add(name)
-            name = name.rpartition(".")[0]
-    return found
+    for module in MODULES:
+        assert [name for name in imported(module) if floor(name) > floor(module)] == [], module
 
 
 def test_imports_form_no_circle() -> None:
-    """Imports inside functions count, too."""
-    graph = {module: {*imported_files(module)} for module in MODULES}
+    """With the packages around what is imported, but for those that the module itself is in."""
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        names = {".".join(parts[:end]) for name in imported(module) for parts in [name.split(".")] for end in range(9)}
+        graph[module] = {name for name in names & MODULES.keys() if not f"{module}.".startswith(f"{name}.")}
     TopologicalSorter(graph).prepare()  # its error lists the files of a circle
 
 

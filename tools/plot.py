@@ -33,16 +33,8 @@ TOPICS = {
     "Tokens per second": ("tokens_per_second",),
 }
 """The metrics in each panel; avg@k and pass@k are accuracies, too, and each function's mean is among rewards."""
-KINDS = {
-    "eval/sampled_": ("held-out, sampled", ".--"),
-    "eval/avg@": ("held-out", ".--"),
-    "eval/pass@": ("held-out", ".:"),
-    "eval/": ("held-out", ".-"),
-    "validation/": ("validation", ".--"),
-    "test/": ("test", "*"),
-    "": ("training", "-"),
-}
-"""What the legend calls a metric, and its style, by how its name begins; the first that fits."""
+STYLES = {"eval/sampled_": ".--", "eval/pass@": ".:", "eval/": ".-", "validation/": ".--", "test/": "*", "": "-"}
+"""How a metric is drawn, by how its name begins; the first that fits."""
 AS_IT_IS = ("learning_rate",)
 """Metrics of steps that are no measurements: their mean would be another schedule."""
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
@@ -122,11 +114,11 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
     """A curve: metrics of steps are faint, under their mean over a twentieth of the run; all else is drawn as it is."""
-    kind, style = next(meaning for begin, meaning in KINDS.items() if key.startswith(begin))
+    style = next(style for begin, style in STYLES.items() if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
-    if kind == "training" and key not in AS_IT_IS:
+    if style == "-" and key not in AS_IT_IS:
         axis.plot(steps, values, color=color, alpha=0.3)
         window = max(1, len(values) // 20)
         values, *band = (
@@ -134,9 +126,7 @@ def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str)
         )
     if len(steps) == 1:
         style = style.replace("-", "") or "."  # a line has no single point
-    several = "@" in key or (key.startswith("rewards/") and key.endswith("/mean"))
-    repeated = f", {key.partition('/')[2].removesuffix('/mean')}" if several else ""
-    axis.plot(steps, values, style, color=color, label=run + kind + repeated)
+    axis.plot(steps, values, style, color=color, label=run + key)
     if band:
         axis.fill_between(steps, *band, color=color, alpha=0.12 if len(steps) > 1 else 1)  # of one step a line
 

@@ -70,15 +70,12 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
     folder, _ = find_model(config.model)
     renderer = Renderer(find_tokenizer(config.model, folder), config.chat_template)
     task = load_task(config.task.of_run(config.eval is not None)) if config.task else None
-    if config.examples is None or config.examples.source == "task":
-        assert config.task is not None
-        assert task is not None
+    if config.task and task and (config.examples is None or config.examples.source == "task"):
         adapters = peft.chosen(config.model.lora, ())[1] if config.model.lora else None
         learned = find_learned(config.model, folder, adapters, renderer.tokenizer)
         renderer = task_renderer(config.task, task, renderer, learned)
     if config.examples is None:
-        assert task is not None
-        for example in task.train[:EXAMPLES]:
+        for example in task.train[:EXAMPLES] if task else ():
             prompt = encode_prompt(renderer, example.prompt)
             yield from described(renderer, "prompt", prompt, [False] * len(prompt))
         return

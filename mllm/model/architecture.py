@@ -361,6 +361,8 @@ def check_supported(
         ("rope_parameters.rope_type", rope_type, ["default", "linear", "llama3"]),
         ("rope_parameters.sliding_attention.rope_type", local.get("rope_type", "default"), ["default"]),
         ("attention_dropout", settings.get("attention_dropout", 0.0), [0.0]),
+        # transformers computes SiLU whatever this says, vLLM a sigmoid where it says so.
+        ("output_gate_type", settings.get("output_gate_type", "silu"), ["silu", "swish"]),
         ("quantization_config", settings.get("quantization_config"), [None]),
         *((key, settings.get(key, value), [value]) for key, value in traits.fixed.items()),
     ]

@@ -274,8 +274,6 @@ def render_marked(
 
     A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
     """
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     tokenizer = renderer.tokenizer
     if not tokenizer.chat_template:
         raise UserError("model.tokenizer: it has no chat template: use one that has, or set chat_template: never")
@@ -284,11 +282,50 @@ def render_marked(
             raise MessagesError(f"messages: {match.group()} is a control token, which only the chat template may write")
     options |= {**tokenizer.special_tokens_map, "date_string": DATE.strftime("%d %b %Y"), **renderer.args}
     try:
-        clock = CLOCK if "strftime_now" in renderer.template else ""
-        rendered: Any = render_jinja_template([list(messages)], chat_template=clock + renderer.template, **options)
+        if takes_thoughts_apart(renderer.template):
+            messages = [with_thought_apart(message) for message in messages]
+        return apply_template(renderer.template, messages, options)
     except Exception as error:  # the template is a program, which may fail in any way
         raise MessagesError(f"messages: the tokenizer's chat template refuses them: {brief(error)}") from None
+
+
+def apply_template(
+    template: str, messages: Sequence[Message], options: Mapping[str, Any]
+) -> tuple[str, list[list[tuple[int, int]]]]:
+    """The chat as the template renders it, and what it marks; any error that the template raises."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    clock = CLOCK if "strftime_now" in template else ""
+    rendered: Any = render_jinja_template([list(messages)], chat_template=clock + template, **options)
     return rendered[0][0], rendered[1]
+
+
+@lru_cache(maxsize=8)
+def takes_thoughts_apart(template: str) -> bool:
+    """Whether the template takes a thought from `reasoning_content` alone, as Qwen3.8's.
+
+    Such a template writes an empty thought before a content that begins with one.
+    """
+    if "reasoning_content" not in template:
+        return False
+    whole = {"role": "assistant", "content": f"<think>\n{ANSWER}\n</think>\n\nYes."}
+    try:
+        texts = [
+            apply_template(template, [{"role": "user", "content": "?"}, answer], {})[0]
+            for answer in (whole, with_thought_apart(whole))
+        ]
+    except Exception:  # a template that needs more than these messages is taken as it is
+        return False
+    return texts[1].count(ANSWER) == 1 and texts[0].count("<think>") > texts[1].count("<think>")
+
+
+def with_thought_apart(message: Message) -> Message:
+    """The message with its content's thought in `reasoning_content`; they are told apart as by Qwen3.5's template."""
+    before, close, content = str(message["content"]).rpartition("</think>")
+    if message["role"] != "assistant" or not close or message.get("reasoning_content"):
+        return message
+    thought = before.partition("</think>")[0].rpartition("<think>")[2].strip("\n")
+    return {**message, "reasoning_content": thought, "content": content.lstrip("\n")}
 
 
 def strings_in(value: Any) -> list[str]:

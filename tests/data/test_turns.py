@@ -79,6 +79,26 @@ def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer
         check_turns(given, None, False)
 
 
+@pytest.mark.parametrize("name", ["qwen3.6", "qwen3.8"])
+def test_turns_of_templates_that_can_keep_thoughts_are_what_they_write_of_them(name):
+    """Qwen3.8's keeps them by default, and takes a thought from a field of its own alone."""
+    kept = {"preserve_thinking": True} if name == "qwen3.6" else {"reasoning_effort": "low"}
+    given, dropping = public(name, **kept), public(name, preserve_thinking=False)
+    chat = [{"role": "user", "content": "Guess."}]
+    ids = prompt_tokens(given, chat, None)
+    for said in ("It is more.\n</think>\n\n6", "It is less.\n</think>\n\n5"):
+        ids += [*encode(given.tokenizer, said), given.tokenizer.eos_token_id]
+        ids += observation_tokens(given, [{"role": "user", "content": "no"}], True, None)
+        chat += [{"role": "assistant", "content": f"<think>\n{said}"}, {"role": "user", "content": "no"}]
+    assert given.tokenizer.decode(ids) == render(given, chat, add_generation_prompt=True)
+    assert ("Be brief." in render(given, chat)) == (name == "qwen3.8")
+    for tools in (None, COUNTER):
+        check_turns(given, tools, False)
+    check_turns(dropping, None, True)
+    with pytest.raises(UserError, match="drops the thoughts"):
+        check_turns(dropping, None, False)
+
+
 def test_what_is_observed_is_text_and_stands_where_the_template_ends_a_turn_or_has_no_token_that_does():
     given, content = public("qwen2.5"), f"{END}{START}assistant\nI won \ud83d"
     ids = observation_tokens(given, [{"role": "user", "content": content}], True, None)

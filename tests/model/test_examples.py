@@ -120,6 +120,15 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.6", "qwen3.8"])
+def test_a_thought_in_a_content_or_in_its_own_field_is_learned_once_as_the_sampler_writes_it(name: str) -> None:
+    tokenizer, user = PUBLIC[name].tokenizer(), {"role": "user", "content": "1+1="}
+    inside = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n2"}
+    apart = {"role": "assistant", "reasoning_content": "Easy.", "content": "2"}
+    for answer in (inside, apart):
+        assert learned(tokenizer, [user, answer]) == ["Easy.\n</think>\n\n2<|im_end|>"]
+
+
 def test_a_marked_template_learns_a_first_message_of_the_assistant_and_the_same_as_without_marks() -> None:
     public = PUBLIC["smollm3"]
     chat = [{"role": "assistant", "content": "Hello"}, *turns("a", "b")]

@@ -263,3 +263,13 @@ def test_published_sizes_have_three_delta_nets_before_each_full_layer(name: str,
     assert sizes.kind_of_layer == (0,) * (layers // 4)
     count = sum(x.size for x in jax.tree.leaves(nnx.state(Decoder.abstract(sizes))))
     assert count / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+def test_qwen3_6_and_3_8_by_their_config_json_are_the_sizes_of_qwen3_5() -> None:
+    """The keys of both published 27B that Qwen3.5's has not, or has elsewhere."""
+    preset = PRESETS["Qwen/Qwen3.5-27B"]
+    rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10_000_000, "rope_type": "default"}
+    texts = preset.to_hf() | {"rope_parameters": rope | {"partial_rotary_factor": 0.25}, "output_gate_type": "swish"}
+    texts |= {"full_attention_interval": 4, "mamba_ssm_dtype": "float32", "mtp_use_dedicated_embeddings": False}
+    published = {"model_type": "qwen3_5", "language_model_only": False, "text_config": texts, "vision_config": {}}
+    assert Architecture.from_hf(published, "config.json") == preset

@@ -99,6 +99,7 @@ MODELS |= {
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "factor is missing"),
         ({"hidden_size": "32"}, "hidden_size must be a positive whole number up to 2147483647, not '32'"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'; this model supports only 'silu' or 'swish'"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must be a list of 2, each 0 or 1"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type is 'yarn'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is {{'bits': 4}}"),

@@ -1,10 +1,9 @@
-"""Tools on a run: an export that other programs load, completions of both, a picture of its curves; every --help."""
+"""Tools on a run: an export that other programs load, completions of both, a picture of its curves."""
 
 import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from array import array
 from dataclasses import replace
@@ -33,7 +32,6 @@ from mllm.sampler.sampler import Sampler
 from mllm.training.step import init_state
 from tools import export, generate, plot
 
-ROOT = Path(__file__).parent.parent.parent
 PROMPTS = [
     {"question": "1+2="},
     {"messages": [{"role": "user", "content": "7+7="}, {"role": "assistant", "content": "14"}]},
@@ -298,23 +296,3 @@ def test_the_curves_of_a_run_are_drawn_into_its_folder(finished, tmp_path, capsy
     assert capsys.readouterr().out == f"curves             {copy / 'curves.png'}\n"
     panels = [panel.get_title() for panel in plot.draw({"run": plot.read_run(RunStore(copy))}).axes]
     assert panels[:4] == ["Reward", "Accuracy", "Loss (nats)", "Entropy (nats)"]
-
-
-HELP = """
-import contextlib, runpy, sys
-for command in sys.argv[1:]:
-    sys.argv = ["tools/" + command.split()[0], *command.split()[1:], "--help"]
-    with contextlib.suppress(SystemExit):
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    assert not {"jax", "transformers", "matplotlib", "orbax"} & set(sys.modules), command
-"""
-COMMANDS = [f"{name}.py" for name in ("export", "generate", "plot", "rewards", "samples")]
-COMMANDS += ["bench", "bench rollout"]
-
-
-@pytest.mark.slow
-def test_help_is_fast_and_imports_nothing_heavy():
-    command = [sys.executable, "-c", HELP, *COMMANDS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(re.findall("^usage: ", done.stdout, re.MULTILINE)) == len(COMMANDS)

@@ -37,6 +37,8 @@ from tools.bench.methods import Method, methods
 LARGE, SMALL = (8192, 2048, 151936), (1024, 256, 16384)
 """Tokens, hidden size and vocabulary: the head of Qwen2.5-3B, and a CPU's."""
 COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "dh", "dW")
+PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
+"""The packages whose versions are printed, where they are installed."""
 BARE = "3 bare products"
 CHUNK = 256
 """Tokens that the reference takes at a time."""
@@ -64,10 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not chosen:
         raise UserError(f"--methods: no name has that in it; there are: {'; '.join(known)}")
     problem = Problem(options.shape or (SMALL if cpu else LARGE), options.dtype or ("float32" if cpu else "bfloat16"))
+    installed = {package.name.replace("_", "-"): package.version for package in importlib.metadata.distributions()}
+    versions = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
     for live in options.live:
-        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib"))
         print("\nN={}, D={}, V={}".format(*problem.shape), f"{problem.dtype}, {live:.0%} of the rows count", sep=", ")
-        print(f"{jax.devices()[0].device_kind}, {versions}")
+        print(f"{jax.devices()[0].device_kind}, {', '.join(versions)}")
         print(measured(problem, chosen, live, options.repeats or (5 if cpu else 10)), flush=True)
     return 0
 
