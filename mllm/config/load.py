@@ -80,8 +80,14 @@ def for_devices(config: RunConfig, devices: int) -> RunConfig:
 class PlainConstructor(SafeConstructor):
     """Reads a date as a text, because no setting is a date."""
 
+    def construct_yaml_str(self, node: Any) -> str:
+        text: str = super().construct_yaml_str(node)
+        text.encode()  # ValueError for half of a surrogate pair, which no file can hold
+        return text
 
-PlainConstructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+for kind in ("str", "timestamp"):
+    PlainConstructor.add_constructor(f"tag:yaml.org,2002:{kind}", PlainConstructor.construct_yaml_str)
 
 
 def parser() -> YAML:
@@ -106,8 +112,9 @@ def read(path: Path) -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The resolved configuration as YAML: every setting, defaults included; `load` reads it back unchanged."""
-    text = io.StringIO()
-    parser().dump(config.model_dump(mode="json"), text)
+    text, writer = io.StringIO(), parser()
+    writer.allow_unicode = r"\x85" not in repr(config)  # unless it is escaped, this character is read as a line's end
+    writer.dump(config.model_dump(mode="json"), text)
     return text.getvalue()
 
 
