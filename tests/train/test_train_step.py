@@ -243,6 +243,6 @@ def test_loss_and_log_probabilities_are_those_of_the_vocabulary_s_copy_at_the_te
     loss, tokens = policy.loss(states, BATCH, lambda logprob, entropy: -logprob)
     for found in (tokens, policy.logprobs(states, BATCH)):
         np.testing.assert_allclose(found.logprob, np.where(BATCH.weights > 0, expected, 0), atol=1e-4)
-    assert loss == pytest.approx(-(BATCH.weights * expected).sum(), rel=1e-5)
+    assert loss == pytest.approx(-float((BATCH.weights * expected).sum()), rel=1e-5)
     own = lambda logprob, entropy, *, divergence: divergence  # noqa: E731
     assert policy.loss(states, BATCH, own, teacher=states)[0] == pytest.approx(0, abs=1e-6)
