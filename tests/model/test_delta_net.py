@@ -147,6 +147,7 @@ def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(length
         np.testing.assert_allclose(leaf, expected, rtol=0, atol=limit, err_msg=parameter_name(path))
 
 
+@pytest.mark.slow
 def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -> None:
     sizes, params = made(LINEAR, FULL)
     layer = nnx.merge(

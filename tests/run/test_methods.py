@@ -94,6 +94,7 @@ def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorde
     assert configs.read(Path(settings.run_dir, "config.yaml"))["teacher"]["step"] == 4
 
 
+@pytest.mark.slow
 def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
     """Own completions: tests/run/test_train.py."""
     sections = {**GIVEN, "distill": {"kind": "jsd", "label_coef": 0.1}}

@@ -78,6 +78,7 @@ def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_com
         assert len(re.findall(r"Finished XLA compilation of jit\(decode\)", caplog.text)) == programs
 
 
+@pytest.mark.slow
 def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_in_a_chunk(monkeypatch):
     """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
