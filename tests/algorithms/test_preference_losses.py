@@ -220,6 +220,7 @@ def test_losses_gradients_and_metrics_are_trl_s():
         np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
 
 
+@pytest.mark.slow
 def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_interrupted_between_these():
     config, found, polled = DpoConfig(loss_type="simpo"), [], []
     for rows in (6, 2):

@@ -265,6 +265,7 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
     assert (f"the last {left} examples do not fill a batch" in caplog.text) == (left > 0)
 
 
+@pytest.mark.slow
 def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own_order():
     order = mixed_order((5, 40), (1.0, 3.0), seed=7)
     numbers = np.array([order[place] for place in range(400)])

@@ -147,6 +147,7 @@ def test_kernels_for_tpus_give_float64_s(shape, objective, interpreted):
     check_loss(PROBLEM, OBJECTIVES[objective], weights, impl="mosaic_tpu", sharding=over(shape), **WAVES)
 
 
+@pytest.mark.slow
 def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards(interpreted: None) -> None:
     ask = functools.partial(token_logprobs, impl="mosaic_tpu", collision=True, sharding=over((1, 2, 2)))
     np.testing.assert_allclose(jax.jit(ask)(*PROBLEM).collision, exact(*PROBLEM).answer.collision, rtol=1e-4)

@@ -197,6 +197,7 @@ def whole(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: Path, capfd: pytest.CaptureFixture):
     assert weights.read_config(whole) == weights.read_config(TEXTS)
     found, expected = load_weights(whole), load_weights(TEXTS)
@@ -205,6 +206,7 @@ def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: 
         np.testing.assert_allclose(leaf, same, rtol=2**-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [20_000, pytest.param(10**9, marks=pytest.mark.slow)])
 def test_an_export_is_the_folder_that_was_read_with_other_parameters(whole, tmp_path, limit, monkeypatch):
     monkeypatch.setattr(weights, "SHARD_BYTES", limit)

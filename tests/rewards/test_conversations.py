@@ -130,6 +130,7 @@ def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in
     assert len({*first, *other, *later, *fixed}) == 8
 
 
+@pytest.mark.slow
 def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monkeypatch):
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"

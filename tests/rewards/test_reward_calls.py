@@ -183,6 +183,7 @@ def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
     assert other == ("raised", message, ("extra", "said", ""))
 
 
+@pytest.mark.slow
 def test_coroutines_run_together_over_functions_and_completions_and_those_that_hang_are_timed_out():
     given = [sample("1"), sample("2")]
     together = [bound("mine:meets", *given), bound("mine:meets_all", *given)]

@@ -220,6 +220,7 @@ def noted(place):
     return lambda: [int(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_what_a_function_started_ends_with_a_worker_that_is_stopped_late_or_ended_by_it(hostile, noted):
     def poll():
         if len(noted()) == 2:

@@ -31,6 +31,7 @@ def test_noise_has_all_bits_where_it_is_large():
     assert (np.diff(noise[-2000:]) > 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_told_apart(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
