@@ -45,7 +45,9 @@ if find_spec("hypothesis"):
 
     settings.register_profile("patient", deadline=None)  # other processes may take the processor
     settings.load_profile("patient")
-SECTIONS = {name for name in MODULES if name.startswith("mllm.config.") or name.endswith("settings")}
+SECTIONS = {
+    name for name in MODULES if name.startswith("mllm.config.") or name.endswith(("settings", "algorithms.table"))
+}
 if find_spec("beartype") and os.environ.get("SHAPES") != "0":  # checking takes a seventh of all seconds
     install_import_hook(sorted(MODULES - UNCHECKED - SECTIONS), "beartype.beartype")
 

@@ -136,7 +136,7 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
     sizes, hashes = array("i"), array("Q")
     bar = tqdm(encoded, "tokenizing", unit=" records", dynamic_ncols=True, delay=1, disable=None)
     with closing(ArrayRecordWriter(str(path), "group_size:1")) as writer:
-        sound: Iterator[tuple[str, tuple[Document | Pair, bool, bool] | Skipped]] = sound_records(bar, origin.key)
+        sound: Iterator[tuple[str, tuple[Document | Pair, bool, bool] | Skipped]] = sound_records(iter(bar), origin.key)
         for _, result in sound:
             if isinstance(result, Skipped):
                 skipped[result.reason] += 1

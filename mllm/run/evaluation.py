@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import usable_prompts
@@ -76,7 +76,7 @@ def make_evaluation(
     return evaluate
 
 
-def pass_at(j: int, correct: Float[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]:
+def pass_at(j: int, correct: Bool[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]:
     """For each problem the probability that one of j completions is right, without bias (Chen et al. 2021, eq. 1)."""
     k = correct.shape[1]
     return np.array([1 - math.comb(k - int(row.sum()), j) / math.comb(k, j) for row in correct])

@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
@@ -107,9 +106,8 @@ class Recipe(Generic[Outputs]):
     progress: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"loss": "loss"}))
     """The metrics that a user sees on the terminal and in the table at the end, by their names there."""
 
-    def forward(
-        self, config: RunConfig, graphdef: nnx.GraphDef, mesh: Mesh, teacher: nnx.GraphDef | None = None
-    ) -> Forward:
-        """Model, head and loss of a run; UserError if `head.impl` is for other devices."""
+    def forward(self, config: RunConfig, graphdef: Any, mesh: Mesh, teacher: Any = None) -> Forward:
+        """Model, head and loss of a run, and its teacher, by their graphdefs; UserError if `head.impl` is for other
+        devices."""
         head = Head(config.head, mesh, self.demands.temperature)
         return Forward(graphdef, mesh, head, config.batch_shape, self.loss, self.metrics, teacher)

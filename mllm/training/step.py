@@ -60,13 +60,13 @@ class Forward:
 
     def __init__(
         self,
-        graphdef: nnx.GraphDef,
+        graphdef: Any,
         mesh: Mesh,
         head: Head,
         shape: BatchShape,
         loss: Callable[..., tuple[Float[Array, ""], Any]],
         metrics: Callable[[Batch, Any], Metrics],
-        teacher: nnx.GraphDef | None = None,
+        teacher: Any = None,
     ) -> None:
         """`loss` and `metrics` are those of a `mllm.training.recipe.Recipe`."""
         self.graphdef, self.mesh, self.head, self.shape = graphdef, mesh, head, shape
