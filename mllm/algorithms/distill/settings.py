@@ -1,11 +1,12 @@
 """The settings of distillation: over the examples of `data`, or over the student's own completions."""
 
+from abc import ABC
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from mllm.algorithms.grpo.settings import RolloutRun
-from mllm.config.run import ExampleRun
+from mllm.config.run import ExampleRun, RunConfig
 from mllm.config.section import Section, impossible
 from mllm.config.teacher import TeacherConfig
 
@@ -41,41 +42,42 @@ class OwnDistillConfig(DivergenceConfig):
     teacher - log student, by the objective of `grpo`, which is reverse_kl."""
 
 
-class DistillRun(ExampleRun):
+class TaughtRun(RunConfig, ABC):
+    """The settings of a run that learns from a teacher."""
+
+    algorithm: Literal["distill"]
+    teacher: TeacherConfig
+    """The model that is learned from."""
+
+    @property
+    def frozen_teacher(self) -> TeacherConfig:
+        return self.teacher
+
+    @property
+    def over_vocabulary(self) -> bool:
+        """Whether the divergence is computed over the whole vocabulary."""
+        return True
+
+    @model_validator(mode="after")
+    def check_head(self) -> Self:
+        if self.over_vocabulary and self.head.impl == "mosaic_gpu":
+            raise impossible("head.impl", "mosaic_gpu has no divergences: remove it, or take xla")
+        return self
+
+
+class DistillRun(TaughtRun, ExampleRun):
     """Distillation of a teacher over the examples of `data`."""
 
-    algorithm: Literal["distill"]
     distill: DistillConfig = DistillConfig()
     """The divergence, and how much the labels count."""
-    teacher: TeacherConfig
-    """The model that is learned from."""
-
-    @property
-    def frozen_teacher(self) -> TeacherConfig:
-        return self.teacher
-
-    @model_validator(mode="after")
-    def check_head(self) -> Self:
-        if self.head.impl == "mosaic_gpu":
-            raise impossible("head.impl", "mosaic_gpu has no divergences: remove it, or take xla")
-        return self
 
 
-class OwnDistillRun(RolloutRun):
+class OwnDistillRun(TaughtRun, RolloutRun):
     """Distillation of a teacher over the student's own completions of a task's problems."""
 
-    algorithm: Literal["distill"]
     distill: OwnDistillConfig = OwnDistillConfig()
     """The divergence, and how it is estimated."""
-    teacher: TeacherConfig
-    """The model that is learned from."""
 
     @property
-    def frozen_teacher(self) -> TeacherConfig:
-        return self.teacher
-
-    @model_validator(mode="after")
-    def check_head(self) -> Self:
-        if self.distill.estimator == "full" and self.head.impl == "mosaic_gpu":
-            raise impossible("head.impl", "mosaic_gpu has no divergences: remove it, or take xla")
-        return self
+    def over_vocabulary(self) -> bool:
+        return self.distill.estimator == "full"
