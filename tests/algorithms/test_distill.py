@@ -89,7 +89,7 @@ def both_logits():
 @pytest.mark.parametrize(
     ("kind", "how", "coef"),
     [
-        ("reverse_kl", {}, 0.0),
+        pytest.param("reverse_kl", {}, 0.0, marks=pytest.mark.slow),
         pytest.param("forward_kl", {}, 0.4, marks=pytest.mark.slow),
         pytest.param("jsd", {"beta": 0.3}, 0.0, marks=pytest.mark.nightly),
     ],

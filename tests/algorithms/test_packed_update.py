@@ -37,7 +37,7 @@ def hidden_of(graphdef, params, tokens, positions):
 @pytest.mark.parametrize(
     ("loss_type", "mode"),
     [
-        ("gspo", "sequence_mask"),
+        pytest.param("gspo", "sequence_mask", marks=pytest.mark.slow),
         pytest.param("grpo", "token_truncate", marks=pytest.mark.slow),
         pytest.param("cispo", "token_mask", marks=pytest.mark.nightly),
     ],

@@ -98,6 +98,7 @@ def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_n
         np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / (batch.weights > 0).sum(), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "packing"), [(0, False), (29, True)])
 def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_path, steps, packing):
     source = write(tmp_path, some(23))  # not a multiple of the batch: positions fall within epochs

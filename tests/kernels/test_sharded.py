@@ -85,6 +85,7 @@ def test_a_loss_over_a_mesh_is_float64_s(shape, axes, objective, more, options):
     check_loss(problem, OBJECTIVES[objective], WEIGHTS, **options)
 
 
+@pytest.mark.slow
 def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
     check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
 

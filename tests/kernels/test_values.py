@@ -121,6 +121,7 @@ def test_any_size_is_float64_s(engine: Engine, shape: tuple[int, int, int]) -> N
         check(problem, random_cotangents(shape[0]), impl=engine.impl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logprob", "lse", "entropy"])
 def test_each_statistic_alone_has_its_gradient(name: str) -> None:
     problem, ones = XLA.problem(), jnp.ones(XLA.shape[0])

@@ -75,6 +75,7 @@ def test_outputs_and_memory_are_those_of_the_recurrence_in_float64(run: Any, len
     np.testing.assert_allclose(outputs[:, :real], expected[:, :real], rtol=0, atol=scale)
 
 
+@pytest.mark.slow
 def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delta_net, "GROUP", 2)
     rule = random_rule(segments_of(300, 30), slow=1e3)

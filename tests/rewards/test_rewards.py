@@ -206,6 +206,7 @@ workers.close()
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
+@pytest.mark.slow
 def test_what_a_function_prints_never_reaches_the_stdout_of_the_trainer_whose_main_module_is_not_imported(tmp_path):
     output, errors = trainer(PRINTS, tmp_path).communicate()
     assert output.splitlines() == ["[('value', 1.0)]"]

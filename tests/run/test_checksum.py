@@ -5,6 +5,7 @@ from itertools import product
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mllm.config.model import MeshConfig
@@ -46,6 +47,7 @@ def test_the_checksum_of_each_array_does_not_depend_on_the_layout():
     assert checksums({"a": placed((np.arange(12) ** 8).astype(np.int32).reshape(3, 4))}) == {"a": "e251668ce502f3e6"}
 
 
+@pytest.mark.slow
 def test_every_bit_changes_both_sums():
     for dtype, shape in [("float32", ()), *product(DTYPES, [(2, 3, 5)])]:
         array = random_bits(dtype, shape)

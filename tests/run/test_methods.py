@@ -49,7 +49,8 @@ def test_pairs_are_validated_and_adapters_compared_with_the_frozen_model(tmp_pat
     assert measured[-1]["validation/rewards/margins"] != 0
 
 
-@pytest.mark.parametrize("loss_type", ["sigmoid", pytest.param("orpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["sigmoid", "orpo"])
 def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its_reference(
     tmp_path, loss_type, monkeypatch
 ):

@@ -29,7 +29,7 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 @pytest.mark.parametrize(
     "method",
-    ["dpo", *(pytest.param(name, marks=slow) for name in ("turns", "distill")), pytest.param("delta", marks=nightly)],
+    [*(pytest.param(name, marks=slow) for name in ("dpo", "turns", "distill")), pytest.param("delta", marks=nightly)],
 )
 def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
     """SFT and GRPO: in the next three tests."""

@@ -123,6 +123,7 @@ def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_o
     assert state.step == 7
 
 
+@pytest.mark.slow
 def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
     mesh = make_mesh(settings.mesh)
@@ -232,6 +233,7 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, secti
     assert len(polls) == 2 * (2 if one.data.packing else 3)
 
 
+@pytest.mark.slow
 def test_loss_and_log_probabilities_are_those_of_the_vocabulary_s_copy_at_the_temperature_of_the_rollout():
     """The trainer multiplies a narrower copy; a teacher's is its own."""
     rng, mesh = np.random.default_rng(0), make_mesh(SETTINGS["sft"].mesh)
