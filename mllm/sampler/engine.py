@@ -377,12 +377,14 @@ class RolloutEngine:
         """Add the tokens of so many steps to their completions; returns how many of these ended and left a slot."""
         ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
         lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
-        for slot in zip(*np.nonzero(self.sequences >= 0), strict=True):
+        held = self.sequences >= 0
+        sampling.check_logprobs(chunk.logprobs[:, :, :steps][held[..., None] & (np.arange(steps) < lengths[..., None])])
+        for slot in zip(*np.nonzero(held), strict=True):
             sequence = int(self.sequences[slot])
             completion, most = self.completions[sequence], self.limit(sequence)
             count = min(int(lengths[slot]), most - len(completion.tokens))
             completion.tokens.extend(chunk.tokens[slot][:count].tolist())
-            completion.logprobs.extend(sampling.checked(chunk.logprobs[slot][:count]).tolist())
+            completion.logprobs.extend(chunk.logprobs[slot][:count].tolist())
             completion.norms.extend(chunk.norms[slot][:count].tolist())
             if chunk.kept is not None and completion.kept is not None:
                 completion.kept.extend(chunk.kept[slot][:count].tolist())

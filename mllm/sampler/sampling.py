@@ -63,11 +63,10 @@ def sample(
     return Draw(token.astype(jnp.int32), chosen - total, jnp.exp(mass - total) if options.truncates else None, norms)
 
 
-def checked(logprobs: np.ndarray) -> np.ndarray:
-    """The log-probabilities; StepError where one is NaN, since argmax takes token 0 where all logits are NaN."""
+def check_logprobs(logprobs: Float[np.ndarray, "..."]) -> None:
+    """Raise StepError where a log-probability is NaN, since argmax takes token 0 where all logits are NaN."""
     if np.isnan(logprobs).any():
         raise StepError("rollout: the model's logits are no numbers: parameters have diverged, or overflow model.dtype")
-    return logprobs
 
 
 def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
