@@ -26,6 +26,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, LatestN
 from mllm.config.run import CheckpointConfig
 from mllm.errors import UserError, brief
 from mllm.model.layout import Params
+from mllm.model.weights import is_finite
 from mllm.parallel.processes import from_writer, gather_objects, raise_everywhere
 from mllm.progress import transfer_bar
 from mllm.run.checksum import checksums
@@ -241,11 +242,15 @@ def read_arrays(path: Any, like: Any, at: str) -> dict[str, Any]:
 
 
 def restore_params(store: RunStore, like: Params, step: int) -> Params:
-    """The parameters of a checkpoint; UserError where it can't be read."""
+    """The parameters of a checkpoint; UserError where it can't be read or a number is not finite."""
     try:
-        return read_checkpoint(store, step, like, at="params.")[1]
+        params: Params = read_checkpoint(store, step, like, at="params.")[1]
+        for name, array in by_name(params).items():
+            if not is_finite(array):
+                raise Damaged(f"{name} has numbers that are not finite")
     except Damaged as error:
         raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
+    return params
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:

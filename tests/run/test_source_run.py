@@ -23,6 +23,7 @@ from mllm.errors import UserError
 from mllm.model import weights
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.parallel.mesh import make_mesh
+from mllm.run import checkpoint
 from mllm.run import folder as run_dir
 from mllm.run.checkpoint import by_name, restore_params
 from mllm.run.source_run import load_policy, pin, source_run
@@ -115,6 +116,21 @@ def test_a_step_that_is_not_there_is_one_line(first, tmp_path, monkeypatch, mode
     run_dir.write(RunStore("empty"), config(run_dir="empty"))
     with pytest.raises(UserError, match=f"^model.step: {message}"):
         pin(following(first, tmp_path / "run", **model).model)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_a_nan_names_the_parameter(first, monkeypatch):
+    read_checkpoint = checkpoint.read_checkpoint
+
+    def with_nan(*where, **options):
+        document, params = read_checkpoint(*where, **options)
+        *others, last = jax.tree.leaves(params)
+        return document, jax.tree.unflatten(jax.tree.structure(params), [*others, last.at[..., -1].set(jnp.nan)])
+
+    monkeypatch.setattr(checkpoint, "read_checkpoint", with_nan)
+    like = load_policy(first, make_mesh(first.mesh)).trained
+    with pytest.raises(UserError, match=r"checkpoints/4: .*norm has numbers that are not finite.*; take an older"):
+        restore_params(RunStore(first.run_dir), like, 4)
 
 
 LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)}) + "\n" for i in range(40)]
