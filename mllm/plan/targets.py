@@ -171,6 +171,7 @@ def register_gpu_plugin() -> None:
     modules = sorted(path.name for path in GPU_PLUGIN.glob("jax_plugins/xla_cuda*"))
     if not modules:
         raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed: make .venv/aot-gpu")
+    jax.device_count()  # JAX has looked for plugins before this one can be found, and loads none twice
     sys.path.append(str(GPU_PLUGIN))
     # Pallas has looked for it beside the plugin, if it was imported before.
     runtime = next(GPU_PLUGIN.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))

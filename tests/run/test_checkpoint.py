@@ -59,11 +59,11 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
 
 @pytest.mark.slow
 @disk
-def test_the_lines_of_the_readme_list_the_parameters_without_this_program(store):
+def test_the_documented_lines_list_the_parameters_without_this_program(store):
     """In a process of one device that can't import it, of a checkpoint of eight."""
     save(store, make_state(1, MeshConfig(fsdp=2, tp=4)))
-    snippets = [snippet.partition("```")[0] for snippet in (ROOT / "README.md").read_text().split("```python\n")]
-    [lines] = [snippet for snippet in snippets if "ocp.CheckpointManager" in snippet]
+    page = (ROOT / "docs/reliability.md").read_text()
+    [lines] = [part.partition("```")[0] for part in page.split("```python\n") if "ocp.CheckpointManager" in part]
     program = f"import sys; sys.modules['mllm'] = sys.modules['lm_head'] = None\n{lines}"
     program = program.replace("runs/demo_seed0/sft", str(store.folder))
     said = subprocess.run([sys.executable, "-c", program], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
