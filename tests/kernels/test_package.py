@@ -58,10 +58,11 @@ def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is
 
 PAGE = ROOT / "docs/head.md"
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+SNIPPETS += [path.read_text() for path in sorted((ROOT / "docs/examples").glob("head_*.py"))]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_a_snippet_of_the_page_on_the_head_runs(snippet: str) -> None:
-    """Snippets over a mesh take four of the tests' virtual devices."""
+    """Examples over a mesh take four of the tests' virtual devices."""
     exec(compile(snippet, str(PAGE), "exec"), {"__name__": "snippet"})

@@ -1,0 +1,8 @@
+# A TPU pod whose hosts share /mnt/runs; a host that is killed is lost until it is started again by hand.
+gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='
+  cd mllm
+  while true; do
+    .venv/bin/python train.py --config qwen25_3b_grpo.yaml --cluster mesh.fsdp=16 run_dir=/mnt/runs/grpo
+    case $? in 0 | 2 | 130 | 143) break ;; esac
+    sleep 10
+  done'
