@@ -43,7 +43,7 @@ class CommonError(UserError):
 
 
 class StepError(CommonError):
-    """No process can make the next step; what was done before it can be saved."""
+    """No process can make the next step; the steps before it can be saved."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -52,7 +52,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class LogFormatter(logging.Formatter):
-    """Warnings quote data, rewards and servers, so they are escaped, too."""
+    """Escapes warnings, which quote data, rewards and servers."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record), keep="\n\t")

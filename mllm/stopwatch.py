@@ -11,7 +11,7 @@ import jax
 
 
 class CompileClock:
-    """Counts the seconds in which the main thread traces, compiles and reads programs, and names what takes long."""
+    """Counts the seconds that the main thread traces, compiles and reads programs; names slow programs."""
 
     def __init__(self) -> None:
         self.seconds = self.began = 0.0

@@ -22,18 +22,18 @@ from mllm.errors import TemporaryError, UserError, brief, need
 SCHEME = "gs://"
 PLAIN = re.compile(r"([^./\\][^/\\]*/)*[^./\\][^/\\]*")
 CLIENTS = ("gcsfs", "aiohttp", "fsspec", "google")
-"""The packages of a bucket's client, whose errors are kinds of their own."""
+"""The packages of a bucket's client; their errors have types of their own."""
 NO_ANSWER = (
     *("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
     *("ABORTED", "INTERNAL"),
 )
-"""How tensorstore's errors begin, ValueErrors, that say nothing of what is stored."""
+"""The beginnings of tensorstore's ValueErrors about a bucket that does not answer."""
 AT_ONCE = 8
 """Objects that are read at a time."""
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
 TEMPLATES = "additional_chat_templates"
-"""transformers' folder for the templates that a tokenizer has beside the default one."""
+"""transformers' folder for a tokenizer's templates beside the default template."""
 
 
 # Names
@@ -60,7 +60,7 @@ def is_bucket(place: object) -> bool:
 def bucket_path(url: str) -> epath.Path:
     """The path of a URL, which may be a stranger's; UserError if it names no place in a bucket, or gcsfs is missing."""
     path = url.removeprefix(SCHEME).strip("/")
-    if not is_plain(path):  # copies of its objects are below a folder of that name
+    if not is_plain(path):  # its objects are copied below a folder of this name
         raise UserError(f"{url}: is no place in a bucket: give {SCHEME}bucket/path")
     need("gcsfs", "gcs", SCHEME)
     return epath.Path(f"{SCHEME}{path}")
@@ -111,7 +111,7 @@ def failing(subject: str, end: str = "") -> Iterator[None]:
 
 
 def is_of_storage(error: BaseException) -> bool:
-    """Whether an error is that of a disk or a bucket, and says nothing of what is stored there."""
+    """Whether an error is a failure of a disk or a bucket, and not of the stored contents."""
     of_client = type(error).__module__.partition(".")[0] in CLIENTS
     return of_client or isinstance(error, OSError) or (type(error) is ValueError and str(error).startswith(NO_ANSWER))
 
@@ -120,7 +120,7 @@ def is_of_storage(error: BaseException) -> bool:
 
 
 def fetch_files(source: str, key: str) -> list[Path]:
-    """The object of a URL, or all that match a pattern, in the order of their names, as files.
+    """The object of a URL, or all objects that match a pattern, as files in the order of their names.
 
     UserError, which names the setting `key`, is raised where there is none, or it can't be had.
     """
@@ -131,7 +131,7 @@ def fetch_files(source: str, key: str) -> list[Path]:
 
 
 def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> Path:
-    """A folder with the objects below a URL, as `fetch` finds them, and no others whose names match."""
+    """A folder with exactly the objects that `fetch` finds below a URL."""
     fetched, folder = fetch(url, patterns, key, root), local_place(url, root)
     for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # what has been removed from the bucket
         if path not in fetched and path.is_file() and any(map(path.match, patterns)):
@@ -140,8 +140,8 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECT
 
 
 def fetch(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
-    """The objects just below a URL whose names match one of the patterns, and a tokenizer's further templates, as files
-    below `root`, in the order of their names; UserError as `fetch_files`."""
+    """The objects directly below a URL that match a pattern, and a tokenizer's further templates, as files below `root`
+    in the order of their names; UserError as `fetch_files`."""
     folder, wanted = local_place(url, root), dict[Path, epath.Path]()
     with naming(key), failing(f"{url}: can't be had"):
         for part in ("", f"/{TEMPLATES}"):
@@ -168,7 +168,7 @@ def fetch_object(source: epath.Path, path: Path) -> Path | None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with source.open("rb") as content, unfinished.open("wb") as file:
         shutil.copyfileobj(content, file, 2**23)
-    os.utime(unfinished, (stat.mtime, stat.mtime))  # which says what version of the object the file is
+    os.utime(unfinished, (stat.mtime, stat.mtime))  # the time says which version of the object the file is
     return unfinished.replace(path)
 
 

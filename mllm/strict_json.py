@@ -55,7 +55,7 @@ def check(value: Any, levels: int = DEEPEST) -> None:
 
 
 def refuse(constant: str) -> NoReturn:
-    """Raise ValueError for what Python would read as a number."""
+    """Raise ValueError for a constant that Python would read as a number."""
     raise ValueError(f"{constant} is no finite number")
 
 

@@ -24,15 +24,15 @@ from mllm.parallel.processes import gather_objects
 MAY_DIFFER = {*FILES, "task.path", "data.cache"}
 """Settings that name places of a machine's own; the data there are compared when they are read."""
 COLLECTIVES = ("gloo", "nccl", "coordination")
-"""Names in the errors, of several types, by which JAX reports that another process does not answer any more."""
+"""Names in JAX's errors about another process that does not answer any more."""
 
 
 def join(group: tuple[str | None, int | None, int | None], settings: Mapping[str, Any], heartbeat: int = 60) -> None:
     """Connect to the other processes, before any other use of JAX.
 
-    `group` is process 0's host:port, the number of processes, and which one this is; JAX finds in a cluster what is
-    None. UserError is raised where that fails or the port is taken, and in all processes where one has other settings
-    or programs. JAX aborts a process when another one has been silent for `heartbeat` seconds.
+    `group` is process 0's host:port, the number of processes, and which one this is; JAX finds None in a
+    cluster. UserError is raised where that fails or the port is taken, and in all processes where settings or programs
+    differ. JAX aborts a process when another process has been silent for `heartbeat` seconds.
     """
     coordinator, processes, process = group
     jax.config.update("jax_enable_preemption_service", False)  # the trainer handles SIGTERM itself

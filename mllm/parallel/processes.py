@@ -1,6 +1,6 @@
 """Several processes that train one model: which rows each of them has, and how they share values.
 
-What only one process knows it shares by `gather_objects`, as JSON: nothing that another process sends is unpickled.
+A process shares its own facts by `gather_objects`, as JSON: nothing from another process is unpickled.
 Process 0 writes the run's files.
 """
 
@@ -19,7 +19,7 @@ from mllm.errors import CommonError, TemporaryError, UserError
 
 T = TypeVar("T")
 FRAME = 4096
-"""Bytes of the first message in `gather_objects`; only longer values take a second one."""
+"""Bytes of the first message in `gather_objects`; longer values take a second message."""
 
 
 def is_writer() -> bool:
@@ -46,7 +46,7 @@ def gather_objects(value: T) -> list[T]:
 
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
-    """A UserError that one process raises inside is raised in all as a CommonError, so that they can save.
+    """A UserError of one process is raised in all processes as a CommonError, so that they can save.
 
     The code inside must not wait for other processes. A TemporaryError ends this process alone.
     """
@@ -74,7 +74,7 @@ class RowShare:
 
     index: int
     count: int
-    """How many shares there are; processes whose devices differ only along tp hold the same share."""
+    """The number of shares; processes that differ only along tp hold the same share."""
 
     @classmethod
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
@@ -88,7 +88,7 @@ class RowShare:
         return cls(shares.index(held[jax.process_index()]), len(shares))
 
     def part_of(self, total: int, group: int = 1) -> slice:
-        """Which of a batch's rows are this process's, whole groups; the last shares may have fewer than the others."""
+        """This process's rows of a batch, whole groups; the last shares may be smaller."""
         share = -(-total // (self.count * group)) * group
         return slice(self.index * share, (self.index + 1) * share)
 

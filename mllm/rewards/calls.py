@@ -1,8 +1,8 @@
 """How reward functions are found and called, and how what they return is judged.
 
-A function gets the arguments that it declares, by their names. One that names `completions` or another plural is
-batched: each argument is a list, and so is what it returns (TRL's contract). Coroutine functions run together. What a
-signature needs and there isn't is a UserError. No JAX is imported here.
+A function gets the arguments that it declares, by their names. A function that names `completions` or another plural
+is batched: each argument is a list, and so is its result (TRL's contract). Coroutine functions run together. A
+required argument that doesn't exist is a UserError. This module must not import JAX.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Played(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A completion, and what a reward function may know about it."""
+    """A completion with everything that a reward function may ask for."""
 
     example: Example
     completion: str
@@ -49,12 +49,12 @@ class Sample(NamedTuple):
     truncated: bool
     """Whether it was cut off by `rollout.max_completion_length`."""
     thinks: bool = False
-    """Whether the prompt has opened a thought, in which the completion begins."""
+    """Whether the prompt has opened a thought (`<think>`)."""
     played: Played | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether it is a conversation whose environment failed."""
+        """Whether the completion is a conversation with a failed environment."""
         return self.played is not None and failed(self.played.reward)
 
 
@@ -89,7 +89,7 @@ def batched_completion(sample: Sample) -> Any:
 
 
 def data_field(sample: Sample, name: str) -> Any:
-    """A further field of the data: None where this record lacks one that others have."""
+    """A field of the data; None where this record lacks it."""
     return sample.example.fields.get(name, sample.example.solution if name == "solution" else None)
 
 
@@ -113,7 +113,7 @@ BATCHED: dict[str, Reader] = {
     "examples": lambda sample: sample.example,
     "answers": lambda sample: sample.example.answer,
 }
-"""The arguments of any function, of one that is called for each completion, and of a batched one, by their names."""
+"""Arguments by name: of every function, of unbatched functions, of batched functions."""
 PLAYED: dict[str, Reader] = {
     "messages": lambda sample: sample.played.messages if sample.played else [],
     "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
@@ -133,7 +133,7 @@ class Notes:
         self.rows: list[list[Logged]] = [[] for _ in range(completions)]
 
     def log_extra(self, column: str, values: Any) -> None:
-        """Add a column to the completions: a value for each or, if the function is not batched, for the only one."""
+        """Add a column: a value for each completion, or one value if the function is not batched."""
         for row, value in zip(self.rows, values if self.batched else [values], strict=True):
             kind, judged = judge(value)
             text = whole_characters(str(value)[:LONGEST_TEXT])
@@ -171,7 +171,7 @@ class Reward:
         return "batched" if self.batched else "quick" if quick else "single"
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
-        """What the function returns for the samples: for all of them if it is batched, else for the only one."""
+        """The function's result for the samples; an unbatched function gets one sample."""
         if self.function not in BUILT_IN.values():  # it may change what it gets, and samples share their problem
             samples = [deepcopy(sample) for sample in samples]
         values: dict[str, Any] = {name: [read(sample) for sample in samples] for name, read in self.readers.items()}
@@ -244,10 +244,10 @@ def try_out(start: str, reward: Reward) -> None:
 def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
     """What each function gives for each sample; functions that are called together are coroutine functions.
 
-    An environment is a function, too, and its samples are moves.
+    An environment is a function as well; its samples are moves.
 
-    Calls of coroutine functions that are left when none has ended for `seconds` (times the samples of a batched one)
-    are timed out; the trainer watches over other calls.
+    Coroutine calls time out when no call has ended for `seconds` (times the samples of a batched call). The trainer
+    times the other calls.
     """
     calls = [
         (reward, part, Notes(len(part), reward.batched))
@@ -259,7 +259,7 @@ def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0
         limit = seconds * max(len(part) for _, part, _ in calls)
         results = rewards[0].run(run_together([reward(part, notes) for reward, part, notes in calls], limit))
     for (reward, part, notes), returned in zip(calls, results, strict=True):
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function left would go off in another one
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left by one function must not go off in the next
         for (kind, value), logged in zip(judge_all(reward, returned, len(part)), notes.rows, strict=True):
             yield kind, value, *logged
 

@@ -34,14 +34,14 @@ class Move(NamedTuple):
 
     conversation: int
     example: Example | None = None
-    """The problem with which the conversation begins."""
+    """The problem that begins the conversation."""
     seed: int = 0
     completion: str | None = None
     """The assistant's turn; with neither, the conversation ends."""
     thinks: bool = False
-    """Whether the prompt has opened a thought, with which the turn then begins."""
+    """Whether the prompt has opened a thought (`<think>`)."""
     last: bool = False
-    """Whether no turn follows this one."""
+    """Whether this turn is the last."""
     trial: bool = False
     """Whether the conversation ends as soon as it has begun, without a reward."""
 
@@ -55,7 +55,7 @@ class Turn(NamedTuple):
     calls: Sequence[Mapping[str, Any]] = ()
     """The assistant's tool calls, each a name and arguments."""
     errors: int = 0
-    """Calls that did not parse, named no tool, or whose tool raised."""
+    """The number of calls that did not parse, named no tool, or raised."""
     values: Mapping[str, Any] = {}
     """At the end the environment's public attributes that strict JSON can hold."""
 
@@ -88,7 +88,7 @@ class Player:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
         self.file = file_of(cls if environment else functions[0])
-        """The file whose lines are quoted where it fails."""
+        """The file that error messages quote lines of."""
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
@@ -138,8 +138,8 @@ class Player:
         return reward
 
     async def begin(self, move: Move, example: Example) -> Turn:
-        """The prompt with what the environment adds."""
-        example = deepcopy(example)  # which a group's conversations share
+        """The prompt with the environment's addition."""
+        example = deepcopy(example)  # a group's conversations share it
         prompt = example.prompt if example.conversational else example.question
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
         row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
@@ -185,7 +185,7 @@ class Player:
         return Turn(replies, done, named, errors, public_values(environment) if done else {}), reward
 
     async def close(self, conversation: int) -> None:
-        """Close the conversation's environment, if there is one."""
+        """Close the conversation's environment, if it has one."""
         environment, _ = self.held.pop(conversation, (None, None))
         await call(environment, "close")
 
@@ -206,7 +206,7 @@ async def settled(returned: Any) -> Any:
 
 
 async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> tuple[str, bool]:
-    """A tool's result as a text, or its error, and whether it raised one."""
+    """A tool's result or error as a text, and whether the tool raised."""
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name}; there are {', '.join(tools)}")
@@ -233,7 +233,7 @@ def public_values(environment: Any) -> dict[str, Any]:
 
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
-    """Observation, reward and done in what `step` returns; TypeError where it is something else."""
+    """Observation, reward and done of `step`'s result; TypeError for any other result."""
     if isinstance(returned, tuple | list) and len(returned) in (3, 4) and not isinstance(returned[2], str):
         observation, reward, done = returned[:3]
         return observation, reward, bool(done)

@@ -1,4 +1,4 @@
-"""The built-in reward functions, and how others are found by name.
+"""The built-in reward functions, and the lookup of a user's functions by name.
 
 A function takes its arguments by name: see calls.py. No JAX is imported here.
 """
@@ -17,7 +17,7 @@ NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
 )
 """A minus is a sign only if nothing precedes it that it could be subtracted from. A comma separates thousands if
-exactly three digits follow, even if the digits before it lack one."""
+exactly three digits follow, even if the digits before it have no comma."""
 THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
@@ -27,7 +27,7 @@ MATH_SECONDS = 1
 def exact_match(completion: str, answer: str | None, example: Example, thinks: bool = False) -> float:
     """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0.
 
-    `thinks` says whether the prompt has opened a thought. What stands in a thought is no answer.
+    `thinks` says whether the prompt has opened a thought. Text in a thought is no answer.
     """
     return float(final_answer(THINK * thinks + completion, example.answer_form) == required(answer))
 

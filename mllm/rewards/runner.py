@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 class RewardRunner:
-    """Calls a task's reward functions. UserError where one can't be had, or requires what there isn't.
+    """Calls a task's reward functions. UserError where a function isn't found, or requires an unknown argument.
 
-    `poll` is called at least every 0.25 s while completions are scored. The last reward is the environment's, if there
-    is one, or tools: its processes are apart, so that no function that hangs ends them.
+    `poll` is called at least every 0.25 s while completions are scored. The last reward is that of the
+    environment or tools, if the task has them. Their processes are apart: a hanging function must not end them.
     """
 
     environments: Sequence[Workers] = ()
     """The processes that `Conversations` are held in, one each, since a conversation stays where it has begun."""
     tools: Sequence[dict[str, Any]] = ()
-    """The JSON schemas of what the assistant may call."""
+    """The JSON schemas of the tools."""
 
     def __init__(
         self, config: TaskConfig, task: Task, max_completion_length: int, poll: Callable[[], None] = lambda: None
@@ -68,7 +68,7 @@ class RewardRunner:
     def try_out(self, environment: str | None, problems: Sequence[Example]) -> None:
         """Have the environment begin with the first of the problems; UserError where it raises.
 
-        One that is late, such as a server that starts, may be on time later.
+        A timeout is no error: a server that is still starting may answer later.
         """
         if environment and problems:
             ((kind, message, *_),) = self.environments[0].ask(
@@ -80,8 +80,8 @@ class RewardRunner:
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
         """Every function's answer for every sample; they don't depend on the number of processes.
 
-        The first failure of each function and kind in the run is logged. What `poll` raises passes through, and the
-        runner can be used again.
+        The first failure of each function and kind in the run is logged. An exception of `poll` passes through, and
+        the runner can be used again.
         """
         with self.scoring(len(samples)) as scoring:
             return scoring.finish(samples)
@@ -118,8 +118,8 @@ class RewardRunner:
 class Scoring:
     """The scores of a rollout's samples: functions of one completion are called as soon as that has ended.
 
-    Functions with all samples wait for the last of them. They get conversations that failed, too, since they may count
-    on the order of the groups; what they give for one is not used.
+    Functions with all samples wait for the last of them. They get failed conversations as well, since they may count
+    on the order of the groups; their result for a failed conversation is not used.
     """
 
     def __init__(self, runner: RewardRunner, count: int) -> None:

@@ -18,25 +18,25 @@ FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
 """The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
 Logged = tuple[Any, ...]
-"""What a function logged: `metric` or `extra`, a name and a value; and `turn` with what an environment said, see
+"""An entry logged by a function: `metric` or `extra`, a name and a value; or `turn` with an environment's reply, see
 mllm/rewards/environments.py."""
 Answer = tuple[str, float | str, *tuple[Logged, ...]]
-"""What a function gave for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE, and a message; what
-it logged with it follows."""
+"""A function's result for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE with a message;
+logged entries follow."""
 NOTHING: Answer = (NOT_APPLICABLE, "")
 ROUNDINGS = 8 * np.finfo(float).eps
 """How far two orders of a sum may be apart, in the sum of its parts' sizes."""
 LARGEST = 1e18
-"""The largest reward: squares of larger ones overflow the float32 in which a group's rewards are compared."""
+"""The largest reward: a group's rewards are compared in float32, which squares of larger numbers overflow."""
 
 
 def judge(value: Any) -> tuple[str, float | str]:
-    """The answer for what a function returned. Text is no number, though numpy's has a `__float__`."""
+    """The answer for a function's result. Text is no number, though numpy's strings have a `__float__`."""
     if value is None:
         return NOT_APPLICABLE, ""
     try:
         number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except Exception:  # 10**400, and what has no `__float__`
+    except Exception:  # 10**400, and objects without `__float__`
         number = float("nan")
     return ("value", number) if abs(number) <= LARGEST else ("not_a_number", f"returned {value!r:.300}")
 
@@ -80,7 +80,7 @@ def totals(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"])
 
 
 def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
-    """The sums, of which each that is within the tolerance of the next lower one is replaced by it."""
+    """The sums; a sum within the tolerance of the next lower sum is replaced by the lower sum."""
     order = np.argsort(sums, kind="stable")
     ordered, allowed = sums[order], tolerance[order]
     distinct = np.diff(ordered, prepend=-np.inf) > np.maximum(allowed, np.roll(allowed, 1))

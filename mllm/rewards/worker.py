@@ -1,4 +1,4 @@
-"""Processes in which reward functions and environments run: a function that hangs or ends its process costs one call.
+"""Processes for reward functions and environments: a function that hangs or exits costs one call.
 
 Pebble starts the processes, limits the time of each call, and replaces a process that is late or has ended. A process
 is a fresh interpreter without JAX, since forking the trainer's threads may deadlock. It leads a session, so that
@@ -36,7 +36,7 @@ STARTING = Lock()
 
 
 class Process(SpawnProcess):
-    """A process that doesn't import the trainer's main module, and ends with all that it has started."""
+    """A process that doesn't import the trainer's main module, and ends together with its children."""
 
     def start(self) -> None:
         # multiprocessing would have the process import the main module of the trainer, and JAX with it.
@@ -59,7 +59,7 @@ class Context(SpawnContext):
 
 
 class Call(NamedTuple):
-    """A call that waits for a process, or runs in one."""
+    """A call that waits for a process, or is running."""
 
     future: Future[list[bytes]]
     answers: int
@@ -82,12 +82,12 @@ class Call(NamedTuple):
 
 
 class Workers:
-    """The trainer's side of processes, which start when they are needed. All have the functions that `make` returns."""
+    """The trainer's side of the processes. They start when needed, with the functions that `make` returns."""
 
     kinds: list[str]
     """For each function `Reward.kind`; known once a process has started."""
     tools: list[dict[str, Any]]
-    """The JSON schemas of what the assistant may call."""
+    """The JSON schemas of the tools."""
 
     def __init__(self, make: Callable[[], Sequence[Any]], count: int = 1, key: str = "task.rewards") -> None:
         """`key` is the setting that names the functions, for error messages."""
@@ -130,7 +130,7 @@ class Workers:
         return [answer for call in calls for answer in call.result()]
 
     def close(self) -> None:
-        """End the processes, and what they have started."""
+        """End the processes and their children."""
         if self.pool:
             self.pool.stop()
             self.pool.join()
@@ -151,7 +151,7 @@ FAULTS: list[str] = []
 
 
 def begin(make: Callable[[], Sequence[Any]], modules: Sequence[str]) -> None:
-    """Prepare the process, and make its functions; `modules` are folders in which Python looks for them, too."""
+    """Prepare the process and make its functions; `modules` are folders to add to Python's path."""
     os.setsid()  # Ctrl-C is the trainer's to handle
     os.dup2(2, 1)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the functions may import JAX themselves; the accelerator is the trainer's
