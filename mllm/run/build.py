@@ -3,7 +3,7 @@
 A run starts in one of these ways, which `Run.start` tells apart:
 
     new        run_dir is empty: with parameters of `model.source` (a folder, a hub id or another run), or random ones
-    resumed    run_dir has checkpoints: with the newest one that isn't damaged; --change permits other settings
+    resumed    run_dir has checkpoints: with the newest undamaged checkpoint; --change permits other settings
     pending    that checkpoint's step still lacks its evaluation, which comes before the next step
     finished   all steps are done: nothing is trained, and the summary is printed again
 """
@@ -60,7 +60,7 @@ from mllm.training.step import abstract_state, init_state, make_train_step
 
 logger = logging.getLogger(__name__)
 Fit = Callable[[RunConfig, Policy, Mesh], RunConfig]
-"""(configuration, model, devices) -> the configuration with numbers in place of what it leaves open."""
+"""(configuration, model, devices) -> the configuration with numbers in place of its open settings."""
 
 
 class Run:
@@ -71,7 +71,7 @@ class Run:
     def build(
         cls, config: RunConfig, change: bool = False, fit: Fit = lambda config, policy, mesh: config
     ) -> Iterator["Run"]:
-        """The run of a configuration, whose place is held until the end; UserError where something can't work.
+        """The run of a configuration. Its place is locked until the end. UserError where a setting can't work.
 
         All processes must enter this. `change` permits other settings than the run has had. `fit` sets what the
         configuration leaves to the memory that is there.
@@ -80,7 +80,7 @@ class Run:
             yield cls(config, change, fit, stack)
 
     def __init__(self, config: RunConfig, change: bool, fit: Fit, stack: ExitStack) -> None:
-        """Load all parts, and write config.yaml last. `stack` is what lets them go when the run ends."""
+        """Load all parts, and write config.yaml last. `stack` closes the parts when the run ends."""
         self.stack = stack
         self.interrupt = Interrupt()
         config = for_devices(config, jax.device_count())
@@ -140,7 +140,7 @@ class Run:
             return load_own_policy(self.store, self.config, self.mesh)
 
     def write_model(self, learned: Form | None, target: Path) -> None:
-        """Write the files of the model's folder but its parameters, with which tools and other runs find them."""
+        """Write the model's folder without its parameters: tools and other runs find these by it."""
         policy, dtype = self.policy, self.config.model.dtype
         save_tokenizer(policy.tokenizer, target)
         ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
@@ -232,7 +232,7 @@ class Run:
         return Measurements(repeated, at_end, validation, bool(config.task and config.task.pays_answers))
 
     def start(self) -> RunState:
-        """The state from which the run goes on, the newest checkpoint's or a new one; source and log are there, too."""
+        """The state that the run begins with: the newest checkpoint's, or a new one. Makes source and log as well."""
         trained, self.trained = self.trained, None
         state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
         if state is not None:
@@ -250,7 +250,7 @@ class Run:
             said = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
             print(said, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
-        last_step = state.step - (state.pending_evaluation is not None)  # the last one whose lines are written
+        last_step = state.step - (state.pending_evaluation is not None)  # the last step with written lines
         log = RunLog(self.store, last_step, steps, self.config, self.recipe.progress, ends)
         self.log = self.stack.enter_context(closing(log))
         self.stack.enter_context(self.interrupt)

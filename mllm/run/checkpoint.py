@@ -1,12 +1,12 @@
 """Checkpoints of a run's state: a directory of Orbax's `CheckpointManager`, which plain Orbax opens.
 
     7/state      a nested dict: `params`, `opt_state`, `step`, with the names that the model has
-    7/document   JSON: step, positions, counts, the configuration, what the run depends on, checksums, lengths of logs
+    7/document   JSON: step, positions, counts, configuration, dependencies, checksums, lengths of logs
     7/metrics    {"score": x} of a run with `checkpoint.keep_best`
 
-Orbax writes while training goes on, publishes a checkpoint as a whole, and removes old ones and what killed saves have
-left. It returns flipped bits as numbers, so the arrays' checksums are compared here. A checkpoint that can't be read,
-or isn't what was written, is put aside with a warning, and the next older one is taken. All processes take part.
+Orbax writes while training goes on, publishes a checkpoint as a whole, and removes old checkpoints and the remains of
+killed saves. Orbax returns flipped bits as numbers, so the arrays' checksums are compared here. A damaged checkpoint is
+renamed with a warning, and the next older checkpoint is taken. All processes take part.
 """
 
 import json
@@ -113,11 +113,10 @@ class Checkpoints:
             self.manager.save(state.step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
 
     def restore(self, like: TrainState) -> RunState | None:
-        """The state in the newest undamaged checkpoint, or None if there is no checkpoint at all.
+        """The state in the newest undamaged checkpoint; None if there is no checkpoint.
 
-        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError is raised if there are
-        checkpoints, and none of them can be read; or a damaged one can't be put aside; or the run depends on something
-        that is not what it was.
+        `like` has the arrays to read as ShapeDtypeStructs, with their shardings. UserError is raised if no
+        checkpoint can be read, a damaged checkpoint can't be renamed, or a dependency of the run has changed.
         """
         damaged: dict[int, str] = {}
         for step in reversed(from_writer(self.store.steps)):
@@ -129,7 +128,7 @@ class Checkpoints:
             # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
             for number, reason in damaged.items():
                 from_writer(partial(self.store.put_aside, number, reason))
-            if damaged:  # Orbax's own reload would read the scores of all, and fail at a damaged one
+            if damaged:  # Orbax's own reload would read all scores, and fail at a damaged checkpoint
                 self.close()
                 self.manager = self.open_manager()
             self.ends = ends_of_logs(self.store, document["logs"], step)
@@ -176,7 +175,7 @@ def differ(old: Any, new: Any) -> bool:
 
 
 def ends_of_logs(store: RunStore, sizes: Mapping[str, int], step: int) -> dict[str, int]:
-    """The bytes of each log that belong to the checkpoint of `step`, in which `sizes` stand.
+    """The bytes of each log that belong to the checkpoint of `step`; its document has `sizes`.
 
     The timings of the step itself, with the seconds of the save, are written after the checkpoint.
     """
@@ -222,7 +221,7 @@ def read_checkpoint(
 
 
 def read_arrays(path: Any, like: Any, at: str) -> dict[str, Any]:
-    """The arrays of `like` by their names in a state, in which the tree is `at`."""
+    """The arrays of `like` by their names in a state; `at` is the tree's place there."""
     named = {f"{at}{name}": leaf for name, leaf in by_name(like).items()}
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in named.values())
     with transfer_bar(f"checkpoint {path.parent.name}", nbytes) as bar:

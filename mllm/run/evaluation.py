@@ -36,9 +36,9 @@ def make_evaluation(
 
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions, and `eval/rewards/NAME/...` for each
-    function, of conversations `eval/environment/mean_turns` and `eval/tools/...`, too; for the completions at
-    temperature `eval/sampled_reward...` and so on; and the mean length in tokens. A reward that failed counts as the
-    lowest one. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`), there are
+    function; for conversations `eval/environment/mean_turns` and `eval/tools/...`; for the completions at
+    temperature `eval/sampled_reward...` and so on; and the mean length in tokens. A failed reward counts as the
+    lowest reward. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`), there are
     `eval/greedy_accuracy`, `eval/avg@k` (the mean accuracy at temperature) and `eval/pass@j` for k and the powers of
     two below it, each with the ends `_low` and `_high` of its 95 % interval.
 
@@ -93,7 +93,7 @@ def interval(values: Float[np.ndarray, " P"], k: int) -> tuple[float, float]:
 
 
 def wilson(successes: float | int, trials: float | int) -> tuple[float, float]:
-    """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3): sound at 0 and 1, too."""
+    """The 95 % interval of a proportion (Wilson 1927; Newcombe 1998, method 3), also valid at 0 and 1."""
     share, denominator = successes / trials, 2 * (trials + Z**2)
     center = (2 * trials * share + Z**2) / denominator
     half_width = Z / denominator * math.sqrt(4 * trials * share * (1 - share) + Z**2)

@@ -41,7 +41,7 @@ FIXED = {
     *(f"task.{name}" for name in ("name", "train", "test", "id", "subset", "columns", "arithmetic", "path", "heldout")),
     *(f"grpo.{name}" for name in ("num_generations", "updates_per_generation", "num_iterations")),
 }
-"""Settings that say what a checkpoint's arrays and its position in the data mean."""
+"""Settings that define the meaning of a checkpoint's arrays and data position."""
 
 
 @contextmanager
@@ -100,8 +100,8 @@ def check_changes(
 ) -> RunConfig:
     """The configuration with the record of all changes of a run, also the ones from its `old` settings.
 
-    Changes take effect after its `newest` checkpoint. UserError, in which `run` is named, is raised for settings that
-    may not differ: the ones that aren't `FIXED` may if it is `permitted`, now or by the changes `recorded` before.
+    Changes take effect after its `newest` checkpoint. UserError, which names `run`, is raised for settings that may
+    not differ. Settings outside of `FIXED` may differ if `permitted`, or if `recorded` as earlier changes.
     """
     config = with_pins(config, old)
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]

@@ -17,18 +17,18 @@ TEXTS = (
     "def f(x):\n    return {'a': [x, \"b\"]}\n\n\n\t// <think> </think> <tool_call> #### \\boxed{}\r\n",
     "Größe naïve Łódź Привет мир こんにちは世界 你好 안녕 مرحبا हिन्दी 🙂👩‍💻 e\u0301 \u00a0\u200b",
 )
-"""Texts whose tokens are compared."""
+"""Probe texts: their tokens are compared."""
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 6 * 7?"},
     {"role": "assistant", "content": "<think>\n6 * 7\n</think>\n\n42"},
     {"role": "user", "content": " And 6 * 8? "},
 ]
-"""A chat whose text is compared, with and without its first message, which some templates refuse."""
+"""A probe chat: its text is compared, with and without the system message, which some templates refuse."""
 
 
 def dependencies(policy: Policy, renderer: Renderer, task: Task | None) -> dict[str, Any]:
-    """JSON by its name for the user: what must be the same when a run goes on."""
+    """The facts that must be the same at a resume, as JSON by their names for the user."""
     known = {
         "model.source: the architecture": asdict(policy.architecture),
         "model.tokenizer: the tokenizer": [encode(policy.tokenizer, text) for text in TEXTS],

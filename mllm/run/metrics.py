@@ -53,7 +53,7 @@ class RunLog:
         progress: Mapping[str, str] | None = None,
         ends: Mapping[str, int] | None = None,
     ) -> None:
-        """Open the files, and cut off what was written after the `ends` of a checkpoint from which a run goes on.
+        """Open the files, and cut them to the `ends` of the checkpoint that the run resumes from.
 
         `last_step` is the last step with lines there, -1 for a run that begins; `steps` is the run's last step. The
         first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None: there are
@@ -76,7 +76,7 @@ class RunLog:
                 self.events = self.stack.enter_context(closing(open_events(store.folder / EVENTS, last_step + 1)))
 
     def open(self, name: str, size: int) -> FileIO:
-        """A log to append to, without a buffer, of which `size` bytes stay; a shorter one is kept, with a warning."""
+        """An unbuffered log, cut to `size` bytes, to append to; a shorter log is kept, with a warning."""
         with self.store.writing(name):
             file = FileIO(self.store.folder / name, "a+")
             if file.tell() < size:
@@ -100,7 +100,7 @@ class RunLog:
         return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Append a step's lines. The metrics' line comes last: where it stands, the step's samples stand, too."""
+        """Append a step's lines. The metrics' line comes last, so a step with metrics has its samples."""
         for sample in samples:
             self.append("samples.jsonl", step, sample)
         changed = {"changed": self.changes[step]} if step in self.changes else {}
@@ -116,7 +116,7 @@ class RunLog:
             return
         self.said = now
         shown = {name: metrics[key] for name, key in self.progress.items() if metrics.get(key) is not None}
-        # An update in which no token counts has no entropy; a loss that is NaN has to be seen.
+        # An update without counted tokens has no entropy; a NaN loss must be shown.
         words = [f"{name} {x:.3f}" for name, x in shown.items() if name == "loss" or math.isfinite(x)]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
         if step > self.first[0]:  # the first one compiles, and says nothing of the pace
@@ -130,7 +130,7 @@ class RunLog:
             print("  ".join([f"step {step} of {self.steps}", *words]), file=sys.stderr, flush=True)
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
-        """Append a line to a file; the numbers of what isn't a sample go to TensorBoard, too."""
+        """Append a line to a file; numbers of other files than samples go to TensorBoard as well."""
         if not self.files:
             return
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
@@ -148,7 +148,7 @@ class RunLog:
 
 
 def measured(record: Mapping[str, Any]) -> list[str]:
-    """The metrics of what a step measured beside its update, in their order on the terminal."""
+    """The names of a step's measurements beside its update, in their order on the terminal."""
     keys = (*MEASURED, *rewards_of(record, "eval/"), *at_k([record]))
     return [key for key in keys if record.get(key) is not None]
 
@@ -231,7 +231,7 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
             first, last = fmean(values[:tenth]), fmean(values[-tenth:])
             lines.append((name, f"{first:.3f} in the first tenth, {last:.3f} in the last of {len(values)} steps"))
     if speeds := present(timings, "tokens_per_second"):
-        # Not the median: where several updates share a rollout, it is the speed of the updates without one.
+        # Not the median: where several updates share a rollout, the median is an update without a rollout.
         mean = harmonic_mean(speeds[1:] or speeds)
         lines.append(("tokens/s", f"{mean:,.0f} (of all steps but the first; prompts and completions)"))
     phases = dict.fromkeys(key for record in timings for key in record if key.startswith("time/"))
@@ -245,5 +245,5 @@ def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
 
 
 def present(records: list[dict[str, Any]], key: str) -> list[float | int]:
-    """The values of all records that have one."""
+    """The values of the records that have the key."""
     return [record[key] for record in records if record.get(key) is not None]

@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 class Interrupt:
-    """Hears signals while it is entered. The first one is noted in `received`; others kill."""
+    """Handles signals while it is entered. `received` holds the first signal; a second signal kills."""
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -41,7 +41,7 @@ class Interrupt:
     def agree(self) -> bool:
         """Whether any of the processes must stop; `received` is then the same in all of them."""
         received = gather_objects(self.received)
-        if any(received):  # else one that has come meanwhile would be lost
+        if any(received):  # else a signal that came meanwhile would be lost
             self.received = max(received)
         return any(received)
 

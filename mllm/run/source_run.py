@@ -1,7 +1,6 @@
 """A run as a model: its folder has the sizes, the tokenizer and the stop tokens, its checkpoints the parameters.
 
-The parameters are the run's masters, in the dtype in which its optimizer updated them; nothing is exported between.
-The adapters of a run that trained some are merged into its model.
+The parameters are the run's masters, in its `param_dtype`; no export is needed. Adapters are merged into the model.
 """
 
 from collections.abc import Iterator
@@ -81,7 +80,7 @@ def source_run(model: ModelConfig) -> RunStore | None:
 
 
 def choose_step(store: RunStore, step: int | str | None, key: str) -> int:
-    """The number of the step that a setting `key` names, in all processes; UserError where there is no such one."""
+    """The number of the step that a setting `key` names, in all processes; UserError where that step is missing."""
     number, steps = step, from_writer(store.steps)
     if step == "best":  # where it is not kept, the best that is left need not be the best
         kept = steps if configs.load_run(store.folder / CONFIG).checkpoint.keep_best else []
@@ -154,7 +153,7 @@ def load_teacher(config: RunConfig, mesh: Mesh, student: Tokenizer) -> Policy | 
 
 
 def pin_all(config: RunConfig) -> RunConfig:
-    """A new run's configuration with what must stay as it is now of its model, and of its teacher: see `pin`."""
+    """A new run's configuration with its model and its teacher pinned, as `pin` does."""
     changes: dict[str, Any] = {"model": config.model.model_copy(update=pin(config.model))}
     if (teacher := config.frozen_teacher) is not None:
         with naming_teacher():

@@ -1,4 +1,4 @@
-"""The state of a run, all that a checkpoint holds of it; and what is measured of its parameters, and when."""
+"""The state of a run, which a checkpoint holds, and the schedule of evaluations and validations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +48,7 @@ class RunState:
 
     @classmethod
     def from_document(cls, step: int, train: TrainState, document: Mapping[str, Any]) -> "RunState":
-        """The state of a checkpoint from its document, in which other things may stand, too."""
+        """The state of a checkpoint from its document."""
         values = {field.name: document[field.name] for field in fields(cls) if field.name not in ("step", "train")}
         pending = values.pop("pending_evaluation")
         return cls(step, train, **values, pending_evaluation=pending and PendingEvaluation(**pending))
@@ -93,7 +93,7 @@ class Measurements:
         """Measure what is due at the state's pending step; `params` are all of its parameters.
 
         Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: because it
-        is the `final` one, or because the loss has not fallen.
+        is the `final` step, or because the loss has not fallen.
         """
         assert state.pending_evaluation is not None
         metrics = dict(state.pending_evaluation.metrics)

@@ -1,4 +1,4 @@
-"""A run's place, on a disk or in a bucket: its files, its logs, and what its checkpoints say of themselves.
+"""A run's place, on a disk or in a bucket: its files, its logs, and its checkpoints' documents.
 
     config.yaml                   a run has begun where this is
     config.json, tokenizer.json   and the other files of a model's folder but its parameters
@@ -95,7 +95,7 @@ class RunStore:
         return b""
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """The lines of a log of JSON lines, to which a run may be appending; without lines that are no JSON object."""
+        """The JSON objects of a log; other lines are left out, such as the last line of a running run."""
         found = []
         for line in self.read(name).split(b"\n"):
             with suppress(ValueError, RecursionError):
@@ -103,7 +103,7 @@ class RunStore:
         return [record for record in found if isinstance(record, dict)]
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file as a whole or not at all."""
+        """Write a file whole, or not at all."""
         with self.writing(name):
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
