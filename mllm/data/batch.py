@@ -1,6 +1,6 @@
 """The data that is learned from: trajectories, as they were sampled, and the batch that the train step takes.
 
-Position t of a batch's row predicts `labels[t]`, the token at t + 1; that token's other numbers are at t, too.
+Position t of a row predicts `labels[t]`, the token at t + 1; the other arrays at t belong to that token.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ two thirds of the next, so that at most a third is padding."""
 
 
 class Trajectory(NamedTuple):
-    """Token ids, which of them the policy sampled, and what became of them."""
+    """Token ids of a prompt and its completion, with log-probabilities and rewards."""
 
     tokens: Int32[np.ndarray, " T"]
     sampled: Bool[np.ndarray, " T"]
-    """Which tokens were sampled: they count. The others were given, as a prompt's are; the first always is."""
+    """Which tokens were sampled; only sampled tokens count. The first token is never sampled."""
     logprobs: Float32[np.ndarray, " sampled"]
     """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
@@ -40,8 +40,8 @@ class Trajectory(NamedTuple):
     rewards: Sequence[tuple[Any, ...]] = ()
     """The answer of each reward function, as in `mllm.rewards.scores.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
-    """The messages after the prompt, for samples.jsonl: `role` and `content`, and what an environment added, `reward`
-    and `tool_errors`; none with a single turn."""
+    """The messages after the prompt, for samples.jsonl: `role` and `content`, and from an environment `reward` and
+    `tool_errors`; empty with a single turn."""
 
 
 class Batch(NamedTuple):

@@ -1,8 +1,8 @@
-"""Documents on disk: the examples of files or of a hub id, tokenized once and found again by what they are made of.
+"""Documents on disk: the examples of files or of a hub id, tokenized once and found again by a hash of their origin.
 
 A cache is two files, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: an ArrayRecord file of documents, and their sizes with a summary. Both are written under other names and
-renamed, the summary last: a cache that has one is whole. Processes that make the same cache at once write equal files.
+renamed, the summary last: a cache with a summary is whole. Processes that make the same cache at once write equal files.
 """
 
 import hashlib
@@ -85,7 +85,7 @@ def reader(path: Path, pairs: bool) -> Callable[[Sequence[int]], list[Document |
     """A function that reads the documents of these indices; UserError where the file is damaged."""
     with whole(path):
         records = grain.sources.ArrayRecordDataSource([str(path)])
-    lock = threading.Lock()  # training reads ahead in a thread while validation may read, too
+    lock = threading.Lock()  # training's thread reads ahead while validation reads
 
     def read(indices: Sequence[int]) -> list[Document | Pair]:
         with whole(path), lock:
@@ -157,7 +157,7 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
 
 
 def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:
-    """A document's tokens, with all bits inverted where one counts; a pair's, behind the length of the chosen one."""
+    """A document's tokens, with inverted bits where they count; a pair's begin with the chosen sequence's length."""
     if isinstance(document, Pair):
         header = np.array([len(document.chosen.tokens)], np.int32)
         return np.concatenate([header, signed(document.chosen), signed(document.rejected)])

@@ -1,4 +1,4 @@
-"""The order of training's examples as Grain's data sets, and an iterator over them whose position is one integer.
+"""The order of training's examples as Grain's data sets, and an iterator with one integer as its position.
 
 The order depends on the number of examples, the seed and the epochs alone. It is computed at any position, so a run
 goes on with the same examples from its checkpoint, also with another number of processes.
@@ -51,7 +51,7 @@ def close(attributes: dict[str, Any]) -> None:
 
 
 class DataIterator(Generic[T]):
-    """Items that a thread of Grain's reads ahead, and a position from which another iterator continues exactly."""
+    """Items that a thread of Grain's reads ahead; another iterator continues exactly at its position."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next item; StopIteration after the last epoch.
 
-        StepError is raised where an example can't be made or read; a process that isn't alone must tell the others.
+        StepError is raised where an example can't be made or read; the caller must tell other processes.
         """
         try:
             item = self.take()

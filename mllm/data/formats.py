@@ -16,7 +16,7 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"hum
 def renamed(columns: Mapping[str, str], record: Record) -> Record:
     """The record with the fields of an example under their own names; UserError where a column is missing.
 
-    An `input` that is not blank follows the question behind an empty line. A form that columns name is the only one.
+    An `input` that is not blank follows the question behind an empty line. A form that columns name excludes the other forms.
     """
     forms = {"messages", "conversations", "question", "prompt", "text"}
     taken = {*columns.values(), *(forms if forms & columns.keys() else ())}
@@ -127,7 +127,7 @@ def tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(record: Record) -> list[dict[str, Any]]:
-    """The JSON schemas of the record's tools, which may be a text of JSON, too; none where it has no tools."""
+    """The JSON schemas of the record's tools, a list or a text of JSON; empty where it has no tools."""
     tools = []
     for tool in objects(record.get("tools"), "tools"):
         function = tool.get("function", tool)
@@ -141,7 +141,7 @@ def pair_of(record: Record) -> tuple[Record, Record]:
     """The two examples of a preference, the chosen one first; UserError where the record has none.
 
     `chosen` and `rejected` are texts or lists of messages, behind a `prompt` (or `question`) of either kind. Without a
-    list `prompt`, lists begin with what they have in common, which is the prompt; then a text `prompt` only repeats it.
+    list `prompt`, the lists' common beginning is the prompt; a text `prompt` beside them only repeats it.
     """
     chosen, rejected = record.get("chosen"), record.get("rejected")
     if chosen is None or rejected is None:

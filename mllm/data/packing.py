@@ -1,7 +1,7 @@
 """Packs sequences of all lengths into the rows of a batch, and spreads the rows over micro-batches and devices.
 
-First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes at most 11/9 of the fewest rows and one
-more. Every row costs the model the same, whatever is in it; the head's work follows the tokens that count.
+First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes at most 11/9 of the fewest rows, plus
+one. Every row costs the model the same, whatever is in it; the head's work follows the tokens that count.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def add_sequence(
 
 
 def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:
-    """The row of each sequence: the first one with room. The result ends before a sequence that fits in no row."""
+    """The row of each sequence: the first one with room. The result ends before the first sequence without room in any row."""
     room, chosen = np.full(rows, row_length), []
     for length in lengths:
         fits = room >= length
@@ -66,8 +66,8 @@ def first_fit_decreasing(lengths: Int[np.ndarray, "B"], row_length: int) -> Int[
 def spread_rows(work: Num[np.ndarray, "R"], shape: BatchShape) -> Int[np.ndarray, "R"]:
     """The index of each packed row in a batch that the train step splits into micro-batches over the devices.
 
-    The rows fill the first micro-batches, as few as can hold them. Within these, the numbers of rows of two devices
-    differ by at most one, and their work differs by at most the work of one row: the rows go to the devices in the
+    The rows fill the first micro-batches, as few as can hold them. Within these, two devices differ by at
+    most one row, and by at most the work of one row: the rows go to the devices in the
     order of their work, the largest first, forth and back.
     """
     shares = max(1, -(-len(work) // shape.micro)) * shape.shards

@@ -28,11 +28,11 @@ class Prompt(NamedTuple):
     example: Example
     tokens: list[int]
     thinks: bool = False
-    """Whether it has opened a thought, in which a completion begins."""
+    """Whether the prompt has opened a thought (`<think>`)."""
 
 
 def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
-    """The renderer of a task's prompts for what a model has learned; UserError if an argument would have no effect."""
+    """The renderer of a task's prompts in the form that the model has learned; UserError for arguments without effect."""
     args = config.template_args or {}
     for name in args:
         if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":
@@ -46,7 +46,7 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
 class PromptIterator(DataIterator[Prompt]):
     """A task's prompts, for ever: each once in an epoch, in another order in each.
 
-    A prompt that is too long is left out; the position counts it, too.
+    A prompt that is too long is left out, and counted in the position.
     """
 
     def __init__(self, task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2) -> None:
@@ -69,7 +69,7 @@ class PromptIterator(DataIterator[Prompt]):
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
     """The examples with their prompts' tokens, without longer ones than `max_length`, which a warning counts.
 
-    `what` names the examples in messages: `held-out prompts of task gsm8k`. UserError is raised if all are too
+    `what` names the examples in errors: `held-out prompts of task gsm8k`. UserError is raised if all are too
     long, and lists the examples that can't be written as a chat.
     """
     results = read_records(((example.place, example) for example in examples), partial(prompt_of, renderer))

@@ -71,10 +71,10 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records, without the nulls of a table's rows, in which every column has a value or null.
+        """All records; of a table's rows, without the nulls that fill missing columns.
 
         Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
-        UserError, which names the setting, is raised where there is no such file or data set, or one can't be read.
+        UserError, which names the setting, is raised where a file or data set is missing or can't be read.
         """
         return read_records(self.rows(), parse)
 
@@ -106,7 +106,7 @@ def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
     """The records that aren't bad, with their places.
 
-    After the last one, or `MOST_BAD`, all bad lines are raised as one UserError, which names the setting `key`.
+    After the last line, or `MOST_BAD` bad lines, all bad lines are raised as one UserError, which names the setting `key`.
     """
     bad: list[tuple[str, UserError]] = []
     for location, record in records:
@@ -138,7 +138,7 @@ def shortened(items: Sequence[str], what: str) -> list[str]:
 
 
 def file_paths(source: str, key: str) -> list[Path]:
-    """The file of that name, or the files that match it, in order; UserError where none does."""
+    """The file of that name, or the files that match it, in order; UserError where no file matches."""
     if is_bucket(source):
         return fetch_files(source, key)
     if os.path.lexists(source):
@@ -176,7 +176,7 @@ def read_parquet(path: Path, key: str) -> Iterator[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls in its objects, with which Arrow fills the fields that only other rows have."""
+    """The value without the nulls in its objects: Arrow fills in fields that only other rows have."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -192,7 +192,7 @@ def load_dataset(subject: str) -> Callable[..., Any]:
 
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The rows of a CSV file, whose first row has the names; all values are texts. UserError where it can't be read."""
+    """The rows of a CSV file, whose first row has the names; all values are texts. UserError where the file can't be read."""
     csv.field_size_limit(2**31)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
@@ -234,7 +234,7 @@ READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
     ".csv": read_csv,
     ".json": read_json,
 }
-"""The reader of files with this ending; `read_lines` reads all others."""
+"""The reader of files with this ending; `read_lines` reads other files."""
 
 
 def parse(row: bytes | Record) -> Record:

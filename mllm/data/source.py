@@ -50,13 +50,13 @@ class Source(Protocol):
 
     @property
     def summary(self) -> str:
-        """How many examples it has, for the line that says what a run does."""
+        """The number of examples, for the first line of a run."""
 
     def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
         """The data of update `step`, counted from 0 and below `steps`; `params` are the policy's."""
 
     def position(self) -> dict[str, Any]:
-        """The position after the last step, from which `seek` continues: JSON."""
+        """The position after the last step, as JSON for `seek`."""
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Continue at a position that `position()` gave, perhaps in another process."""
@@ -67,7 +67,7 @@ class Source(Protocol):
     def evaluations(self, poll: Callable[[], None]) -> Iterable[Evaluate]:
         """What is measured as often as `data.validation` says.
 
-        All processes call `poll` between two batches; what it raises ends the measurement.
+        All processes call `poll` between two batches; its exceptions end the measurement.
         """
 
 

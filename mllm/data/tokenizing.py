@@ -45,19 +45,19 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Documents:
-    """A sequence of documents, or of pairs, whose sizes can be had alone."""
+    """A sequence of documents or pairs, with their sizes apart."""
 
     sizes: Any
     """Int [N, 2], or a sequence of two numbers: the tokens of each document, and how many of them count."""
     read: Callable[[Sequence[int]], list[Any]]
-    """The documents of these indices; to read many at once is faster than one by one."""
+    """The documents of the given indices; one call for many is faster than many calls."""
     content: str | None = None
     """A hash of all of them; None where they are made on demand."""
     form: Form = "chats"
     parts: tuple[int, ...] = ()
     """How many documents each of several sources has, one after the other; empty: there is one source."""
     hashes: UInt64[np.ndarray, "N"] | None = None
-    """A hash of each document, by which equal ones are found; None where they are made on demand."""
+    """A hash of each document, to find equal documents; None where documents are made on demand."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -155,8 +155,8 @@ def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[b
     """The ids of a record, which of them are learned, and whether it is a text; UserError where it is in no format.
 
     `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
-    the completion is learned, be they texts or lists of messages. `text`: every token is learned. The first of these
-    forms that a record has counts. The renderer's rule may make a chat of a prompt and its completion, and the reverse.
+    the completion is learned, for texts and for lists of messages. `text`: every token is learned. A record's first
+    form in this order counts. The renderer's rule may turn texts into chats, and chats into texts.
     """
     tokenizer, rule, tools = renderer.tokenizer, renderer.rule, tools_of(record)
     prompt: list[Message] = []

@@ -1,8 +1,7 @@
-"""Conversations in tokens: the first prompt, what follows a sampled turn, and the tool calls in its text.
+"""Conversations in tokens: the first prompt, the tokens after a sampled turn, and the tool calls in its text.
 
-What was sampled is never decoded and encoded again. The template says what follows: it renders a known answer with the
-new messages, and what it writes behind the answer is encoded. Only thoughts between <think> and </think> are known as
-such. Tool calls are parsed here, since transformers does it for tokenizers with a `response_template` alone, which
+Sampled tokens are never decoded and encoded again. The template renders a known answer with the new messages, and the
+text behind the answer is encoded. Only text between <think> and </think> counts as a thought. Tool calls are parsed here, since transformers does it for tokenizers with a `response_template` alone, which
 Qwen's, Llama 3's and Hermes's lack.
 """
 
@@ -41,7 +40,7 @@ PYTHON, VALUE_CLOSE = "<|python_tag|>", "</parameter>"
 TAG, ENDS = re.compile(r"</?think>|<tool_call>|<function=|<\|python_tag\|>"), re.compile(r"</?tool_call>")
 NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
 CALLED = {"type", "name", "parameters", "arguments"}
-"""The fields of a call without tags: an answer may be JSON that has a name, too."""
+"""The fields of a call without tags: other answers may be JSON with a name as well."""
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
 VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
 WHOLE = re.compile(r"<parameter=|</function>\s*(?:</tool_call>|<function=|\Z)|</tool_call>\s*(?:<tool_call>|\Z)")
@@ -67,7 +66,7 @@ def with_tools(renderer: Renderer, tools: Tools | None) -> Renderer:
 
 
 def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: bool, tools: Tools | None) -> list[int]:
-    """The ids that the template puts between a sampled turn and the next one: the new messages, of user or tool.
+    """The ids that the template puts between two sampled turns: the new messages of user or tool.
 
     `ended` says whether the sampled turn has a token that ended it, which then stands for the template's own. The text
     of a control token in a message is broken by a space, since it often repeats what was sampled. UserError is raised
@@ -271,7 +270,7 @@ def function_call(text: str, position: int, tools: Tools) -> tuple[Call, int]:
 
 
 def value_end(text: str, parameter: re.Match[str]) -> re.Match[str]:
-    """The end of a parameter's value, in which the tags of other parameters are paired if possible."""
+    """The end of a parameter's value; tags of other parameters inside the value are paired if possible."""
     first = whole = None
     opened, position = 0, parameter.end()
     for end in VALUE_ENDS.finditer(text, position):
@@ -289,7 +288,7 @@ def value_end(text: str, parameter: re.Match[str]) -> re.Match[str]:
 
 
 def typed(text: str, schema: Mapping[str, Any]) -> Any:
-    """The value of an argument that is written without quotes: a text where the schema allows one, else JSON's."""
+    """The value of an argument that is written without quotes: a text where the schema allows text, else JSON."""
     given = [part.get("type", []) for part in (schema, *schema.get("anyOf", ()))]
     types = {name for names in given for name in ([names] if isinstance(names, str) else names)}
     if "string" in types:
@@ -303,5 +302,5 @@ def typed(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def failed_call(error: BaseException) -> str:
-    """The answer to a call that does not parse, or whose tool raised the error."""
+    """The answer to a call that did not parse, or to a tool that raised the error."""
     return whole_characters(f"Error: {type(error).__name__}: {error}"[:LONGEST_ERROR])

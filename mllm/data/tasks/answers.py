@@ -17,8 +17,8 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
     r"""The answer that a completion states in the given form; None where it states none.
 
     Forms: `whole`, the completion without the space around it; `hashes`, the last `#### N` as in GSM8K, without
-    thousands' commas; `tags`, the content of the last <answer> element, or everything where there is none; `boxed`,
-    the content of the last \boxed{...}, in which braces are paired. What stands in a thought is no answer.
+    thousands' commas; `tags`, the content of the last <answer> element, or everything without such an element; `boxed`,
+    the content of the last \boxed{...} with paired braces. Text in a thought is no answer.
     """
     completion = without_thoughts(completion)
     match form:
@@ -34,7 +34,7 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
 
 
 def without_thoughts(text: str) -> str:
-    """The text without its thoughts, of which the first may lack its beginning, and the last its end."""
+    """The text without its thoughts; the first thought may lack its beginning, and the last its end."""
     parts, end = list[str](), 0
     while (start := text.find(THINK, end)) >= 0:
         parts.append(text[end:start])

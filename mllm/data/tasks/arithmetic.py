@@ -8,7 +8,7 @@ from mllm.errors import UserError
 
 
 def arithmetic(config: TaskConfig) -> Task:
-    """Sums, differences and products. The last `heldout` problems of a fixed permutation of all are held out.
+    """Sums, differences and products. The last `heldout` problems of a fixed permutation are held out.
 
     `3+4` and `4+3` are two problems. Products come before sums, as in Python.
     """

@@ -46,7 +46,7 @@ def load(config: TaskConfig) -> Task:
 
 
 def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
-    """The setting that lists the problems, and their records: `train`, and the test set, `test`, if there is one."""
+    """The setting that lists the problems, and their records: `train`, and `test`, the test set, if it is set."""
     train, test = config.train, config.test
     if config.kind == "function":
         return {part: ("task.name", records) for part, records in function_records(config.name).items()}
@@ -91,7 +91,7 @@ def returned_record(row: Any) -> Record:
     """The mapping that a function returned; UserError where it is none, or can't be sent to the rewards' process."""
     try:
         pickle.dumps(row)
-    except Exception as error:  # many kinds, by what is in it
+    except Exception as error:  # many types, depending on the contents
         raise UserError(f"can't be sent to the rewards' process: {brief(error)}") from None
     if not isinstance(row, Mapping):
         raise UserError(f"expected a mapping, got {type(row).__name__}")
@@ -128,7 +128,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
         reference = text({"answer": written(named["answer"])}, "answer")
         answer, worked_solution = reference_answer(reference, config.answer_form)
         solution = solution or worked_solution
-    if instruction is not None and solution is None:  # GSM8K's, whose answers are worked out
+    if instruction is not None and solution is None:  # GSM8K's answers are worked out
         raise UserError("answer has no line '#### N' with the result")
     fields = {name: value for name, value in named.items() if name not in (key, "answer")}
     rejected = named["rejected"] if isinstance(named.get("rejected"), str) else None

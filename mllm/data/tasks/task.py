@@ -1,4 +1,4 @@
-"""A task: problems to train on, problems that are held out and measure it, and what rewards know of each.
+"""A task: problems to train on, held-out problems, and the facts about each problem for rewards.
 
 This folder does not import JAX, because rewards must start fast.
 """
@@ -21,7 +21,7 @@ MAX_LENGTH = 2**62
 
 @dataclass(frozen=True)
 class Example:
-    """A problem, with what rewards and SFT need to know about it."""
+    """A problem with its answer, solution and fields, for rewards and SFT."""
 
     prompt: list[dict[str, str]]
     """Messages; the last is the user's."""
@@ -34,7 +34,7 @@ class Example:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of the record, which rewards get by name."""
     conversational: bool = False
-    """Whether the record gave messages, not a text, so that rewards get messages, too."""
+    """Whether the record gave messages; then rewards get messages."""
     place: str = ""
     """The record's place, for error messages: `train.jsonl:17`."""
     rejected: str | None = None
@@ -61,7 +61,7 @@ class Task:
 
 
 class OnDemand(Sequence[Any]):
-    """A sequence whose items are made on demand, by `make(index)` for the indices of a range."""
+    """A sequence that makes its items on demand, by `make(index)` for the indices of a range."""
 
     def __init__(self, make: Callable[[int], Any], indices: range) -> None:
         self.make = make
@@ -85,11 +85,11 @@ def messages(system_prompt: str | None, question: str, instruction: str | None =
 def split_task(
     name: str, problems: Sequence[Example], heldout: int, test: Sequence[Example] | None, fields: bool = False
 ) -> Task:
-    """The task that trains on `problems`, except for its test set's problems and `heldout` others that are held out.
+    """The task that trains on `problems`, without its test set's problems and `heldout` held-out problems.
 
-    The problems whose prompts have the smallest hashes are held out: the same in every run, in whatever order the
-    problems are listed, and almost the same when some are added. A prompt that is listed twice counts as one, unless
-    its record has other `fields`, where these count, too.
+    Problems with the smallest hashes of their prompts are held out: the same in every run and in every order of the
+    list, and almost the same when problems are added. A prompt that is listed twice counts once, unless its records
+    have different `fields` and these count.
     UserError is raised if nothing is left to train on.
     """
     tested = {prompt_hash(example, fields) for example in test or ()}
