@@ -2,7 +2,8 @@
 
 A cache is two files, named by a hash of the sources' content, the tokenizer with its template, and the settings that
 change tokens: an ArrayRecord file of documents, and their sizes with a summary. Both are written under other names and
-renamed, the summary last: a cache with a summary is whole. Processes that make the same cache at once write equal files.
+renamed, the summary last: a cache with a summary is whole. Processes that make the same cache at once write equal
+files.
 """
 
 import hashlib

@@ -16,7 +16,8 @@ ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"hum
 def renamed(columns: Mapping[str, str], record: Record) -> Record:
     """The record with the fields of an example under their own names; UserError where a column is missing.
 
-    An `input` that is not blank follows the question behind an empty line. A form that columns name excludes the other forms.
+    An `input` that is not blank follows the question behind an empty line. A form that columns name excludes the other
+    forms.
     """
     forms = {"messages", "conversations", "question", "prompt", "text"}
     taken = {*columns.values(), *(forms if forms & columns.keys() else ())}

@@ -43,7 +43,7 @@ def add_sequence(
 
 
 def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:
-    """The row of each sequence: the first one with room. The result ends before the first sequence without room in any row."""
+    """The row of each sequence: the first one with room. The result ends at a sequence without room in any row."""
     room, chosen = np.full(rows, row_length), []
     for length in lengths:
         fits = room >= length

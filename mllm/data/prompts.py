@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
-    """The renderer of a task's prompts in the form that the model has learned; UserError for arguments without effect."""
+    """The renderer of a task's prompts in the form that the model has learned; UserError for unused arguments."""
     args = config.template_args or {}
     for name in args:
         if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":

@@ -106,7 +106,8 @@ def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
     """The records that aren't bad, with their places.
 
-    After the last line, or `MOST_BAD` bad lines, all bad lines are raised as one UserError, which names the setting `key`.
+    After the last line, or `MOST_BAD` bad lines, all bad lines are raised as one UserError, which names the setting
+    `key`.
     """
     bad: list[tuple[str, UserError]] = []
     for location, record in records:
@@ -192,7 +193,7 @@ def load_dataset(subject: str) -> Callable[..., Any]:
 
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The rows of a CSV file, whose first row has the names; all values are texts. UserError where the file can't be read."""
+    """The rows of a CSV file with names in its first row, as texts. UserError where the file can't be read."""
     csv.field_size_limit(2**31)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)

@@ -1,8 +1,9 @@
 """Conversations in tokens: the first prompt, the tokens after a sampled turn, and the tool calls in its text.
 
 Sampled tokens are never decoded and encoded again. The template renders a known answer with the new messages, and the
-text behind the answer is encoded. Only text between <think> and </think> counts as a thought. Tool calls are parsed here, since transformers does it for tokenizers with a `response_template` alone, which
-Qwen's, Llama 3's and Hermes's lack.
+text behind the answer is encoded. Only text between <think> and </think> counts as a thought. Tool calls are parsed
+here, since transformers does it for tokenizers with a `response_template` alone, which Qwen's, Llama 3's and Hermes's
+lack.
 """
 
 import inspect
