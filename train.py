@@ -4,7 +4,7 @@
 
 The same command again resumes from the newest checkpoint in run_dir, and ends as a run that was never stopped.
 
-Several processes train one model, over the devices of all, if each gets --coordinator HOST:PORT (of process 0),
+Several processes train one model over their devices if each gets --coordinator HOST:PORT (of process 0),
 --processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
 --cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
 Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 or 134 another process was
@@ -90,8 +90,8 @@ def train(config: RunConfig, change: bool = False) -> int:
         config, source, measurements, checkpoints = run.config, run.source, run.measurements, run.checkpoints
         joined = partial(run.policy.join, frozen=run.frozen)
 
-        # Begin, or go on from the newest checkpoint: mllm/run/build.py lists the ways in which a run starts. Signals
-        # are noticed from here on, between two steps and in the middle of rollouts and evaluations.
+        # Begin, or resume from the newest checkpoint: mllm/run/build.py lists the ways to start. From here on signals
+        # are noticed between two steps, and in rollouts and evaluations.
         state = run.start()
         log, pending, settings = run.log, state.pending_evaluation, config.model_dump(mode="json")
         finished = state.step == source.steps or measurements.end_early(state)
@@ -138,13 +138,13 @@ def train(config: RunConfig, change: bool = False) -> int:
                     saved_step = step
                 log.write_timings(step, watch.timings(), metrics)
                 checkpoints.check()
-        except Interrupted:  # in a rollout, whose step counts as not begun, or in an evaluation, which stays pending
+        except Interrupted:  # in a rollout: its step has not begun; in an evaluation: it stays pending
             finished, stopping = False, True
-        except CommonError as error:  # there, too: no process can go on, and all are at the same place
+        except CommonError as error:  # in a rollout or evaluation: no process can go on, and all are at the same place
             fatal_error = str(error)
 
-        # Save what is not saved yet. With keep_best a step whose evaluation is pending is left out: nothing could
-        # compare it with the others.
+        # Save the newest state. With keep_best a step with a pending evaluation is not saved: it has no score to
+        # compare.
         comparable = state.pending_evaluation is None or not config.checkpoint.keep_best
         if (stopping or fatal_error) and state.step > saved_step and source.resumable(state.step) and comparable:
             checkpoints.save(state, settings, log.sync(), measurements.score(metrics))

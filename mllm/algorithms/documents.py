@@ -25,13 +25,13 @@ CACHED_DOCUMENTS = 2**16
 """How many documents of a task, which are made to know their sizes, are kept until they are read."""
 
 MOST_PAIRS = 2**17
-"""How many pairs of a task are learned from: the reference's log-probabilities of all are computed at every start."""
+"""The most pairs of a task: the reference's log-probabilities of every pair are computed at every start."""
 
 
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, pairs: bool = False
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, or `pairs` of them, and the validation's, if there is one.
+    """The documents to train on, or `pairs` of documents, and the validation's if it is set.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
@@ -78,7 +78,7 @@ def load_mix(
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
     """The solutions of a task's training problems, or `pairs` of right and wrong ones, made when they are needed.
 
-    UserError is raised then where a problem lacks one.
+    UserError is raised then where a problem has no solution.
     """
     if pairs and len(task.train) > MOST_PAIRS:
         fault = f"task {task.name} has {len(task.train)} problems, and at most {MOST_PAIRS} pairs can be compared"
@@ -144,6 +144,6 @@ def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:
-    """The files of that name, or else the split of a data set on the hub; `key` is the setting."""
+    """The files of that name, or else the split of a data set on the hub; `key` names the setting in errors."""
     is_files = names_files(source) or os.path.exists(source)
     return Origin(key, source) if is_files else Origin(key, source, subset, split)

@@ -24,5 +24,5 @@ MAKERS: dict[type[RunConfig], Callable[[Any], Recipe[Any]]] = {
 
 
 def recipe_of(config: RunConfig) -> Recipe[Any]:
-    """What the run's updates learn, and from what."""
+    """The recipe of a run: loss, metrics and source."""
     return MAKERS[type(config)](config)

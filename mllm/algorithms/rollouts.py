@@ -1,6 +1,6 @@
 """The source of sampled completions, for GRPO and distillation: prompts of a task, completions of the policy.
 
-Each process samples and scores its own rows and then learns the rewards of all. One rollout serves
+Each process samples and scores its own rows, then gathers the rewards of all processes. One rollout serves
 `grpo.updates_per_generation` batches, each `grpo.num_iterations` times; a checkpoint must fall between rollouts.
 Completions that can't have a gradient, because their advantage is 0 and there is neither a KL penalty nor an entropy
 bonus, are left out of the batch; the others keep the weights that they have in the whole batch.
@@ -40,7 +40,7 @@ class Rollout(NamedTuple):
     rewards: Float[np.ndarray, "G n"]
     """Weighted sums; NaN for no reward."""
     rounds: int
-    """The number of rounds in which dynamic sampling has sampled them."""
+    """The number of rounds of dynamic sampling."""
 
 
 class ScoredRollout(NamedTuple):
@@ -124,9 +124,9 @@ class RolloutSource:
     def sample(self, params: Params, step: int, watch: Stopwatch) -> Rollout:
         """Sample and score completions of all processes.
 
-        With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts whose completions have equal rewards are
-        replaced by others in further rounds, until enough groups have a signal. DAPO draws whole batches again; here a
-        round draws about as many prompts as are missing.
+        With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts with equal rewards are replaced in
+        further rounds, until enough groups have a signal. DAPO draws whole batches again; a round here draws about as
+        many prompts as are missing.
         """
         wanted = missing = self.config.groups_per_rollout(self.batch_size)
         sampled: list[Trajectory] = []
@@ -231,7 +231,7 @@ class RolloutSource:
 
 
 def telling_samples(advantages: Float[np.ndarray, "N"], group: int, most: int | None) -> list[int]:
-    """Which of the completions, `group` of each prompt, are logged, in their order: at most `most`; None: all.
+    """The indices of the completions to log, in their order: at most `most`; None: all. A prompt has `group` of them.
 
     They are of as many prompts as can have two, the best and the worst.
     """

@@ -60,8 +60,8 @@ class RowBatches(grain.IterDataset[Batch], ABC):
     def train(self) -> DataIterator[Batch]:
         """Training's batches, for `config.epochs`.
 
-        The first one is made at once, so that what is wrong with the data is an error here. UserError is raised if
-        there are too few examples for one batch.
+        The first batch is made at once, so that bad data is an error here. UserError is raised if there are too few
+        examples for one batch.
         """
         size = len(self.documents)
         try:
@@ -72,7 +72,7 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         return DataIterator(self, self.order, size, self.config.epochs, self.documents.content)
 
     def validate(self) -> Iterator[Batch]:
-        """The batches that hold every document once, in order; the last one is padded."""
+        """The batches that hold every document once, in order; the last batch is padded."""
         return map(self.make, self.plans_of_all())
 
     def plans_of_all(self) -> Iterator[BatchPlan]:

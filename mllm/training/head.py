@@ -60,7 +60,7 @@ class Head:
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
         """The weighted sum of `objective(logprob, entropy, *operands)`; the tokens' statistics without gradient.
 
-        With a `teacher` the objective may name the `divergence` from it, whose `kind` and `beta` are given.
+        With a `teacher` the objective may name the `divergence` from it, of the given `kind` and `beta`.
         """
         teacher_arrays: dict[str, Any] = (
             {} if teacher is None else {"teacher_hidden": teacher.hidden, "teacher_weight": teacher.copy}
@@ -97,7 +97,7 @@ def head_sharding(mesh: Mesh) -> HeadSharding:
 def choose_head(
     head: HeadConfig, model: ModelConfig, shape: BatchShape, architecture: Architecture, mesh: Mesh
 ) -> EngineChoice:
-    """The implementation of the head that the train step uses, and the reason why it is not a faster one."""
+    """The head's implementation in the train step, and why no faster implementation is used."""
     if head.impl is not None:
         return EngineChoice(head.impl, "head.impl asks for it")
     dtype = jnp.dtype(model.dtype)

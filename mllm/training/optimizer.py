@@ -22,7 +22,7 @@ from mllm.model.layout import Params, parameter_name
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters, too."""
+    """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters as well."""
     schedule = make_schedule(config, steps)
     update = optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decays)
     if (dtype := config.moment_dtype) is not None:
@@ -63,7 +63,7 @@ def update_count(opt_state: optax.OptState) -> Int[Array, ""]:
 
 
 def decays(params: Params) -> Params:
-    """True for the parameters to which weight decay applies: all but norms, biases and rates, by their names."""
+    """True for the parameters with weight decay: every parameter but norms, biases and rates, by name."""
     vectors = ("norm", "bias", "decay_log")
     return jax.tree_util.tree_map_with_path(lambda path, _: not parameter_name(path).endswith(vectors), params)
 

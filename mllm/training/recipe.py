@@ -24,7 +24,7 @@ from mllm.training.step import Forward, Metrics
 
 Outputs = TypeVar("Outputs", bound=tuple[Any, ...])
 Made = TypeVar("Made", bound=tuple[Any, ...], covariant=True)
-"""Arrays [B, T] of a micro-batch without gradient, a NamedTuple, from which the metrics are made."""
+"""Arrays [B, T] of a micro-batch without gradient, a NamedTuple: the input of the metrics."""
 Shape = jax.ShapeDtypeStruct
 
 
@@ -81,21 +81,21 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Parts:
-    """The loaded parts of a run, from which an algorithm makes its source."""
+    """The loaded parts of a run: an algorithm makes its source of them."""
 
     mesh: Mesh
     forward: Forward
     renderer: Renderer
     """The renderer of the examples; the sampler has a renderer for prompts."""
     examples_task: Task | None
-    """The task whose solutions are the examples; None: `data.source` names them."""
+    """The task with solutions as examples; None: `data.source` names the examples."""
     sampling: Sampling | None = None
     """What completions are sampled with to learn from; None: `data` is learned from."""
 
 
 @dataclass(frozen=True)
 class Recipe(Generic[Outputs]):
-    """What an update learns, and from what."""
+    """An algorithm's loss, metrics, source and memory demands."""
 
     loss: Loss[Outputs]
     metrics: Callable[[Batch, Outputs], Metrics]

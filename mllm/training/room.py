@@ -26,7 +26,7 @@ from mllm.training.optimizer import make_optimizer
 from mllm.training.step import abstract_state
 
 SHARE = 0.92
-"""The share of a device's memory that is given away: the rest is for fragments and what the compiler holds besides."""
+"""The share of a device's memory that programs may use; fragments and the compiler need the rest."""
 
 
 def room_that_fits(
@@ -40,7 +40,7 @@ def room_that_fits(
     """What `memory`, in bytes a device, holds beside training; None: the memory of the devices at hand.
 
     There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
-    optimizer's moments, a teacher, and a reference where the objective compares with one.
+    optimizer's moments, a teacher, and a reference if the objective needs one.
     """
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout

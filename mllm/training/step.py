@@ -86,10 +86,10 @@ class Forward:
         return self.head_loss(self.head, self.states(params, batch), batch, scored)
 
     def states(self, params: Params, batch: Batch) -> HeadInputs:
-        """Hidden states, the vocabulary matrix and its copy: what the head takes."""
+        """The head's inputs: hidden states, the vocabulary matrix and its copy."""
         model = nnx.merge(self.graphdef, params)
         if model.layout is not None:
-            # The parameters have these shardings already; a constraint on them constrains their gradients, too.
+            # The parameters have these shardings already; the constraint is for their gradients.
             constrain = model.layout.constrain
             params = map_parameters(lambda x, name: constrain(x, axes_of(x, name)), params)
             model = nnx.merge(self.graphdef, params)
@@ -100,7 +100,7 @@ class Forward:
 class Teacher(Forward):
     """The teacher's model and the student's head; no gradient reaches it.
 
-    Only an untrained student samples tokens that the teacher lacks: they are read as its last one, of probability 0.
+    Only an untrained student samples tokens that the teacher lacks: they are read as its last token, of probability 0.
     """
 
     def states(self, params: Params, batch: Batch) -> HeadInputs:
@@ -121,12 +121,12 @@ def make_train_step(
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """The jitted update; it reuses the state's memory.
 
-    Its third argument has the frozen parameters, where there are any; the state has the others. The fourth has the
-    parameters of a teacher whose distributions are learned from.
+    The state has the trained parameters, the third argument the frozen parameters, and the fourth a teacher's
+    parameters; each may be empty.
 
-    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They stay
-    as they were, too, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is the
-    rate of the update that was made, or skipped: a skipped update does not move the schedule on.
+    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They also
+    stay, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is the rate of this
+    update, made or skipped: a skipped update does not move the schedule on.
     """
 
     @jax.jit(donate_argnums=0)

@@ -75,7 +75,7 @@ def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
 
 
 def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
-    """GRPO's objective, whose advantages are log teacher - log student of the sampled token."""
+    """GRPO's objective with the advantage log teacher - log student of each sampled token."""
 
     def source(parts: Parts) -> RolloutSource:
         ask_policies = SampledDivergence(grpo.PolicyPasses(config.grpo, parts.forward), parts.forward)
@@ -160,8 +160,8 @@ class SampledDivergence:
 def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
     """The jitted pass that gives log teacher - log sampler of each learned token of a batch, 0 elsewhere.
 
-    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. Its mean over the
-    learned tokens, negated, is returned, too: an estimate of KL(sampler || teacher).
+    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. The second
+    result is its negated mean over the learned tokens, an estimate of KL(sampler || teacher).
     """
     if forward.teacher is None:
         raise ValueError("forward: the run has no teacher")

@@ -22,7 +22,7 @@ from mllm.training.recipe import Demands, Pass, Recipe, Shape
 from mllm.training.step import Forward, Metrics, loop
 
 PROGRESS = MappingProxyType({"loss": "loss", "preferred": "rewards/accuracies"})
-"""`preferred` is the share of pairs whose chosen completion has gained more."""
+"""`preferred` is the share of pairs with a higher reward of the chosen completion."""
 
 
 def make(config: DpoRun) -> Recipe[TokenLogprobs]:
@@ -57,8 +57,8 @@ def make_validation(
 ) -> Evaluate:
     """The function (parameters, step) -> metrics of `batches`, which have each preference once.
 
-    The metrics are `validation/loss` and training's metrics, as `validation/rewards/accuracies`: means over all
-    examples. All processes call `poll` between two batches; what it raises ends the validation.
+    The metrics are `validation/loss` and training's metrics, as `validation/rewards/accuracies`: means over the
+    examples. All processes call `poll` between two batches; its exceptions end the validation.
     """
 
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))

@@ -85,7 +85,7 @@ def input_shapes(config: GrpoConfig, tokens: Shape, rows: Shape) -> PolicyInputs
 def compare(config: GrpoConfig, wanted: int, rollout: Rollout) -> ScoredRollout:
     """Choose the `wanted` groups that are learned from, and compare each completion with its group."""
     equal = groups.equal_rewards(rollout.rewards)
-    # The first groups with a signal, filled up with the first without, in the order in which they were sampled.
+    # Groups with a signal first, then groups without one, in the order of sampling.
     chosen = np.sort(np.argsort(equal, kind="stable")[:wanted])
     members = np.arange(rollout.rewards.size).reshape(rollout.rewards.shape)[chosen].reshape(-1)
     failed = np.isnan(rollout.rewards).reshape(-1)[members]
@@ -106,7 +106,7 @@ class PolicyPasses:
         self.config, self.logprobs = config, logprobs_of(forward)
 
     def __call__(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
-        """A rollout's `first` batch has the same shapes as the others: one program serves all."""
+        """The batch with old log-probabilities. All batches of a rollout have the same shapes: one program serves them."""
         config, inputs = self.config, batch.inputs
         if config.needs_old_logprobs:
             current = first and config.first_is_current

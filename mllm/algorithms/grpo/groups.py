@@ -27,7 +27,7 @@ def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarra
     """Each reward's distance to the mean of its group, and the group's standard deviation (of the sample, n - 1).
 
     Rewards that failed are NaN: they enter neither mean nor deviation, and have distance 0. Distances and deviation
-    are exactly 0 in a group of equal rewards, whose mean may be off by a rounding.
+    are exactly 0 in a group of equal rewards, although their mean may be rounded.
     """
     present, equal = ~np.isnan(rewards), equal_rewards(rewards)[:, None]
     count = np.maximum(present.sum(-1, keepdims=True), 1)
@@ -52,9 +52,9 @@ def token_advantages(
 ) -> list[Float[np.ndarray, " _"]]:
     """Advantages of each completion's tokens, by the optimal token baseline; `norms` has the G * n completions'.
 
-    Token t of a completion is compared with the mean reward of those in its group that are as long, in which each
-    weighs by the sum of its `norms` up to t: sum_i W_it r_i / sum_i W_it, the baseline with the least variance of the
-    gradient by the logits. `scale` and what gets 0 are as for `advantages`.
+    Token t of a completion is compared with the mean reward of the group's completions of t tokens or more, weighted by
+    the sum of their `norms` up to t: sum_i W_it r_i / sum_i W_it, the baseline with the least variance of the gradient
+    by the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
     """
     lengths = np.array([len(part) for part in norms]).reshape(rewards.shape)
     sums = np.zeros((*rewards.shape, lengths.max()))  # W_it; 0 behind a completion's end, and for a failed reward
@@ -62,7 +62,7 @@ def token_advantages(
         if not np.isnan(rewards[index]):
             sums[index][: len(part)] = np.cumsum(part, dtype=np.float64)
     present, total = np.nan_to_num(rewards), sums.sum(1)
-    # Where all that are as long were certain, no token has a gradient.
+    # Where every completion of that length was certain, no token has a gradient.
     baseline = np.einsum("gn,gnt->gt", present, sums) / np.where(total > 0, total, 1.0)
     counts = ~np.isnan(rewards) & ~equal_rewards(rewards)[:, None]
     advantages = np.where(counts[:, :, None], present[:, :, None] - baseline[:, None], 0.0)
@@ -91,7 +91,7 @@ def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.
 
 
 def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
-    """The mean reward, the mean of the groups' deviations, and the share of groups without one.
+    """The mean reward, the mean of the groups' deviations, and the share of groups without a deviation.
 
     Completions and groups without a reward are left out; NaN where nothing is left.
     """
@@ -107,5 +107,5 @@ def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
 
 
 def sample_std(squares: Float[Any, "*S"], count: Int[Any, "*S"]) -> Float[Any, "*S"]:
-    """The standard deviation of `count` numbers whose squared distances to their mean add up to `squares`."""
+    """The standard deviation of `count` numbers; `squares` is the sum of squared distances to their mean."""
     return np.sqrt(squares / np.maximum(count - 1, 1))

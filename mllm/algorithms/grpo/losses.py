@@ -26,8 +26,8 @@ from mllm.algorithms.grpo.settings import GrpoConfig, LossType
 from mllm.data.batch import Batch
 from mllm.training.means import masked_mean, sequence_means
 
-MAX_LOG_RATIO = 20.0  # as verl's: exp(20) = 5e8, nothing is learnt beyond, and exp(89) is infinite in float32
-SAPO_TEMPERATURES = 1.0, 1.05  # of the gate for advantages above 0, and for others: the paper's
+MAX_LOG_RATIO = 20.0  # verl's: exp(20) = 5e8, nothing is learned beyond; exp(89) is infinite in float32
+SAPO_TEMPERATURES = 1.0, 1.05  # of the gate for advantages above 0, and at most 0: the paper's
 Array: TypeAlias = Float[Any, "*S"]
 
 
@@ -77,7 +77,7 @@ class PolicyLoss(NamedTuple):
     surrogate: Callable[[GrpoConfig, Array, Array, Array], Array]
     """(settings, ratio, log-probability, advantage) -> the gain of each token."""
     denominator: Callable[[Int[np.ndarray, "B"], int], Any]
-    """(tokens that count in each sequence, the most that one may have) -> what a token's loss is divided by."""
+    """(counted tokens of each sequence, the most that a sequence may have) -> the divisor of a token's loss."""
     clip_metrics: Callable[[Array, Array], dict[str, Array]] = clip_ratios
     """(share below the clip range, share above it) -> metrics."""
 
@@ -100,8 +100,8 @@ def kind_of(config: GrpoConfig) -> PolicyLoss:
 def token_inputs(config: GrpoConfig, batch: Batch, logprob: Float[jax.Array, "B T"] | None = None) -> PolicyInputs:
     """The arrays of a batch that the settings need.
 
-    With one update to a rollout, the old policy is the current one, whose log-probabilities `logprob` is then needed,
-    as a constant, where `config.weighs_sequences`.
+    With one update a rollout the old policy is the current policy. Its log-probabilities `logprob` are then needed as
+    constants where `config.weighs_sequences`.
     """
     inputs, by_sequence = batch.inputs, config.weighs_sequences
     return inputs._replace(
@@ -139,8 +139,8 @@ def loss_of_ratio(
 ) -> Array:
     """The surrogate with an importance weight, KL penalty and entropy bonus; `log_ratio` says which ratio.
 
-    As in TRL, the importance weight multiplies the surrogate, not the penalty and the bonus. It is constant: neither
-    of its policies is the current one.
+    As in TRL, the importance weight multiplies the surrogate, not the penalty and the bonus. It is constant: the
+    current policy is no part of it.
     """
     gain = kind_of(config).surrogate(config, bounded_exp(log_ratio), logprob, inputs.advantages)
     if inputs.sequence_weights is not None:
@@ -162,7 +162,7 @@ def importance_weight(config: GrpoConfig, log_ratio: Array) -> Array:
 
 
 def old_logprobs(inputs: PolicyInputs, logprob: Array) -> Array:
-    """Log-probabilities under the old policy; the current policy's, as constants, where that is the old one."""
+    """Log-probabilities under the old policy; the current policy's as constants if both are the same policy."""
     current = jax.lax.stop_gradient(logprob)
     if inputs.old_logprobs is None:
         return current
@@ -201,9 +201,9 @@ def sequence_importance_weights(
 def sequence_weights(config: GrpoConfig, tokens: Int[np.ndarray, "B"], longest: int) -> Float[np.ndarray, "B"]:
     """Each token's share of the loss, by its sequence, float32: one over the whole batch's denominator.
 
-    `tokens` are the numbers of completion tokens that count, in all sequences of one update, 0 for a sequence that
-    doesn't count; `longest` is the most that one may have. A completion without any token that counts (cut off and
-    masked, failed reward) adds nothing, but the outer mean still counts it, as in TRL: except under `dapo` and `cispo`,
+    `tokens` are the numbers of counted completion tokens of each sequence in one update, 0 for a sequence that doesn't
+    count; `longest` is the most that a sequence may have. A completion without counted tokens (cut off and masked, or
+    failed reward) adds nothing, but the outer mean counts it, as in TRL: except under `dapo` and `cispo`,
     the other completions weigh the same without it.
     """
     denominator = kind_of(config).denominator(tokens, longest)
@@ -216,15 +216,15 @@ def policy_metrics(
     """Means over the tokens of a whole batch that have a weight, under TRL's names; 0 if there are none.
 
     The clip's shares count tokens, under GSPO sequences; `dual_mean` is the dual clip's share, and under CISPO
-    `cispo_clip_ratio` is the share of tokens whose ratio is capped. `masked_sequences` is the share of sequences whose
-    importance weight is 0. The other `sampling` metrics compare the policy before the rollout's first update with the
+    `cispo_clip_ratio` is the share of tokens with a capped ratio. `masked_sequences` is the share of sequences with
+    importance weight 0. The other `sampling` metrics compare the policy before the rollout's first update with the
     sampler, and don't truncate the ratio.
     """
     inputs, mask = token_inputs(config, batch, logprob), batch.weights > 0
     log_ratio, share = logprob - old_logprobs(inputs, logprob), mask.astype(jnp.float32)
     advantage = inputs.advantages
     mean, tokens = sequence_means(log_ratio, mask, batch.segments)
-    by_sequence = share / jnp.maximum(tokens, 1)  # a sequence's tokens together count as one
+    by_sequence = share / jnp.maximum(tokens, 1)  # a sequence's tokens share the weight 1
     if config.limits.by_sequence:
         log_ratio, share = mean, by_sequence
     low, high = config.clip_range

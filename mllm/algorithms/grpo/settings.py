@@ -42,13 +42,13 @@ class GrpoConfig(Section):
     """What is learned from completions. docs/training.md has the papers of these settings."""
 
     num_generations: PositiveInt = 8
-    """Completions of each prompt: the group whose rewards are compared, so 2 or more where they are learned from. It
-    divides `batch_size`."""
+    """Completions of each prompt. Rewards are compared within this group, so learning needs 2 or more. Divides
+    `batch_size`."""
     loss_type: LossType = "dapo"
     """How tokens are averaged: over all tokens of the update (`dapo`), first over each completion (`grpo`), or as a sum
     over a constant (`dr_grpo`); `gspo` is `grpo` with the probability ratio of whole completions, `cispo` `dapo` with
     the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip.
-    With one update per rollout, whose ratios are 1, `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
+    With one update a rollout every ratio is 1: `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
     updates_per_generation: PositiveInt = 1
     """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
     num_iterations: PositiveInt = 1
@@ -71,15 +71,15 @@ class GrpoConfig(Section):
     """What divides the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards of
     0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
     baseline: Literal["group", "token"] = "group"
-    """What a completion's reward is compared with: the mean of its group, or at each token a mean in which completions
-    weigh by how uncertain their tokens were so far (the optimal token baseline)."""
+    """The baseline of a completion's reward: its group's mean, or at each token a mean weighted by the uncertainty of
+    the tokens so far (the optimal token baseline)."""
     importance_sampling: ImportanceSampling = "token_truncate"
     """How the trainer's probability over the sampler's becomes a weight: each token's or the whole completion's, which
     above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
     importance_cap: PositiveFloat | None = 2.0
     """The limit of the importance weight; None: no such weight."""
     dynamic_sampling: PositiveInt = 1
-    """The most rollouts of a step: prompts whose completions have equal rewards are replaced by others that often."""
+    """The most rounds of sampling in a step. Each further round replaces prompts with equal rewards."""
     mask_truncated_completions: StrictBool = False
     """Leave completions that were cut off out of the update."""
     row_length: PositiveInt | None = None
@@ -100,7 +100,7 @@ class GrpoConfig(Section):
         return self.updates_per_generation * self.num_iterations
 
     def groups_per_rollout(self, batch_size: int) -> int:
-        """The prompts whose completions are learned from in a rollout, where an update has `batch_size` completions."""
+        """The number of prompts in a rollout, if an update has `batch_size` completions."""
         return self.updates_per_generation * batch_size // self.num_generations
 
     @property
@@ -162,7 +162,7 @@ class RolloutRun(RunConfig, ABC):
     @property
     def batch_shape(self) -> BatchShape:
         length = self.grpo.row_length or self.rollout.total_length
-        # First-fit opens a row only when the others are too full: all rows but the last hold this many sequences.
+        # First-fit opens a row only when the open rows are too full: every row but the last holds this many sequences.
         most_rows = math.ceil(self.batch_size / (length // self.rollout.total_length))
         micro = self.micro_batch_size or math.ceil(most_rows / (16 * self.shards)) * self.shards
         return BatchShape(length, micro, math.ceil(most_rows / micro) * micro, self.shards)

@@ -65,8 +65,8 @@ def make_validation(forward: Forward, batches: Callable[[], Iterable[Batch]], po
 
     The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
     `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
-    the likeliest at their place; ties count). All processes call `poll` between two batches; what it raises ends the
-    validation.
+    the likeliest at their place; ties count). All processes call `poll` between two batches; its exceptions end
+    the validation.
     """
 
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))
