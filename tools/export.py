@@ -4,8 +4,8 @@ RUN/export, or the folder --out, then holds config.json, generation_config.json,
 transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
 into the model, or written by themselves (--adapter) as RUN/adapter in PEFT's format, which another run takes as its
 `model.lora.source`. With bfloat16, matrices are rounded as the run rounds them: dithered, unless it says otherwise. An
-earlier export is replaced as a whole, or not at all. RUN and FOLDER may be in buckets; there an export that was cut off
-lacks config.json, so that nothing takes it for a model.
+earlier export is replaced whole, or not at all. RUN and FOLDER may be in buckets. There an export that was cut off
+has no config.json, so it is no model.
 """
 
 import os
@@ -117,8 +117,8 @@ def restore(
 ) -> "tuple[RunConfig, Policy, int, Params]":
     """A run's configuration, its policy on one device, and the step and parameters of its newest, or this, checkpoint.
 
-    With a `dtype` the policy computes in this one. With `adapter` the parameters are the adapters alone.
-    UserError is raised if the folder is no run, or none with adapters that are wanted, or has no such checkpoint.
+    With a `dtype` the policy computes in it. With `adapter` the parameters are the adapters alone. UserError is raised
+    if the folder is no run, has no such checkpoint, or has no adapters to export.
     """
     if (store := find_run(run, "RUN")) is None:
         raise UserError(f"{run}: no config.yaml; give a run_dir")

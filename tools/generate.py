@@ -7,11 +7,11 @@
     python tools/generate.py RUN "game 1" --environment task
 
 MODEL_OR_RUN is a run_dir, a folder in Hugging Face's layout or PEFT's, or a hub id. Its chat template is applied,
-unless it has learned texts. A line of prompts has a `question`, a `prompt`, or `messages` of which the assistant's last
-ones are left out; a line of the output has the `messages`, the `completion`, how many `tokens` it has, and whether it
-`finished` or was cut off. With --environment an environment answers, and a line has the `messages` of its prompt, the
-`turns` and the sum of their rewards, `reward`. Without --temperature the likeliest token is taken. On a terminal, what
-it would obey in a completion is escaped.
+unless it has learned texts. A line of prompts has a `question`, a `prompt`, or `messages`, without the
+assistant's last messages. A line of the output has the `messages`, the `completion`, its number of `tokens`, and
+whether it `finished` or was cut off. With --environment an environment answers, and a line has the `messages` of its
+prompt, the `turns` and the sum of their rewards, `reward`. Without --temperature the likeliest token is taken. A
+completion's control characters are escaped on a terminal.
 """
 
 import argparse
@@ -111,7 +111,7 @@ def system_message(options: argparse.Namespace, model: Model) -> Chat:
 
 
 def chat_on_terminal(options: argparse.Namespace) -> int:
-    """Answer each line that is typed, with all that was said before, until an empty one or the end of the input."""
+    """Answer each typed line in the conversation so far, until an empty line or the end of the input."""
     model, quiet = load(options), False
     chat = system_message(options, model)
     while True:
@@ -237,7 +237,7 @@ def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet
 def converse(
     options: argparse.Namespace, model: Model, sampler: "Sampler", chats: list[Chat], prompts: list[list[int]]
 ) -> list[Answer]:
-    """The chats, with turns between the model and an environment; UserError where there is none of that name."""
+    """The chats, with turns between the model and an environment; UserError for an unknown environment."""
     from mllm.config.places import add_modules
     from mllm.config.task import TaskConfig
     from mllm.data.prompts import Prompt

@@ -5,11 +5,11 @@
 The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
 chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
 adapters are trained, as model.lora says, or of rank 32 without it. For micro-batches of 1 to 64 sequences a shard (a
-device or, with tp, the devices that share its rows), the table and the picture say what a device holds at its peak (in
-brackets where it does not fit), and what holds it:
+device or, with tp, the devices that share its rows), the table and the picture show a device's peak (in brackets where
+it does not fit) by part:
 
     parameters, optimizer, gradients   by shapes
-    activations   the rest of the peak of an update without a head, whose loss is a sum of hidden states
+    activations   the rest of the peak of an update without a head: its loss is a sum of hidden states
     head          the peak above that
     head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
 
@@ -137,7 +137,7 @@ def no_head(
 
 
 def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:
-    """A panel for each column with a bar for each micro-batch, stacked by what holds the memory."""
+    """A panel for each column with a bar for each micro-batch, stacked by part."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.5 * len(HEADS), 4), layout="constrained")

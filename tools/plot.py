@@ -32,7 +32,7 @@ TOPICS = {
     "Gradient norm": ("grad_norm",),
     "Tokens per second": ("tokens_per_second",),
 }
-"""The metrics in each panel; avg@k and pass@k are accuracies, too, and each function's mean is among rewards."""
+"""The metrics in each panel; avg@k and pass@k are accuracies, and each function's mean is a reward."""
 STYLES = {"eval/sampled_": ".--", "eval/pass@": ".:", "eval/": ".-", "validation/": ".--", "test/": "*", "": "-"}
 """How a metric is drawn, by how its name begins; the first that fits."""
 AS_IT_IS = ("learning_rate",)

@@ -83,7 +83,7 @@ def answered(problems: Sequence[Example]) -> list[tuple[Example, str]]:
 
 
 def completed(task: Task, file: str) -> list[tuple[Example, str]]:
-    """The samples in a file, each with the first problem of its prompt; UserError where one is bad or has none."""
+    """The samples in a file, each with the first problem of its prompt; UserError for a bad sample, or one without."""
 
     def read(record: Record) -> tuple[str, str]:
         if not isinstance(record.get("completion"), str):

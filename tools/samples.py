@@ -1,10 +1,10 @@
-"""Shows what a run will learn from, and what its completions earned.
+"""Shows the examples that a run will learn from, and the rewards of its completions.
 
     python tools/samples.py --config NAME [key.sub=value ...]
     python tools/samples.py RUN
 
-With --config the first examples are printed before any training, what is learned of them between ⟦ and ⟧: of SFT and
-distillation whole examples, of DPO pairs, of GRPO the prompts, without what environments and tools add to them.
+With --config the first examples are printed before any training, with learned tokens between ⟦ and ⟧: whole examples
+of SFT and distillation, pairs of DPO, prompts of GRPO without the additions of environments and tools.
 
 Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
 text, sorted, and a prompt's completions side by side between steps.
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from mllm.model.tokenizer import Renderer
 
 EXAMPLES, SEARCHED = 3, 100
-"""How many examples of a source are shown, of how many at its beginning, some of which may have nothing to learn."""
+"""The number of examples shown of a source, and searched for: some may have nothing to learn."""
 LARGEST = 16 * 2**20
 """The most bytes of samples that a page holds; a browser opens it at once."""
 
 
 WRITTEN = {"step", "prompt", "completion", "rewards", "reward", "advantage"}
-"""What every line of samples.jsonl has; of a conversation it has `turns`, too."""
+"""The fields of every line of samples.jsonl; a conversation has `turns` as well."""
 Sample = dict[str, Any]
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Lines on the first examples that a configuration trains on; UserError where one is bad."""
+    """Lines on the first examples that a configuration trains on; UserError for a bad example."""
     from mllm.algorithms.documents import load_documents, origin_of
     from mllm.config import load as configs
     from mllm.data.prompts import task_renderer
@@ -102,7 +102,7 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
 
 
 def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: Sequence[bool]) -> Iterator[str]:
-    """A sequence's text, in which what is learned is marked, behind a line of its numbers."""
+    """A line of a sequence's numbers, then its text with learned parts marked."""
     yield f"{name}: {len(tokens)} tokens, {sum(learned)} learned"
     text = ""
     for is_learned, group in groupby(zip(tokens, learned, strict=True), lambda pair: pair[1]):
@@ -121,7 +121,7 @@ def read(run: RunStore) -> list[Sample]:
 
 
 def write_page(samples: list[Sample], run: RunStore) -> None:
-    """Write RUN/samples.html with the newest samples that fit, at least one, and say where it is and what it lacks."""
+    """Write RUN/samples.html with the newest samples that fit, at least one; print its place and what is left out."""
     ends = accumulate(len(embedded(sample)) for sample in reversed(samples))
     held = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
     left_out = len(samples) - len(held)

@@ -16,8 +16,8 @@ FILE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 HEAD = """# Settings
 
 Generated from the schema, [mllm/config](../mllm/config): `python tools/settings.py`. In a configuration
-`section.name` is `name` beneath `section:`; on the command line it is `section.name=value`. What contradicts other
-settings, or would have no effect, is an error.
+`section.name` is `name` beneath `section:`; on the command line it is `section.name=value`. A setting that contradicts
+another is an error.
 """
 SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<=", "pattern": "matches"}
 TYPES = {"integer": "int", "number": "float", "string": "str", "boolean": "bool", "object": "mapping", "null": "`null`"}

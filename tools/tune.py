@@ -2,8 +2,8 @@
 
     python tools/tune.py --shape 8192,2048,151936
 
-A row is what `tools/bench head` says of a way through the head that runs the kernel with these tiles: its time beside
-the bare products', and its errors. One that fails is named with the reason. On a TPU the other kernels keep their
+A row is the line of `tools/bench head` for a call that runs the kernel with these tiles: its time over the bare
+products', and its errors. A failing row names the reason. On a TPU the other kernels keep their
 tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of several sizes are tried. Nothing
 is noted: sizes that win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py, with the table beside the change.
 
@@ -36,7 +36,8 @@ TPU_KERNELS: dict[str, tuple[tpu.KernelName, bool, bool, str]] = {
     "dh": ("hidden", False, False, "with entropy"),
     "dW": ("weight", False, False, "workspace 0"),
 }
-"""For each kernel: whose tiles it has, whether it sums p W, whether it keeps exponentials, and a way that runs it."""
+"""For each kernel: the kernel with its tiles, whether it sums p W, whether it keeps exponentials, and a call that runs
+it."""
 GPU_CHUNKS = (2048, 8448, 6144, 4096, 3072, 2304, 1792, 1536, 1024)
 """Columns, the engine's own choice first; some of them divide evenly among 132 multiprocessors."""
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError("there is no TPU or Hopper GPU here, and tile sizes are found by timing them")
     problem, known = Problem(options.shape, "bfloat16"), methods(platform)
     for tiling in gpu_tilings() if platform == "gpu" else tpu_tilings(options.shape, options.most):
-        jax.clear_caches()  # of what was traced with other tiles
+        jax.clear_caches()  # traced with other tiles
         with tiling.override:
             found = measured(problem, {tiling.name: known[tiling.way]}, 1.0, rounds=5)
         print(f"\n{tiling.kernel}, by {tiling.way}\n{found}", flush=True)

@@ -10,7 +10,7 @@ FILE_ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".parquet")
 Column: TypeAlias = Literal[
     *("messages", "question", "input", "answer", "prompt", "completion", "chosen", "rejected", "text", "tools")
 ]
-"""The fields of an example; docs/training.md says what they hold."""
+"""The fields of an example; docs/data.md describes them."""
 
 
 class ValidationConfig(Section):
@@ -55,18 +55,18 @@ class DataConfig(Section):
 
     source: str
     """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or
-    `task`: the task's own solutions, beside which DPO needs a wrong one, `rejected`. A list of sources, each a name or
-    a mapping with its `weight`, stands for `mix`."""
+    `task`: the task's solutions; DPO needs a wrong completion, `rejected`, as well. A list of sources, each a name or a
+    mapping with its `weight`, stands for `mix`."""
     mix: tuple[SourceConfig, ...] | None = None
-    """Several sources, from which examples are drawn by their weights, in an order that the seed determines; each is
-    gone through again when it ends, so `steps` must be set. None: `source` is the only one."""
+    """Several sources. Examples are drawn by the sources' weights, in an order that the seed determines. A source that
+    ends begins again, so `steps` must be set. None: `source` alone."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
     """The split of a data set on the hub; not with files."""
     columns: dict[Column, str] | None = None
-    """What the data calls the fields of an example, where it has other names: for Alpaca's `{question: instruction,
-    input: input, answer: output}`, of which the `input` follows the question behind an empty line."""
+    """The data's names of the fields of an example. Alpaca: `{question: instruction, input: input, answer: output}`;
+    the `input` follows the question behind an empty line."""
     max_length: PositiveInt
     """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
     packing: StrictBool = True

@@ -61,6 +61,6 @@ TABLE = (
     ("report_to wandb_project project_name", "log.wandb, the project; TensorBoard's files are always in run_dir"),
     ("resume_from_checkpoint", "a run resumes by the same command"),
 )
-"""Names of settings, and what is said of them here."""
+"""Other trainers' names of settings, and the answer to each."""
 
 HABITS = {name: answer for names, answer in TABLE for name in names.split()}

@@ -27,7 +27,7 @@ COMMENT = re.compile(r"(^|\s)#")
 def load(name: str, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
-    The files and modules that it names are looked for in its own folder and then in the current one.
+    Files and modules that it names are looked for in its own folder, then in the current folder.
 
     UserError is raised if the file is missing or not YAML, or a setting is unknown or impossible.
     """
@@ -42,7 +42,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in a run's config.yaml, whose paths are absolute; UserError as for `load`.
+    """The configuration in a run's config.yaml, with absolute paths; UserError as for `load`.
 
     The run may be a stranger's: no module beside the file can be imported.
     """
@@ -119,7 +119,7 @@ def dump(config: RunConfig) -> str:
 
 
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The settings in which two configurations differ: dotted key, old value, new value."""
+    """The differences of two configurations: dotted key, old value, new value."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
@@ -164,7 +164,7 @@ def apply_override(settings: dict[str, Any], override: str) -> None:
 def explain(error: ValidationError) -> str:
     """One line for the first problem: its key with dots, and the way out."""
     problems = error.errors(include_url=False)
-    # Where a key is misspelt, the right one is often missing, too; the misspelt one says more.
+    # A misspelt key is often a missing key as well; the misspelt key says more.
     problem = next((p for p in problems if p["type"] == "extra_forbidden"), problems[0])
     if problem["type"].startswith("union_tag"):
         given = problem["input"].get("algorithm") if isinstance(problem["input"], dict) else problem["input"]

@@ -1,4 +1,4 @@
-"""The sections `model`, `head`, `optimizer` and `mesh`: what is trained, and on what."""
+"""The sections `model`, `head`, `optimizer` and `mesh`."""
 
 from typing import Any, Literal, Self
 
@@ -15,7 +15,7 @@ PEFT_NAMES |= {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "beta", "in_
 class LoraConfig(Section):
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they are trained, and the model's own parameters are not.
 
-    A product with the matrix W becomes one with W + s b a, where a is [rank, in] and b is [out, rank].
+    A product with the matrix W becomes a product with W + s b a, where a is [rank, in] and b is [out, rank].
     """
 
     source: str | None = None
@@ -29,7 +29,7 @@ class LoraConfig(Section):
     """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
     """The products with an adapter, or by PEFT's names (`q_proj`): q, k, v and o of attention; qkv, z, beta, decay and
-    out of a delta net; gate, up and down; head. None: the source's, or all that the model has but head."""
+    out of a delta net; gate, up and down; head. None: the source's, or every product of the model but head."""
     base: Literal["int8"] | None = None
     """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
     scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""
@@ -37,7 +37,7 @@ class LoraConfig(Section):
     @field_validator("targets", mode="before")
     @classmethod
     def read_names(cls, given: Any) -> Any:
-        """Take PEFT's names, too."""
+        """Accept PEFT's names."""
         return [PEFT_NAMES.get(str(name), name) for name in given] if isinstance(given, list | tuple) else given
 
     @model_validator(mode="after")
@@ -70,18 +70,18 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """The dtype of activations and of the products' operands; the residual stream, which layers add to, is float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The dtype of the parameters that the optimizer updates; not with `lora`, whose adapters are float32."""
+    """The dtype of the parameters that the optimizer updates; not with `lora`: adapters are float32."""
     compute_rounding: Literal["dithered", "nearest"] = "dithered"
-    """How float32 parameters become bfloat16 for the products: to the `nearest`, which hides updates until a weight has
-    moved by half the distance of two numbers, or `dithered`, up where a weight's part of that distance exceeds a fixed
-    threshold of its own. Only with dtype bfloat16, and float32 parameters or `lora`."""
+    """How float32 parameters become bfloat16 for the products. `nearest` hides updates until a weight has moved by half
+    the distance of two numbers. `dithered` rounds a weight up where its fraction of that distance exceeds a fixed
+    threshold for this weight. Only with dtype bfloat16, and float32 parameters or `lora`."""
     remat: Literal["none", "full"] = "full"
     """What the backward pass recomputes in each layer: nothing or everything."""
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`, or as `lora.base`
     says."""
     attention: Literal["xla"] | None = None
-    """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs where these can
+    """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs, where it can
     run (see mllm/model/attention.py), else XLA's; a GPU without cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")
@@ -104,7 +104,7 @@ class HeadConfig(Section):
     impl: Literal["full_logits", "chunked_logits", "xla", "mosaic_tpu", "mosaic_gpu"] | None = None
     """How it is computed; None: the fastest that runs on this device without making [tokens, vocabulary] logits."""
     workspace_mib: int | None = Field(default=None, ge=0)
-    """Memory in which the loss may keep logits; 0 computes them twice instead; None: the head chooses. `full_logits`,
+    """Memory for kept logits in the loss; 0: logits are computed twice; None: the head chooses. `full_logits`,
     DPO, GSPO and importance weights of whole completions don't use it."""
 
 
@@ -129,7 +129,7 @@ class OptimizerConfig(Section):
     """Applies to matrices, never to norms and biases."""
     moment_dtype: Literal["bfloat16"] | None = None
     """The dtype of the moments, which are rounded at random; None: the parameters' dtype. Not with `model.param_dtype`
-    bfloat16, with which they have it."""
+    bfloat16, which includes the moments."""
     max_grad_norm: PositiveFloat | None = 1.0
     """A gradient with a larger norm is scaled down to this; None: none is."""
     max_skipped: int = Field(default=10, ge=0)

@@ -1,4 +1,4 @@
-"""Finds the files and modules that a configuration names: in its own folder, or in the current one."""
+"""Finds the files and modules that a configuration names: in its own folder, or in the current folder."""
 
 import difflib
 import glob
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 FILES = ("data.source", "data.mix", "data.validation.source", "task.train", "task.test")
-"""Settings whose value may be a file or a pattern of files."""
+"""Settings that may name a file or a pattern of files."""
 FOLDERS = ("model.source", "model.tokenizer", "model.lora.source", "task.path", "teacher.source")
-"""Settings whose value may be a folder."""
+"""Settings that may name a folder."""
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
 MODULES: list[str] = []
-"""The folders in which the modules that configurations name are looked for, after all that Python knows."""
+"""The folders where a configuration's modules are looked for, after Python's own path."""
 
 
 def add_modules(folder: Path) -> None:
-    """Add the folder of a configuration and the current one to `MODULES`."""
+    """Add a configuration's folder and the current folder to `MODULES`."""
     for path in (str(folder.absolute()), os.getcwd()):
         if path not in MODULES:
             MODULES.append(path)
@@ -83,5 +83,5 @@ def missing(name: str, kind: str = "file") -> str:
 
 
 def is_file(path: str) -> bool:
-    """Whether there is a file of that name or pattern."""
+    """Whether a file of that name or pattern exists."""
     return os.path.isfile(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))

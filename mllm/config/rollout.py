@@ -17,20 +17,20 @@ class RolloutConfig(Section):
     max_turns: PositiveInt | None = None
     """The most turns of the assistant in a conversation with `task.environment` or `task.tools`; None: 1."""
     max_total_length: PositiveInt | None = None
-    """Tokens of the longest conversation; it ends before a turn for which there is no room. None: room for the longest
-    prompt and turns, and for answers of `max_completion_length` between them."""
+    """Tokens of the longest conversation; it ends before a turn without room. None: room for the longest prompt and
+    turns, and for answers of `max_completion_length` between them."""
     temperature: PositiveFloat = 1.0
     """The logits are divided by it, for sampling and in the update."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """The likeliest tokens are sampled from, as few as have this probability together; 1: all."""
+    """Sample from the fewest likeliest tokens that have this probability together; 1: from every token."""
     top_k: int = Field(default=0, ge=0)
-    """How many of the likeliest tokens are sampled from; 0: all."""
+    """Sample from this many likeliest tokens; 0: from every token."""
     min_p: float | None = Field(default=None, gt=0, le=1)
-    """Tokens that are less likely than this share of the likeliest one's probability are not sampled; null: all are."""
+    """Sample only tokens with at least this share of the likeliest token's probability; null: every token."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Texts that end a completion, besides the model's own tokens; its text ends before them."""
     weights: Literal["int8"] | None = None
-    """The dtype in which decode steps read matrices, each row with its own scale: a bfloat16 decode step's bytes are
+    """The dtype of matrices in decode steps, with a scale for each row: a bfloat16 decode step's bytes are
     halved, and the sampler differs more from the trainer; None: `model.dtype`."""
     max_slots: PositiveInt | None = None
     """The most sequences that are decoded at a time, over all devices; None: as many as the devices' memory holds."""

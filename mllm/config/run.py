@@ -1,6 +1,6 @@
 """The settings that every run has. Each algorithm's `settings.py` adds its own sections in a subclass of `RunConfig`.
 
-A value that can't work is an error before anything is compiled or written. Names follow TRL's where TRL has one.
+A value that can't work is an error before anything is compiled or written. Names follow TRL's where TRL has them.
 `load.py` reads and writes configurations. No file of this room imports JAX, so errors in a configuration come at once.
 """
 
@@ -25,9 +25,9 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
     keep_best: StrictBool = False
-    """Keep the best checkpoint, too: by `validation/loss` if the run validates, else by `eval/greedy_accuracy` where
-    the task pays right answers, else by `eval/reward`. Needs `eval` or `data.validation`, whose `every` is a multiple
-    of `checkpoint.every`."""
+    """Also keep the best checkpoint: by `validation/loss` if the run validates, else by `eval/greedy_accuracy` where
+    the task pays right answers, else by `eval/reward`. Needs `eval` or `data.validation`, with an `every` that is a
+    multiple of `checkpoint.every`."""
 
     def is_due(self, step: int) -> bool:
         return self.every is not None and step % self.every == 0
@@ -37,8 +37,8 @@ class LogConfig(Section):
     """What is logged besides the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
-    """How many completions of each step are written to samples.jsonl, the best and the worst of as many prompts as that
-    allows; None: all. Only where completions are sampled to learn from."""
+    """The number of completions of each step in samples.jsonl, the best and the worst of as many prompts as possible;
+    None: every completion. Only where sampled completions are learned from."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
     """The project of Weights & Biases that metrics and timings are sent to; None: nothing is sent."""
 
@@ -86,7 +86,7 @@ class RunConfig(Section, ABC):
     of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; None: as many as the memory plan says fit, at most the whole batch, or
-    under GRPO, whose packed rows vary in number, a sixteenth of the most rows. The number is noted in the run's
+    under GRPO a sixteenth of the most packed rows, since their number varies. The number is noted in the run's
     config.yaml, and a resume keeps it. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under
     SFT and DPO it divides `batch_size`."""
     model: ModelConfig
@@ -136,7 +136,7 @@ class RunConfig(Section, ABC):
     @model_validator(mode="before")
     @classmethod
     def leave_out_nulls(cls, given: Any) -> Any:
-        """Take a setting or section that is null as one that is left out."""
+        """Treat a null setting or section as left out."""
         return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
 
     @model_validator(mode="after")

@@ -20,7 +20,7 @@ ENVIRONMENT = "environment"
 
 
 JUDGES = ("exact_match", "flexible_match", "math")
-"""The rewards that compare an answer with the right one: 1 where they agree."""
+"""The rewards that compare a completion's answer with the right answer: 1 where they agree."""
 
 
 class RewardConfig(Section):
@@ -70,7 +70,7 @@ class TaskConfig(Section):
     """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket; hub: a split, by
     default `train`."""
     test: str | None = None
-    """jsonl: the files of a test set, whose problems training never sees; hub: its split. Needs `eval.test`."""
+    """jsonl: the files of a test set; hub: its split. Training never sees its problems. Needs `eval.test`."""
     id: str | None = None
     """hub: the data set, e.g. `openai/gsm8k`."""
     subset: str | None = None
@@ -93,8 +93,8 @@ class TaskConfig(Section):
     template_args: dict[str, Any] | None = None
     """Further variables of the chat template, by name, e.g. Qwen3's `enable_thinking: false`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
-    """What a completion is paid for; each name stands once. With an environment, whose own reward is added, none by
-    default."""
+    """The reward functions with their weights; each name once. With an environment, whose reward is added, the default
+    is none."""
     environment: str | None = None
     """What answers the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
@@ -106,13 +106,13 @@ class TaskConfig(Section):
     """Seconds that a reward function may take for a completion, and an environment for a turn; a batched function has
     the sum for all of its call."""
     reward_workers: PositiveInt = 1
-    """Processes that compute rewards, and as many that environments live in, so that slow ones overlap. What they give
-    does not depend on it."""
+    """The number of processes for rewards, and the same number for environments, so that slow calls overlap. Rewards do
+    not depend on it."""
 
     @model_validator(mode="before")
     @classmethod
     def pay_by_environment(cls, given: Any) -> Any:
-        """Leave the default reward out where an environment gives one."""
+        """Leave out the default reward where an environment gives a reward."""
         by_environment = isinstance(given, dict) and given.get("environment") is not None and "rewards" not in given
         return {**given, "rewards": ()} if by_environment else given
 
@@ -152,7 +152,7 @@ class TaskConfig(Section):
 
     @property
     def judge(self) -> int | None:
-        """Which of the rewards says whether an answer is right: the judge with the largest weight; None without one."""
+        """The index of the reward that judges answers: the judge with the largest weight; None without a judge."""
         judges = [index for index, reward in enumerate(self.rewards) if reward.name in JUDGES]
         return max(judges, key=lambda index: self.rewards[index].weight, default=None)
 
@@ -176,7 +176,7 @@ class EvalConfig(Section):
     every: PositiveInt | None = None
     """Steps between evaluations; None: only at step 0 and at the end. A multiple of the updates of a rollout."""
     samples: int = Field(default=0, ge=0)
-    """How many completions of each problem at the rollout's temperature are measured besides the greedy one: `avg@k`
-    and `pass@k`."""
+    """Measured completions of each problem at the rollout's temperature, beside the greedy completion: `avg@k` and
+    `pass@k`."""
     test: bool = False
-    """Measure the task's test set, too: once, at the end of the run, under `test/`. Nothing is chosen by it."""
+    """Also measure the task's test set: once, at the end of the run, under `test/`. Nothing is chosen by it."""

@@ -22,7 +22,7 @@ from mllm.model.layout import Params, parameter_name
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters as well."""
+    """The transformation of gradients to updates in a run of `steps` steps; its `update` needs the parameters."""
     schedule = make_schedule(config, steps)
     update = optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=decays)
     if (dtype := config.moment_dtype) is not None:

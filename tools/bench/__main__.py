@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if not __package__:  # `python tools/bench`: in place of this folder, what a checkout has
+if not __package__:  # `python tools/bench`: the checkout's root in place of this folder
     root = Path(__file__).resolve().parent.parent.parent
     sys.path[:1] = [str(root), str(root / "kernels")]
 from mllm import errors

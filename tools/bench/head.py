@@ -1,4 +1,4 @@
-"""Times the LM head's engines beside the bare matrix products and other implementations; memory and errors, too.
+"""Time, memory and errors of the LM head's engines beside bare matrix products and other implementations.
 
 Every method computes the cross-entropy of the same tokens and its gradients by hidden states and weight, unless its
 name says otherwise. Logits are normal with unit variance, and the rows that count are at random places. A method that
@@ -38,7 +38,7 @@ LARGE, SMALL = (8192, 2048, 151936), (1024, 256, 16384)
 """Tokens, hidden size and vocabulary: the head of Qwen2.5-3B, and a CPU's."""
 COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "dh", "dW")
 PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
-"""The packages whose versions are printed, where they are installed."""
+"""The packages to print versions of, if installed."""
 BARE = "3 bare products"
 CHUNK = 256
 """Tokens that the reference takes at a time."""
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measured(problem: "Problem", methods: Mapping[str, Method], live: float, rounds: int) -> str:
-    """The table of the methods at a share of rows that count, and a line for each one that fails."""
+    """The table of the methods at a share of rows that count, and a line for each failing method."""
     calls, beside, failed = {BARE: problem.bare_products(live)}, {BARE: list[str]()}, []
     for name, method in methods.items():
         print(f"{name}: compiling", file=sys.stderr)
@@ -96,7 +96,7 @@ def measured(problem: "Problem", methods: Mapping[str, Method], live: float, rou
 
 
 class Problem:
-    """Inputs of a given shape (N, D, V), and what is right for them."""
+    """Inputs of a given shape (N, D, V), and their right results."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str) -> None:
         self.shape, self.dtype = shape, dtype
@@ -132,7 +132,7 @@ class Problem:
         return lambda: (products[0](h, w), products[1](g, w), products[2](g, h))
 
     def plain(self, general: bool, live: float) -> list[Array]:
-        """Plain JAX's results in float32: the sum of what the cotangents weigh, dh and dW.
+        """Plain JAX's results in float32: the sum weighted by the cotangents, dh and dW.
 
         The tests' oracle, in NumPy, would take hours at the sizes that are timed.
         """

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check(calls: Mapping[str, Call], batch: tuple[Array, ...]) -> int:
-    """Prints the largest differences to float64; 1 if one is too large."""
+    """Prints the largest differences to float64; 1 if a difference is too large."""
     with jax.enable_x64(True):
         right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(batch[0].astype(float), *batch[1:])]
     limits, rows = (LOGPROB, GRADIENT * np.abs(right[1]).max()), []

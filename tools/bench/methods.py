@@ -27,7 +27,7 @@ WORKSPACE = 640 << 20
 class Method(NamedTuple):
     call: Call
     general: bool = False
-    """The value is the sum of logprob and lse times random cotangents; the gradients belong to these."""
+    """The value is the sum of logprob and lse times random cotangents; the gradients belong to that sum."""
     transposed: bool = False
     """The weight is [D, V]."""
 
@@ -129,7 +129,7 @@ def value_and_gradients(loss: Loss) -> Call:
 
 
 def gradients_of_master(**options: Any) -> Call:
-    """The weight is the copy of a float32 master, which the head doesn't read and whose gradient is float32."""
+    """The weight is the copy of a float32 master. The head doesn't read the master; its gradient is float32."""
 
     def call(hidden: Array, weight: Array, *per_token: Array) -> tuple[Any, ...]:
         loss = lambda hidden, master: fused(weight_copy=weight, **options)(hidden, master, *per_token)  # noqa: E731
@@ -150,7 +150,8 @@ def tokamax(implementation: str | None) -> Call:
         def loss(hidden: Array, weight: Array) -> Array:
             return tokamax.linear_softmax_cross_entropy_loss(hidden, labels, weight, implementation=implementation)
 
-        # The mask is applied outside of what is differentiated: gradients come back in a dtype of tokamax's choice.
+        # The mask is applied outside of the differentiated function: gradients come back in a dtype of tokamax's
+        # choice.
         live = weights[:, None].astype(hidden.dtype)
         total, (dh, dw) = jax.value_and_grad(loss, (0, 1))(hidden * live, weight)
         value = total - jnp.sum(weights == 0) * math.log(weight.shape[1])

@@ -2,10 +2,10 @@
 
 A Qwen2 model with random parameters so small that every token is about as likely as any other. Three of the tokens are
 stop tokens, so that lengths are about geometric, with a quarter of the limit as their mean. Tokens count up to the
-first stop token. The methods are warmed up, then take turns. Medians over these:
+first stop token. The methods are warmed up, then take turns. Medians over the turns:
 
     ratio      of the seconds a token to the engine's in the same turn, and its range
-    useful     tokens over slot-steps: what was computed a token for
+    useful     tokens over slot-steps
     bytes      of decode steps over the least: weights once a step, and the keys and values that sequences have
     prefilled  tokens, with padding, over the tokens of prompts and completions
     programs   that decode

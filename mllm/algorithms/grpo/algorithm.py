@@ -106,7 +106,7 @@ class PolicyPasses:
         self.config, self.logprobs = config, logprobs_of(forward)
 
     def __call__(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
-        """The batch with old log-probabilities. All batches of a rollout have the same shapes: one program serves them."""
+        """The batch with old log-probabilities. A rollout's batches have equal shapes: one program serves them."""
         config, inputs = self.config, batch.inputs
         if config.needs_old_logprobs:
             current = first and config.first_is_current
