@@ -1,4 +1,5 @@
-"""A decoder's family and sizes, from and to config.json; what the decoder does not compute is refused by name."""
+"""A decoder's family and sizes, from and to config.json; an architecture that the decoder does not compute is refused
+by name."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -39,7 +40,7 @@ class Traits(NamedTuple):
     gemma: bool = False
     """Whether the gate is GELU, the embedding is multiplied by sqrt(hidden_size), and some layers have a window."""
     delta: bool = False
-    """Whether some layers are gated delta nets, and the attention of the others has an output gate."""
+    """Whether some layers are gated delta nets; attention in the other layers then has an output gate."""
 
 
 SILU: dict[str, Any] = {"hidden_act": "silu"}
@@ -171,7 +172,7 @@ class Architecture:
         return tuple((name, names[:layer].count(name)) for layer, name in enumerate(names))
 
     def layers_of(self, stack: str) -> tuple[int, ...]:
-        """The numbers of the layers whose parameters are in this stack."""
+        """The numbers of the layers in this stack of parameters."""
         return tuple(layer for layer, (name, _) in enumerate(self.stack_of_layer) if name == stack)
 
     @property
@@ -182,7 +183,7 @@ class Architecture:
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """The kinds of layers with attention: one, or two in Gemma 3 and SmolLM3."""
+        """The kinds of layers with attention: a single kind, or two in Gemma 3 and SmolLM3."""
         full = LayerKind(None, self.rope_theta, self.rope_scaling)
         other = LayerKind(self.sliding_window, self.rope_local_base_freq)  # both None in SmolLM3
         return (full, other) if self.traits.gemma or self.no_rope_layers else (full,)
@@ -203,7 +204,7 @@ class Architecture:
     def from_hf(cls, settings: Mapping[str, Any], where: str, *, closed: bool = False) -> "Architecture":
         """The sizes in a config.json, given its content; `where` names it in errors.
 
-        If it is `closed`, as settings that a user wrote, an unknown key is an error, too. UserError is raised
+        If it is `closed`, as a user's settings are, an unknown key is an error. UserError is raised
         for another architecture, a key that is missing or of the wrong type, sizes that don't fit together, and
         a setting that this model doesn't have.
         """
@@ -348,7 +349,7 @@ KNOWN_KEYS = frozenset(field.name for field in fields(Architecture)).union(
 def check_supported(
     settings: Mapping[str, Any], traits: Traits, rope_type: Any, local: Mapping[str, Any], where: str
 ) -> None:
-    """Raise UserError for a setting with which the model would compute something else than the decoder does.
+    """Raise UserError for a setting that the decoder does not compute.
 
     `local` has the rotary positions of sliding layers.
     """

@@ -44,7 +44,7 @@ def compute_copy(
 ) -> Shaped[Array, "*S"]:
     """A parameter in the compute dtype; gradients pass through as if nothing were rounded.
 
-    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer, unless all are stacked. Where
+    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer, unless layers are stacked. Where
     `values` are only some of the parameter's, `rows` and `columns` are numbers that broadcast to their shape.
     """
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):

@@ -50,10 +50,10 @@ class Decoder(nnx.Module):
         """Make random parameters: matrices normal with deviation `initializer_range`, biases 0, norms' factors 1.
 
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
-        compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream, which the
-        layers add to, are float32. `remat` says what the backward pass computes again in each layer: nothing or
+        compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
+        float32. `remat` says what the backward pass computes again in each layer: nothing or
         everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
-        `lora` the products that it names have adapters, float32, made as zeros, and vectors are float32, too.
+        `lora` the products that it names have adapters, float32, made as zeros, and vectors are float32.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -106,8 +106,8 @@ class Decoder(nnx.Module):
         """Hidden states after the last norm, in the compute dtype.
 
         A query attends to a key iff both have the same segment, not 0, the key is not later and, in a layer with a
-        window, within it. Positions count within each document; segments count a row's documents from 1,
-        and 0 is padding, whose hidden states are finite and meaningless. A token id beyond the vocabulary gives NaN.
+        window, within it. Positions count within each document; segments count a row's documents from 1;
+        0 is padding with finite, meaningless hidden states. A token id beyond the vocabulary gives NaN.
         """
         hidden, _ = self.apply_layers(tokens, positions, segments)
         return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
@@ -119,9 +119,9 @@ class Decoder(nnx.Module):
         segments: Int[jax.Array, "B T"],
         keep: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
-        """The residual stream after the last layer; with `keep` what the layers keep of these tokens, too.
+        """The residual stream after the last layer; with `keep` also the layers' keys, values and states.
 
-        By stack, these are under `layers` keys and values, [L, B, K, T, H] each, in the compute dtype, and under
+        By stack: under `layers` keys and values, [L, B, K, T, H] each, in the compute dtype; under
         `delta` the `DeltaState` after each row's last token, [L, B, ...]. The arguments are as for a call.
         """
         attend = self.attention or masked_attention
@@ -162,7 +162,7 @@ class Decoder(nnx.Module):
             return hidden, kept if keep else None
 
         # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
-        # these, which are far fewer numbers than the embedding has.
+        # the results, far fewer numbers than the embedding has.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
         steps: dict[Any, Callable] = {key: partial(step, name=key[0], place=key[1]) for key in order}

@@ -65,8 +65,8 @@ def encode_example(
     """The ids of a whole chat, and which of them are learned: the assistant's in `messages[first_learned:]`.
 
     A message with the field `weight: 0` is not learned.
-    Where the template has `{% generation %}`, it says what is learned of these messages. UserError is raised if there
-    is no template, it fails, leaves a learned message out, or doesn't tell the assistant's turns from the others.
+    Where the template has `{% generation %}`, its marks say which text is learned. UserError is raised if the template
+    is missing, fails, leaves a learned message out, or doesn't mark off the assistant's turns.
     """
     text = render(renderer, messages)
     learned = (turn for turn in range(first_learned, len(messages)) if messages[turn].get("weight") != 0)
@@ -184,7 +184,7 @@ def content_span(renderer: Renderer, messages: Sequence[Message], turn: int, tex
 
 
 def reworded_call(call: Message, words: str) -> Message:
-    """A call of the same tool, whose name the result's header may have, with another argument, in the same form."""
+    """A call of the same tool, in the same form, with another argument; the result's header may have the name."""
     function = {**call.get("function", call), "arguments": {re.sub(r"\W", "", words): words}}
     return {**call, "function": function} if "function" in call else function
 
@@ -198,8 +198,8 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
             return len(opening)
     if turn == 0:
         raise UserError(MIXED_TURNS)
-    # Earlier messages are rendered otherwise than in a prompt, but the text after the last of them is the same, except
-    # for the thought that a prompt may open, unless the content itself begins with one.
+    # Earlier messages are rendered otherwise than in a prompt, but the text after the last message is the same, except
+    # for the thought that a prompt may open, unless the content itself begins with a thought.
     last = content_span(renderer, messages, turn - 1, text).end
     behind = before[content_span(renderer, messages[:turn], turn - 1, before, prompts=True).end :]
     for opening in (behind, behind.partition("<think>")[0]):
@@ -225,7 +225,7 @@ def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
 
 
 def call_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """The end of a turn's last call of a tool: what closes it where the chat ends there, stands behind it here, too."""
+    """The end of a turn's last call of a tool: the text that closes it in a chat that ends there closes it here."""
     chat = messages[: turn + 1]
     alone = render(renderer, chat)
     span = content_span(renderer, chat, turn, alone)

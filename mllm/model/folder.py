@@ -24,7 +24,7 @@ from mllm.storage import OBJECTS, below, bucket_path, cache_folder, failing, fet
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_SECONDS = 5
 SMALL, WEIGHTS = ("*.json", "*.txt", "*.jinja"), ("*.safetensors",)
-"""The names of a model's files that say what it is, and of the files with its parameters."""
+"""The names of a model's description files, and of the files with its parameters."""
 LARGEST_JSON = 2**26
 EXPORTED = re.compile(
     r"config\.json|generation_config\.json|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json"
@@ -32,7 +32,7 @@ EXPORTED = re.compile(
     r"|chat_template\.jinja|additional_chat_templates/?|adapter_config\.json|adapter_model\.safetensors"
     r"|(video_)?preprocessor_config\.json|processor_config\.json"
 )
-"""The files of an export, the tokenizer's included: all that may be replaced."""
+"""The files of an export, with the tokenizer's: only these may be replaced."""
 README, REPLACED = "README.md", "<!-- tools/export.py wrote this file, and replaces it. -->\n"
 """The name of the file that describes an export, and its first line; a file with another first line is the user's."""
 LAST = ("config.json", "adapter_config.json")
@@ -114,9 +114,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextmanager
 def replacing(place: str | Path) -> Iterator[Path]:
-    """A new folder, which is renamed to `place` when the block has ended; an existing one is replaced as a whole.
+    """A new folder. It is renamed to `place` when the block has ended; an existing export is replaced whole.
 
-    If the block is cut off, an earlier export stays as it was; in a bucket it does so until the new one is sent.
+    If the block is cut off, an earlier export stays as it was; in a bucket, until the new export is sent.
     UserError is raised if the folder holds files that no export wrote, or can't be written.
     """
     if is_bucket(place):
@@ -146,7 +146,7 @@ def replacing(place: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_in_bucket(url: str) -> Iterator[Path]:
-    """A new folder of this machine, whose files become objects when the block has ended.
+    """A new folder of this machine; its files become objects when the block has ended.
 
     An earlier export is removed first, and the file of `LAST` is written last. UserError is raised as by `replacing`.
     """

@@ -71,7 +71,7 @@ multiply.defvjp(lambda dtype, x, matrix: (multiply(dtype, x, matrix), matrix), d
 
 
 def quantize(matrix: Float[Array, "*L O I"]) -> Int8Matrix:
-    """The nearest matrix in int8 whose rows keep their largest numbers."""
+    """The nearest matrix in int8; each row keeps its largest number."""
     wide = matrix.astype(jnp.float32)
     scales = jnp.abs(wide).max(axis=-1) / MOST
     steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[..., None])

@@ -234,7 +234,7 @@ class DeltaLayer(Layer):
 def linear(
     x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype` or, without one, in x's."""
+    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, or by default in x's."""
     matrix = weight.get_value()
     if isinstance(matrix, Int8Matrix):
         y = matrix.product(x)
@@ -248,7 +248,7 @@ def linear(
 def product(
     dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
 ) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T in `dtype`, or without one in the operands' dtype; the weight's gradient is float32."""
+    """x @ weight.T in `dtype`, or by default in the operands' dtype; the weight's gradient is float32."""
     return run_product(dtype, x, weight)[0]
 
 

@@ -1,4 +1,4 @@
-"""The run's model as the configuration asks for it, without its parameters, and a way to get those."""
+"""The configured model without its parameters, and a function that reads them."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -182,7 +182,7 @@ def find_learned(model: ModelConfig, folder: Path | None, adapters: Path | None,
 
 
 def find_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
-    """The tokenizer of a model whose files are in a folder; UserError where there is none."""
+    """The tokenizer of a model whose files are in a folder; UserError where the files are missing."""
     return load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
 
 

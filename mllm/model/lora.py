@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): what they add to a matrix, and how they begin.
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): the sum that they add to a matrix, and their initial values.
 
 A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters named `..._a` and `..._b` are adapters.
 """
@@ -22,7 +22,7 @@ from mllm.model.layout import Params, parameter_name, split_layers
 
 @dataclass(frozen=True)
 class Lora:
-    """Which products have adapters, in the order of `LoraConfig`'s names, and how large and strong these are."""
+    """The products with adapters, in the order of `LoraConfig`'s names, and the adapters' rank and scale."""
 
     rank: int
     alpha: float

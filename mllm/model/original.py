@@ -1,4 +1,4 @@
-"""The model of texts and images whose texts' part was trained: its export has its names, and what was not trained.
+"""A model of texts and images with a trained text part: its export has the original names and untrained parameters.
 
 So a server loads the export as it loaded the original: settings and tensors of the network that sees images, and of the
 network that predicts further tokens, are copied as they are.

@@ -1,7 +1,7 @@
 """Adapters in PEFT's format (https://huggingface.co/docs/peft): adapter_config.json and adapter_model.safetensors.
 
-Only plain LoRA adapters are read, of one rank, of the products that `LoraConfig` names. What else PEFT can do (DoRA,
-other ranks for some layers, biases, embeddings, other methods) is refused by the name of its field.
+Only plain LoRA adapters are read, of one rank, of the products that `LoraConfig` names. Other options of PEFT
+(DoRA, ranks of single layers, biases, embeddings, other methods) are refused by the name of their field.
 """
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ CONFIG, FILE = "adapter_config.json", "adapter_model.safetensors"
 MODULES: dict[str, str] = {name.split(".")[-1]: TENSORS[matrix].split(".")[-2] for name, matrix in MATRICES.items()}
 """The name of the module of each product, as `target_modules` has it."""
 UNTOUCHED_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of init_lora_weights with which PEFT leaves the frozen matrices as they are."""
+"""Values of init_lora_weights that leave the frozen matrices as they are."""
 NOT_COMPUTED = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", weights.LEARNED),
@@ -35,7 +35,7 @@ NOT_COMPUTED = {
 
 
 def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path | None]:
-    """The adapters that a configuration asks for, and the folder that they are read from, if there is one.
+    """The adapters that a configuration asks for, and the folder that they are read from, if the configuration has one.
 
     UserError is raised where there is no such folder, its adapters aren't supported, differ from the configuration, or
     belong to products that the model doesn't have.
@@ -96,7 +96,7 @@ def load(folder: Path, abstract: Params, config: Architecture) -> Params:
     if not (folder / FILE).is_file():
         raise UserError(f"{folder / FILE}: missing; other files, as adapter_model.bin, are pickled and never opened")
     tensors = open_file(folder / FILE)
-    # PEFT saves the frozen matrix of an adapted head, too.
+    # PEFT also saves the frozen matrix of an adapted head.
     tensors.pop(f"base_model.model.{MODULES['head']}.base_layer.weight", None)
     return weights.load(folder, abstract, config, tensors, f"{CONFIG} and the model")
 
@@ -112,7 +112,7 @@ def save(
 ) -> None:
     """Write a folder that PEFT loads, also in a bucket, in float32; `base` names the model without adapters.
 
-    An earlier export there is replaced as a whole, or not at all; UserError as for `replacing`.
+    An earlier export there is replaced whole, or not at all; UserError as for `replacing`.
     """
     content: dict[str, Any] = {
         "peft_type": "LORA",

@@ -48,4 +48,4 @@ PRESETS: dict[str, Architecture] = {
     **{f"google/gemma-3-1b{suffix}": published(GEMMA1B, 1_152, 6_912, 26, 4, 1) for suffix in ("-pt", "-it")},
     **{f"google/gemma-3-4b{suffix}": published(GEMMA4B, 2_560, 10_240, 34, 8, 4) for suffix in ("-pt", "-it")},
 }
-"""The sizes of published checkpoints, by their hub ids; the hub has the sizes of all others."""
+"""The sizes of published checkpoints by their hub ids; for other ids the hub is asked."""

@@ -1,6 +1,6 @@
 """The tensors of a folder in Hugging Face's layout, by name: headers are read, and numbers only when asked for.
 
-Pickled checkpoints (.bin, .pt) are never opened, because loading one can run any code.
+Pickled checkpoints (.bin, .pt) are never opened: loading them can run any code.
 """
 
 import os
@@ -19,7 +19,7 @@ from mllm.model.layout import TENSORS
 from mllm.storage import is_plain
 
 LEARNED = "mllm_learned"
-"""The key of config.json, and of adapter_config.json, that says what the model has learned from; else chats."""
+"""The key of config.json and adapter_config.json for the form that the model has learned; without it, chats."""
 TEXTS = "language_model."
 """The part of tensors' names that marks the texts' part of a model of texts and images."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")

@@ -35,7 +35,7 @@ class Renderer:
 
     tokenizer: Tokenizer
     rule: ChatTemplate = "auto"
-    """`auto`: the template renders messages alone; `always`: texts, too; `never`: messages are texts as well."""
+    """`auto`: the template renders messages alone; `always`: texts as well; `never`: messages become texts."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
 
@@ -80,9 +80,9 @@ CLOCK = (
 )
 """Takes the place of the clock that transformers gives to templates."""
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
-"""The tags that `mllm.data.turns` reads; in some tokenizers these are control tokens."""
+"""The tags that `mllm.data.turns` reads; some tokenizers have them as control tokens."""
 BETWEEN = ("\n", ".", "a")
-"""Texts behind which another text is encoded as in the middle of one; the first that no token spans is taken."""
+"""Texts to put before a text that is encoded as in the middle of a text; the first without a token across is taken."""
 ANSWER = "The-answer-is-42."
 """A known answer: nothing in it is trimmed, and no template writes it."""
 
@@ -94,8 +94,8 @@ class MessagesError(UserError):
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or hub id, or `bytes`; UserError where there is none or it can't be read.
 
-    Only tokenizer.json is read. `AutoTokenizer`, which reads older formats, too, may run a folder's code, and replaces
-    the normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's.
+    Only tokenizer.json is read. `AutoTokenizer` reads older formats as well, may run a folder's code, and replaces the
+    normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's.
     """
     if source == "bytes":
         return bytes_tokenizer()
@@ -138,7 +138,7 @@ def begins_texts(folder: Path) -> bool:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the files from which transformers 4 and 5 load the tokenizer: names that only 5 knows become 4's."""
+    """Write the tokenizer's files for transformers 4 and 5: names that only 5 knows become 4's."""
     tokenizer.save_pretrained(folder)
     settings = read_json(path := folder / "tokenizer_config.json")
     if settings["tokenizer_class"] == "TokenizersBackend":
@@ -236,7 +236,7 @@ def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
 def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt that no template renders.
 
-    A token with which the tokenizer begins its texts (Llama 3's, Gemma's) comes first. UserError is raised if the text
+    The tokenizer's begin token (Llama 3's, Gemma's) comes first. UserError is raised if the text
     contains a control token.
     """
     if match := control_tokens(tokenizer).search(text):
@@ -246,7 +246,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens with which the tokenizer begins a text: its `bos_token`, or none."""
+    """The tokens at the beginning of a text: the tokenizer's `bos_token`, or none."""
     begins = tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
     if not begins and tokenizer.bos_token_id is not None and "bos_token" in str(tokenizer.chat_template):
         way_out = "where the model has learned that they do, set add_bos_token: true in tokenizer_config.json"
@@ -272,7 +272,7 @@ def render_marked(
 ) -> tuple[str, list[list[tuple[int, int]]]]:
     """The chat as the template renders it, and with `return_assistant_tokens_mask` what `{% generation %}` marks.
 
-    A message with the text of a control token is an error, too: Hugging Face's pipeline would read it as the token.
+    A message with the text of a control token is an error: Hugging Face's pipeline would read it as the token.
     """
     tokenizer = renderer.tokenizer
     if not tokenizer.chat_template:
@@ -292,7 +292,7 @@ def render_marked(
 def apply_template(
     template: str, messages: Sequence[Message], options: Mapping[str, Any]
 ) -> tuple[str, list[list[tuple[int, int]]]]:
-    """The chat as the template renders it, and what it marks; any error that the template raises."""
+    """The rendered chat, and the parts that the template marks; raises any error of the template."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     clock = CLOCK if "strftime_now" in template else ""
@@ -304,7 +304,7 @@ def apply_template(
 def takes_thoughts_apart(template: str) -> bool:
     """Whether the template takes a thought from `reasoning_content` alone, as Qwen3.8's.
 
-    Such a template writes an empty thought before a content that begins with one.
+    Such a template writes an empty thought before a content that begins with a thought.
     """
     if "reasoning_content" not in template:
         return False
@@ -335,7 +335,7 @@ def strings_in(value: Any) -> list[str]:
 
 
 def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
-    """The ids of a text that stands behind another one.
+    """The ids of a text that follows another text.
 
     Some tokenizers, such as Llama 2's, begin a text with a space of their own, which stands nowhere else.
     """

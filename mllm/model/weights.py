@@ -1,6 +1,7 @@
 """Reads and writes Hugging Face's safetensors by the table of parameters in layout.py, without torch.
 
-Each process reads only what its devices need, and a share of what several need. Code in the folder is never run.
+Each process reads only its devices' parameters, and a share of parameters of several processes. Code in the folder is
+never run.
 Quantized checkpoints, and saving from several processes, are left out.
 """
 
@@ -166,7 +167,7 @@ def save(
 ) -> None:
     """Write a folder, of a disk or a bucket, that transformers loads; the host holds one shard at a time.
 
-    Matrices are the compute copies of a run, if `dithered` says how these are rounded. An earlier export there is
+    Matrices are a run's compute copies if `dithered` says how they are rounded. An earlier export there is
     replaced as `replacing` says. `also` writes further files into the folder (`save_tokenizer`). With an `original` the
     folder equals the original's but for these parameters. UserError is raised as by `replacing`.
     """
@@ -188,7 +189,7 @@ def write_settings(
     learned: Form | None = None,
     original: Original | None = None,
 ) -> None:
-    """Write config.json, with what the model has learned, and generation_config.json, with what ends a completion.
+    """Write config.json with the form that the model has learned, and generation_config.json with its stop tokens.
 
     Where a tokenizer's ids are known, config.json has them, null where there is none: a class has defaults of its own.
     """

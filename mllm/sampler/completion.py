@@ -41,10 +41,10 @@ class Turns(Protocol):
     """The partner who answers the turns of sequences, which it knows by their numbers."""
 
     def send(self, ended: Mapping[int, Completion]) -> None:
-        """Begin to answer sequences whose turn has ended; each completion has the tokens of that turn alone."""
+        """Begin to answer the ended turns; each completion has the tokens of its turn alone."""
 
     def receive(self, sequences: Sequence[int]) -> Mapping[int, list[int] | None]:
-        """The tokens that follow each sequence, at least one; None where nothing does. The same in all processes."""
+        """The tokens after each sequence, at least one; None at its end. The same in all processes."""
 
 
 @dataclass
@@ -83,15 +83,15 @@ class SamplerSettings:
     options: RolloutConfig
     seed: int
     room: Callable[[], Room | None] = lambda: None
-    """Returns how much is decoded at a time; None: all. It is called where `options.max_slots` is None."""
+    """Returns the limits of a decode batch; None: no limits. It is called where `options.max_slots` is None."""
     usual: Usual | None = None
     """What a training step samples; rollouts of up to twice its size reuse its programs."""
     poll: Callable[[], object] = lambda: None
-    """Called by all processes after each call of the decode program; what it raises ends the rollout."""
+    """Called by all processes after each call of the decode program; its exceptions end the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)
     """What all rollouts so far did."""
     stop_texts: Sequence[str] = ()
-    """Texts that end a completion; a text of one token is among `stop_ids`, too."""
+    """Texts that end a completion; a text of one token is in `stop_ids` as well."""
 
     def text_of(self, completion: Completion) -> str:
         """The text of a completion's last turn, up to the first of the stop texts."""
@@ -102,7 +102,7 @@ class SamplerSettings:
 
     def stopped_length(self, tokens: "array[int]") -> int | None:
         """The number of tokens with which the first stop text is complete, None without one in the last chunk."""
-        # A token has a byte at least; one more, since tokenizers may drop a space before the first.
+        # A token has a byte at least; one token more, since tokenizers may drop a space before the first.
         first = max(0, len(tokens) - CHUNK - 1 - max(len(stop.encode()) for stop in self.stop_texts))
 
         def stops(end: int) -> bool:

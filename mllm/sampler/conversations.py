@@ -1,8 +1,8 @@
-"""Conversations of a rollout: the assistant's turns go to environments, and what these say comes back as tokens.
+"""Conversations of a rollout: the assistant's turns go to environments, and their answers come back as tokens.
 
 This is the trainer's side; environments.py is the other. Each process holds the conversations of its own share, whole
-groups, and all learn every answer, so that each of them decides the same. What was sampled is never encoded again. An
-environment that fails ends its conversation, whose reward is then not known.
+groups, and gets every answer, so that processes decide the same. Sampled tokens are never encoded again. A failing
+environment ends its conversation without a reward.
 """
 
 import hashlib
@@ -90,8 +90,8 @@ class Conversation:
 class Conversations:
     """The conversations of a rollout, to be entered; in each process the calls are the same, in the same order.
 
-    `start` comes first. Each turn is sent and its answer received, until that is None; then `finish`. UserError of one
-    process is raised in all, and what the runner's `poll` raises passes through.
+    `start` comes first. Each turn is sent and its answer received, until the answer is None; then `finish`. A UserError
+    of one process is raised in all processes. Exceptions of the runner's `poll` pass through.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Conversations:
                 future.set_result(answer)
 
     def start(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Begin all conversations; returns the token ids of their prompts, with what the environments add.
+        """Begin all conversations; returns the token ids of their prompts, with the environments' additions.
 
         A conversation that fails at once is given its own prompt, and ends after its first turn.
         """

@@ -1,17 +1,16 @@
-"""The rollout engine: which sequences are decoded when, and in which pages of the cache.
+"""The rollout engine: decides which sequences decode when, and in which pages of the cache.
 
 A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
 in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
 eighth of the sequences has ended), waiting sequences take the slots of ended ones; where none wait, and rows cost
-time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences; where it
-may not grow, the shortest sequence gives its pages back and is prefilled once more later. A sequence whose turn has
-ended keeps its pages while it is answered, and the answer is prefilled behind them; where the model has delta nets it
-keeps its slot, too, which has its states. Numbers of slots and of pages are among few (buckets), so that little is
-compiled.
+time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences. When it
+is full, the shortest sequence is evicted and prefilled again later. In a conversation a sequence keeps its pages while
+its turn is answered, and the answer is prefilled behind them; with delta nets it also keeps its slot, which has its
+states. Numbers of slots and pages come from few buckets, so that few programs are compiled.
 
-The order of all that depends on counted tokens and turns only, never on time; the other sequences of a batch change a
-token only by rounding (in int8 by the rounding of weights, too: prompts are prefilled without it). On a mesh each
-device has its own prompts and slots; each process knows the slots of all devices, and so all decide the same.
+Scheduling depends on counted tokens and turns only, never on time, so runs are reproducible. The rest of a batch
+changes a token only by rounding (with int8 weights also by their rounding, since prompts are prefilled without it). On
+a mesh each device has its own prompts and slots; every process knows the slots of all devices, and decides the same.
 """
 
 import time
@@ -85,13 +84,13 @@ class RolloutEngine:
         self.steps_a_call = 1
         self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
-        """The sequences whose turn ended in the last chunk."""
+        """The sequences with a turn that ended in the last chunk."""
         self.answered: list[deque[int]] = [deque() for _ in range(self.shards)]
-        """Sequences whose answers are to be prefilled."""
+        """Sequences with answers to prefill."""
         self.cached: dict[int, int] = {}
         """How many tokens the pages of waiting and answered sequences have."""
         self.overrun: set[int] = set()
-        """The sequences whose turn a stop text ended in the last chunk, before the last of its tokens."""
+        """The sequences with a stop text in the last chunk before its last token."""
         truncates = self.options.truncates and not greedy
         self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
@@ -128,7 +127,7 @@ class RolloutEngine:
         return [number for number in waiting if self.shard_of[number] == shard]
 
     def context(self, sequence: int) -> list[int]:
-        """The tokens of a prompt and of what follows it so far; the last is not in the cache yet."""
+        """The tokens of a prompt and its completion so far; the last token is not in the cache yet."""
         return [*self.prompts[sequence], *self.completions[sequence].tokens]
 
     def length(self, sequence: int) -> int:
@@ -147,7 +146,7 @@ class RolloutEngine:
         return cached, 0 if sequence in self.waiting else behind
 
     def make_room(self) -> None:
-        """Take the shortest sequences out where the pages don't suffice; they are prefilled ahead of others."""
+        """Evict the shortest sequences where the pages don't suffice; they are prefilled first later."""
         for shard, queue in enumerate(self.queues):
             held = sorted(self.holding(shard), key=lambda number: (self.length(number), -number))
             needed = self.cache.needed(*map(self.span, held))
@@ -162,7 +161,7 @@ class RolloutEngine:
                     queue.appendleft([sequence])
 
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
-        """The answered sequences and the candidates that enter the shard's free slots: all have pages to grow into."""
+        """The answered sequences and the candidates that enter the shard's free slots; each has pages to grow into."""
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
@@ -232,7 +231,7 @@ class RolloutEngine:
             del self.cached[number]
 
     def answer(self, turns: Turns, ended: Mapping[int, Completion]) -> dict[int, Completion]:
-        """Have the turns that ended answered, while others are decoded; returns the completions that nothing follows.
+        """Have ended turns answered while other sequences decode; returns the completions that are over.
 
         The answers to the chunk before are waited for, or all answers where nothing is left to decode meanwhile.
         """
@@ -302,7 +301,7 @@ class RolloutEngine:
         return views
 
     def compile_rest(self) -> None:
-        """Once all have ended, compile the decode programs of the numbers of slots that no rollout had yet."""
+        """At the end of a rollout, compile the decode programs for numbers of slots without a program."""
         for slots in sorted({*self.slot_sizes} - {slots for slots, *_ in self.work.programs}):
             self.sequences = np.full((self.shards, slots), -1)
             self.cache.hold([{}] * self.shards, slots)
@@ -327,7 +326,7 @@ class RolloutEngine:
                 completion.finished, self.sequences[slot] = True, -1
 
     def stop_after(self, live: int) -> int:
-        """How many of the `live` sequences have to end, at most all, before a chunk ends early."""
+        """The number of the `live` sequences that must end before a chunk ends early."""
         if self.batches or any(self.queues):
             return max(1, live // 8)
         smaller = max((size for size in self.slot_sizes if size < self.sequences.shape[1]), default=0)

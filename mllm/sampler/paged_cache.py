@@ -1,4 +1,4 @@
-"""A rollout's cache: pools of pages on the devices, which grow and shrink, the tables of what they hold, and states."""
+"""A rollout's cache: pools of pages on the devices, which grow and shrink, their tables, and states."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,7 +39,7 @@ class PagedCache:
         """The most pages of each kind of layers."""
         # A program more costs more than pages that are empty.
         self.short = max(self.limits) <= SHORT * slots
-        slack = 2 * CHUNK  # the chunk in which a stop text ends is taken back
+        slack = 2 * CHUNK  # the chunk with the end of a stop text is taken back
         self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
         self.layers: list[LayerCache] = []
         self.states = SlotStates(model)
@@ -57,7 +57,7 @@ class PagedCache:
 
     @property
     def places(self) -> int:
-        """The tokens that there are places for, in layers that see all."""
+        """The number of places for tokens, in layers without a window."""
         return self.page * max(self.pages)
 
     def needed(self, *spans: Span) -> Int[np.ndarray, " kinds"]:

@@ -1,6 +1,6 @@
-"""Which page of a pool holds which tokens of which sequence: the host's side of the cache, the same in all processes.
+"""The pages of a pool by sequence and tokens: the host's side of the cache, the same in all processes.
 
-Each kind of layers has a table, since one with a window gives pages back that no later token sees.
+Each kind of layers has a table: a kind with a window frees pages that no later token sees.
 """
 
 from collections.abc import Iterable, Mapping
@@ -56,7 +56,7 @@ class PageTable:
             self.owners[shard, held.pop(number)] = FREE
 
     def resize(self, pages: int) -> Int[np.ndarray, "X P"]:
-        """Have so many pages on each shard, at least the used ones; returns the old page of each, 0 for a new one."""
+        """Set the number of pages of each shard, at least the used ones; returns each page's old number, or 0."""
         sources = np.zeros((len(self.owners), pages), np.int64)
         owners, starts = np.full_like(sources, FREE), np.zeros_like(sources)
         for shard, used in enumerate(self.owners != FREE):

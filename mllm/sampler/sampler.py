@@ -24,9 +24,9 @@ class Sampler(SamplerSettings):
         """Complete each prompt (token ids) once; prompt i draws from the stream (seed, step, first_sequence + i).
 
         All processes pass the same prompts, and get all completions. With `greedy` the likeliest token is taken;
-        log-probabilities are 0. `ended` is called with the completions that have ended, by their prompts' numbers,
-        while others are decoded. `conversations` may have answers, from which completions go on. ValueError is raised
-        if there are no prompts, or one is empty or longer than `options.max_prompt_length`.
+        log-probabilities are 0. `ended` is called with finished completions, by their prompts' numbers, while other
+        completions decode. `conversations` may have answers to continue with. ValueError is raised without prompts, and
+        for a prompt that is empty or longer than `options.max_prompt_length`.
         """
         lengths, limit = sorted({*map(len, prompts)}), self.options.max_prompt_length
         if not lengths or lengths[0] == 0 or lengths[-1] > limit:

@@ -3,7 +3,7 @@
 The noise of a token is a function of (seed, step, sequence, position) alone. Gumbel-max, argmax(logits + noise):
 Maddison et al. 2014, A* sampling, section 2. top-k: Fan et al. 2018, Hierarchical neural story generation, section 5.3.
 top-p: Holtzman et al. 2020, The curious case of neural text degeneration, section 3.1. min-p: Nguyen et al. 2024,
-arXiv:2407.01082. All as in transformers.
+arXiv:2407.01082. Each as in transformers.
 """
 
 import math
@@ -25,7 +25,7 @@ class Draw(NamedTuple):
     logprobs: Float[Any, "B *C"]
     """Under the distribution over the whole vocabulary, before top-k, top-p and min-p; NaN where logits are NaN."""
     kept: Float[Any, "B *C"] | None
-    """The probability of all tokens that top-k, top-p and min-p keep, by which they divide; None without them."""
+    """The probability that top-k, top-p and min-p keep, and divide by; None without them."""
     norms: Float[Any, "B *C"]
     """The squared norm of the log-probability's gradient by the logits, 1 - 2 p + sum_v p_v^2: 0 where p is 1."""
 
@@ -34,7 +34,7 @@ def sequence_keys(
     seed: Int[jax.Array, ""] | int, step: Int[jax.Array, ""] | int, sequences: Int[jax.Array, "B"]
 ) -> Key[jax.Array, "B"]:
     """One random key for each sequence, from its number in the step."""
-    # The generator is named because the default one is a setting of the process.
+    # The generator is named because the default is a setting of the process.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)
 
@@ -44,9 +44,9 @@ def sample(
 ) -> Draw:
     """One token for each row; `positions` are the places in completions.
 
-    The temperature divides the logits. `top_k` keeps the k likeliest tokens, 0 all; of these `top_p` keeps the fewest
-    likeliest that have this probability together, 1 all; of these `min_p` keeps the tokens with at least this share of
-    the largest probability.
+    The temperature divides the logits. In this order: `top_k` keeps the k likeliest tokens, 0 every token; `top_p`
+    keeps the fewest likeliest tokens with this probability together, 1 every token; `min_p` keeps tokens with at least
+    this share of the largest probability.
     """
     logits = logits / options.temperature
     kept = exclude(logits, options.top_k, options.top_p)

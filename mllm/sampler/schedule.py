@@ -1,5 +1,5 @@
-"""Sizes of a rollout: how prompts are assigned to devices, the few batches and caches for which programs are compiled,
-and, by arithmetic on shapes, how many sequences fit beside training; `--plan` has the compiler check that number.
+"""Sizes of a rollout: the assignment of prompts to devices, the few batches and caches with compiled programs, and, by
+arithmetic on shapes, how many sequences fit beside training; `--plan` has the compiler check that number.
 """
 
 from collections import deque
@@ -19,7 +19,7 @@ PREFILL_TOKENS = 4096
 PREFILLED_STATES = 8
 """The most prompts with states of delta nets that a device prefills at a time: a state is up to 50 MB."""
 PREFILLED_BATCHES = 2
-"""The most batches of prompts whose keys and values wait for slots; more than these if they have no more tokens."""
+"""The most batches of prompts with keys and values that wait for slots; more batches of no more tokens are allowed."""
 MEAN_LENGTH = 0.25
 """The mean length of sequences over their limit, as it is assumed until the pages are full."""
 PIECE = 32
@@ -27,7 +27,7 @@ PIECE = 32
 WIDTHS = [8, *SIZES]
 """Widths of batches of prompts."""
 LOGITS = 3
-"""Arrays of a decode step's logits, in float32, that are held at a time: logits, noise, and what top-p sorts."""
+"""Arrays of a decode step's logits in float32 at a time: logits, noise, and top-p's copy."""
 
 
 class Room(NamedTuple):
@@ -40,7 +40,7 @@ class Room(NamedTuple):
 
 
 class Usual(NamedTuple):
-    """How many distinct prompts and sequences programs are made for, over all devices or on one."""
+    """The typical numbers of distinct prompts and sequences, over all devices or on one device."""
 
     prompts: int
     sequences: int
@@ -52,9 +52,9 @@ class Usual(NamedTuple):
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:
-    """Each shard's distinct prompts, in order of their lengths, as the sequences (places in `prompts`) that have one.
+    """Each shard's distinct prompts in order of their lengths; a prompt is its sequences (places in `prompts`).
 
-    A shard has at most ceil(B / shards) sequences; a prompt whose sequences don't fit into one is assigned to several.
+    A shard has at most ceil(B / shards) sequences; a prompt with too many sequences for a shard is assigned to several.
     """
     groups: dict[tuple[int, ...], list[int]] = {}
     for sequence, prompt in enumerate(prompts):
@@ -85,10 +85,10 @@ def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int |
 
 
 def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = False) -> list[int]:
-    """The numbers of slots that a shard may have: the most; where rows cost time its half and its quarter, too.
+    """The numbers of slots that a shard may have: the most, and where rows cost time its half and its quarter.
 
-    They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where the
-    logits of all have less than an eighth of the weights' bytes, which are `weights`. Sequences that are `answered`
+    They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where
+    logits have less than an eighth of the weights' bytes, `weights`. Sequences that are `answered`
     have two programs for each number, and so no quarter.
     """
     free = jax.default_backend() != "cpu" and 8 * LOGITS * 4 * vocabulary * most < weights

@@ -1,9 +1,9 @@
 """The states of delta nets of the sequences that are decoded, one a slot, and which sequence has which.
 
 A state stands for all tokens of its sequence but the last, as the sequence's pages do. It is as large as the keys and
-values of many tokens, so there is one array of them, which decode steps change in place: a sequence whose turn has
-ended keeps its slot while it is answered. No token can be taken back from a state: where a stop text ends before the
-last token that was decoded, the sequence is prefilled once more.
+values of many tokens, so there is one array of states, which decode steps change in place. A sequence keeps its slot
+while its turn is answered. No token can be taken back from a state: where a stop text ends before the last token that
+was decoded, the sequence is prefilled once more.
 """
 
 from functools import partial
@@ -39,7 +39,7 @@ class SlotStates:
         self.used = bool(abstract_states(model, 1))
         """Whether the model has delta nets."""
         self.sequences = np.full((1 if self.layout is None else self.layout.row_shards, 0), -1)
-        """The sequence whose state each slot has, -1 for none."""
+        """The sequence of each slot's state, -1 for none."""
         self.layers: list[DeltaState] = []
 
     def arrange(self, sequences: Int[np.ndarray, "X B"]) -> None:
@@ -56,7 +56,7 @@ class SlotStates:
             self.layers = [*zeros(abstract_states(self.model, sequences.size))()]
         elif moved:
             placed = on_devices(self.layout, sources)
-            for index, states in enumerate(self.layers):  # one at a time: no second copy of all is held
+            for index, states in enumerate(self.layers):  # one at a time: no second copy of every layer is held
                 self.layers[index] = move(states, placed, layout=self.layout)
 
     def insert(self, prompts: States, sources: Int[np.ndarray, "X M"], sequences: Int[np.ndarray, "X M"]) -> None:

@@ -1,4 +1,4 @@
-"""Prompts are completed and scored: trajectories, which all processes know, and what is logged of them."""
+"""Trajectories: prompts are completed and scored, in all processes alike, and logged."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from mllm.sampler.sampler import Sampler
 from mllm.stopwatch import Stopwatch
 
 MOST_FAILED = 0.5
-"""The share of a step's completions whose reward may fail; a larger one stops the run."""
+"""The share of a step's completions with a failed reward that is allowed; more stop the run."""
 
 
 def sample_trajectories(
@@ -40,9 +40,9 @@ def sample_trajectories(
     group: int = 1,
     fixed: bool = False,
 ) -> list[Trajectory]:
-    """Complete and score each prompt once; each process scores its share, and learns the scores of all.
+    """Complete and score each prompt once; each process scores its share, and gets the scores of all.
 
-    What has ended is scored while others are decoded, also conversations, if their environments have no more to say.
+    Finished completions are scored while other completions decode; conversations as well, once they are over.
 
     No `group` of prompts is scored in parts: a batched function may compare its completions.
 
@@ -148,7 +148,7 @@ def completion_metrics(trajectories: Sequence[Trajectory], names: Sequence[str])
 
 
 def turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean number of turns and what became of tool calls; nothing where there are no conversations."""
+    """The mean number of turns, and the frequency and failures of tool calls; empty without conversations."""
     if not (talks := [trajectory.turns for trajectory in trajectories if trajectory.turns]):
         return {}
     messages = [*chain.from_iterable(talks)]
