@@ -60,8 +60,8 @@ def token_logprobs(
     mosaic_tpu, where a label within rounding of the largest logit may be either.
 
     `z = cap(hidden @ weight.T) / temperature`, with `cap(y) = softcap * tanh(y / softcap)` where there is a softcap.
-    It is differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order). A
-    gradient that isn't asked for isn't computed, and gradients have the dtype of what they belong to.
+    It is differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order). Only
+    requested gradients are computed; a gradient has its input's dtype.
 
     Args:
         hidden: bfloat16 or float32, as `weight`; they may differ.
@@ -72,15 +72,16 @@ def token_logprobs(
         ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
         temperature: positive; a number, or a scalar that may be traced, but not differentiated.
         softcap: positive, a Python number.
-        vocabulary: so many first rows of `weight` are tokens; the others, padding, have no probability. None: all.
-        weight_copy: what is multiplied in place of `weight`, laid out alike: a narrower copy, rounded as the caller
+        vocabulary: the number of first rows of `weight` that are tokens; the rest is padding without probability.
+            None: every row.
+        weight_copy: multiplied in place of `weight`, and laid out alike: a narrower copy, rounded as the caller
             likes. `weight` gets the copy's gradient, in its own dtype, as if nothing were rounded. None: `weight`.
-        collision: whether to give `sum p^2`, too, the probability that two samples are the same token; it has no
+        collision: whether to give `sum p^2` as well, the probability that two samples are the same token. It has no
             gradient.
         dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
             None: the wider of the arguments' dtypes. float32 products have the device's highest precision.
         impl: None for the best that runs here (see `choose_impl`), which never makes full logits; or a name.
-        sharding: how `hidden`, `weight` and all that is given for each token are laid out on a mesh, in and outside of
+        sharding: the layout of `hidden`, `weight` and every array of tokens on a mesh, in and outside of
             `jit` alike; the work is divided accordingly, and results and gradients have the same layout. None: the
             layout in the arguments' types, if their mesh has Explicit axes, as JAX makes them; else one device.
 
@@ -133,11 +134,11 @@ def token_loss(
     makes it NaN. The statistics are differentiable as those of `token_logprobs`, by a second pass: the objective has
     them for nothing.
 
-    Errors, and args beyond these, are as for `token_logprobs`:
-        objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). What differs
-            from token to token reaches it as an operand, floating, integer or boolean. An objective with a keyword-only
+    Errors, and further args, are as for `token_logprobs`:
+        objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). Values
+            that differ from token to token are operands, floating, integer or boolean. An objective with a keyword-only
             argument `lse` (for z-loss), `mean_logit` (the mean of z over the vocabulary, for label smoothing) or
-            `divergence` (from the teacher's distribution) gets it, too, whether it has a default or not.
+            `divergence` (from the teacher's distribution) gets it, with or without a default.
         weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
         teacher_hidden, teacher_weight: bfloat16 or float32, of the teacher's own width; no gradient reaches them. Both
             softmaxes are over the first `vocabulary` rows, None: as many as both weights have.
@@ -145,14 +146,14 @@ def token_loss(
             Jensen-Shannon divergence: with m = beta teacher + (1 - beta) student,
             beta KL(teacher || m) + (1 - beta) KL(student || m) (Agarwal et al. 2023, arXiv:2306.13649).
         beta: the teacher's share of jsd. Towards 0 jsd over beta tends to forward_kl, towards 1 jsd over 1 - beta to
-            reverse_kl, and at 0 and 1 these are meant, as in TRL.
+            reverse_kl, and at 0 and 1 it is these, as in TRL.
         teacher_temperature, teacher_softcap: the teacher's own; by default the student's.
-        workspace: bytes that the loss may take beside the gradients and a few tiles. What backward needs is kept for
-            as many tokens as fit, a wave: 3 matrix products; where the smallest wave doesn't fit, logits are computed
-            twice: 4. The float32 sum of a narrower weight's gradient over several waves is workspace, too. None: what
-            1024 tokens need (mosaic_gpu: 2048; xla on a CPU: 256), and no room for such a sum, except for xla on GPUs.
-            mosaic_tpu uses none where the weight is frozen or the objective uses the entropy; chunked_logits keeps in
-            it the logits of one chunk, 64 tokens at least; full_logits ignores it.
+        workspace: bytes that the loss may take beside the gradients and a few tiles. Logits are kept for as many
+            tokens as fit, a wave: 3 matrix products. Where the smallest wave doesn't fit, logits are computed twice: 4
+            products. The float32 sum of a narrower weight's gradient over several waves is workspace as well. None:
+            room for 1024 tokens (mosaic_gpu: 2048; xla on a CPU: 256), and no room for such a sum, except for xla on
+            GPUs. mosaic_tpu uses none where the weight is frozen or the objective uses the entropy; chunked_logits
+            keeps in it the logits of one chunk, 64 tokens at least; full_logits ignores it.
     """
     if (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError("teacher_hidden and teacher_weight must be given together")
@@ -187,7 +188,7 @@ def token_loss(
 
 @dataclasses.dataclass(frozen=True)
 class EngineChoice:
-    """The implementation that `impl=None` means, and a short clause: why this one, and why not a faster one."""
+    """The implementation that `impl=None` means, and a short clause with the reason."""
 
     impl: str
     reason: str

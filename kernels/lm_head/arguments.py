@@ -32,7 +32,7 @@ class TeacherArguments:
 
 
 def as_array(x: Any) -> Any:
-    """An array as it is, and numbers in lists as one."""
+    """An array as it is; a list of numbers as an array."""
     return x if hasattr(x, "dtype") else np.asarray(x)
 
 
@@ -68,7 +68,7 @@ def checked_inputs(
     operands: Sequence[Any] = (),
     teacher: TeacherArguments | None = None,
 ) -> Inputs:
-    """The arguments of a pass in any leading dims; their weight is the copy, if there is one."""
+    """The arguments of a pass in any leading dims; their weight is the copy if it is given."""
     check_model("", hidden, weight)
     copy = weight if weight_copy is None else weight_copy
     check_floating("weight_copy", copy)
@@ -115,7 +115,7 @@ def check_labels(labels: Any, live: Any, vocabulary: int) -> None:
 
 
 def as_int32(labels: Any) -> Any:
-    """The labels as int32; -1 for one that is no such number."""
+    """The labels as int32; -1 for a label outside of int32."""
     bounds, most = jnp.iinfo(labels.dtype), jnp.iinfo(jnp.int32).max
     if bounds.max > most:
         labels = (np if isinstance(labels, np.ndarray) else jnp).where((labels < 0) | (labels > most), -1, labels)
@@ -170,9 +170,9 @@ def checked_options(
     workspace: Any = None,
     teacher: TeacherArguments | None = None,
 ) -> Options:
-    """The options. Products' operands have `dtype`, or the widest dtype of all that is multiplied.
+    """The options. Products' operands have `dtype`, or by default the widest dtype of the operands.
 
-    `differentiated` are the arrays whose dtypes dh and dW get; without any, they get the inputs' dtypes.
+    dh and dW get the dtypes of `differentiated`, or by default the inputs' dtypes.
     """
     if teacher is not None:
         multiplied = *multiplied, teacher.hidden, teacher.weight

@@ -23,7 +23,7 @@ from .target import vary
 
 
 class Objective(NamedTuple):
-    """An objective as `Terms` have it, and what it depends on."""
+    """An objective in the form of `Terms`, and its dependencies."""
 
     function: Any  # a `Partial` of (logprob, lse, entropy[, divergence][, mean_logit], *operands) to a token's loss
     uses_tokens: bool  # whether it depends on the log-probability, the lse or the mean logit
@@ -62,7 +62,7 @@ def close_objective(
     if varying:
         closed = jax.make_jaxpr(by_place)(*(vary(jnp.zeros((), dtype), varying) for dtype in dtypes))
     else:
-        # A mesh that is set would stay with what is traced under it, which could then not run inside `shard_map`.
+        # A set mesh would stay in the traced function, which could then not run inside `shard_map`.
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             closed = jax.make_jaxpr(by_place)(*(jax.ShapeDtypeStruct((), dtype) for dtype in dtypes))
     out: list[Any] = closed.out_avals
@@ -91,7 +91,7 @@ def check_arity(objective: Callable[..., Any], operands: int, names: Sequence[st
 
 
 Sides = tuple[Float[Array, "N D"], Float[Array, "V D"]]
-"""Hidden states and weight, by which the rules differentiate: inputs have the same, or a copy."""
+"""Hidden states and weight, the arguments of differentiation: inputs have the same arrays, or a copy."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -151,7 +151,7 @@ def _loss_backward(
     # Where the cotangent is the constant 1, as under `jax.grad` of this loss, XLA drops the product.
     gradients = jax.tree.map(lambda x: (g_loss * x).astype(x.dtype), gradients)
     if options.wants_any and not all(map(_is_symbolic, jax.tree.leaves(given, is_leaf=_is_symbolic))):
-        # The statistics themselves are differentiated, too: only then there are further passes.
+        # The statistics themselves are differentiated as well; only then are there further passes.
         entropy = not _is_symbolic(given.entropy)
         options = dataclasses.replace(options, entropy_slopes=entropy, token_slopes=True)
         slopes = jax.tree.map(_instantiate, given, is_leaf=_is_symbolic)

@@ -1,7 +1,7 @@
 """The head with the logits of a chunk of tokens at a time, made again for the gradients: the baseline in little memory.
 
-It is what trainers do by rematerialisation in a scan over tokens, in its strongest form: chunks of as many tokens as
-the fused head's default keeps the logits of, or as fit the workspace, and none without a token that counts. It is
+The strongest form of rematerialisation in a scan over tokens: a chunk has as many tokens as the fused head's default
+keeps logits of, or as fit the workspace, and no chunk lacks a token that counts. It is
 xla.py's program for blocks of a chunk's rows and one tile of all columns. dW is summed in float32.
 """
 

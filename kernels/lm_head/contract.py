@@ -18,7 +18,7 @@ Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None w
 
 
 class Teacher(NamedTuple):
-    """A second head at the same rows, whose distribution the student's is compared with."""
+    """A second head at the same rows: the student's distribution is compared with its distribution."""
 
     hidden: Float[Array, "N E"]
     weight: Float[Array, "W E"]
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     labels: Int[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
-    columns: Integer[Array, ""] | None = None  # so many first rows of the weights are the vocabulary; None: all
+    columns: Integer[Array, ""] | None = None  # the number of the weights' first rows that are tokens; None: every row
     teacher: Teacher | None = None
 
     def each_row(self, change: Callable[[Array], Array]) -> "Inputs":
@@ -89,7 +89,7 @@ class Options:
 class Terms(NamedTuple):
     """A loss, but for the tokens' statistics."""
 
-    objective: Any  # (statistics of one token, *operands) -> its loss: a `jax.tree_util.Partial` of what all rows share
+    objective: Any  # (statistics of one token, *operands) -> its loss: a `jax.tree_util.Partial` over shared arrays
     weights: Float[Array, "N"]
     operands: tuple[Shaped[Array, "N"], ...] = ()
 
@@ -100,10 +100,10 @@ class Terms(NamedTuple):
 
 @runtime_checkable
 class Engine(Protocol):
-    """An implementation of the head. Rows that don't count are 0 in all that it returns."""
+    """An implementation of the head. Its results are 0 in rows that don't count."""
 
     def forward(self, inputs: Inputs, options: Options) -> tuple[Softmax, Any]:
-        """The tokens' statistics, and what the wanted gradients need again: a tree of arrays [N, ...], or None."""
+        """The tokens' statistics, and residuals for the wanted gradients: a tree of arrays [N, ...], or None."""
 
     def gradients(self, inputs: Inputs, softmax: Softmax, saved: Any, slopes: Slopes, options: Options) -> Gradients:
         """The wanted gradients of a scalar with derivatives `slopes`; dh is the part of this vocabulary shard."""
@@ -175,7 +175,7 @@ def scale_of(temperature: Float[Array, ""], softcap: float | None) -> Float[Arra
 
 
 def scales_of(inputs: Inputs, options: Options) -> tuple[Array, ...]:
-    """The student's scale, and the teacher's if there is one."""
+    """The student's scale, and the teacher's if given."""
     student = scale_of(inputs.temperature, options.softcap)
     if inputs.teacher is None:
         return (student,)

@@ -1,6 +1,6 @@
 """Divergence of a teacher's next-token distribution and a student's, from the hidden states of both.
 
-Neither model's logits exist as an array. These are `token_loss` with an objective that is the divergence alone.
+Neither model's logits exist as an array. Each function is `token_loss` with the divergence as its objective.
 """
 
 from typing import Any

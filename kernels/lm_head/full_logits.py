@@ -1,7 +1,7 @@
 """The head with full logits: the strongest plain program, and the baseline that the fused engines are compared with.
 
-The logits [N, V] are stored once, in float32; backward writes their derivative in the compute dtype (over them, if
-that is float32, or on TPUs). It takes no workspace, and rows that don't count cost as much as the others.
+The logits [N, V] are stored once, in float32; backward writes their derivative in the compute dtype (over them
+if it is float32, or on TPUs). It takes no workspace, and rows that don't count cost as much as the others.
 
 It is xla.py's program for one block of all rows and one tile of all columns. Suffixes: N rows, D features, V
 vocabulary.

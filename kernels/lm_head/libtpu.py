@@ -1,7 +1,7 @@
 """Settings that keep libtpu quiet where there is no TPU; importing this makes them.
 
 JAX tries every libtpu that is installed, and without a TPU libtpu warns about each of these settings that is missing.
-This hides no TPU: where there is one, nothing is set.
+This hides no TPU: on a machine with a TPU nothing is set.
 """
 
 import os

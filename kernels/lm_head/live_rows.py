@@ -1,4 +1,4 @@
-"""Loops over the rows that count, a block at a time, whose duration follows their number.
+"""Loops over the rows that count, a block at a time; their duration follows the number of rows.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -18,7 +18,7 @@ Carry = TypeVar("Carry")
 
 
 class LiveRows(NamedTuple):
-    """An order in which the rows that count come first. Later places repeat the first row, so no other row is read."""
+    """An order with the rows that count first. Later places repeat the first row, so no other row is read."""
 
     row: Integer[Array, "M"]  # the row at each place
     place: Integer[Array, "N"]  # the place of each row; a row that doesn't count has a place of at least `number`

@@ -1,7 +1,7 @@
 """Statistics of logits that exist already: log-probability, log-normaliser and entropy, with one array of gradients.
 
-Any objective of these is differentiated through them: a policy gradient takes one pass over the logits, and one that
-writes their derivatives. logits_tpu.py has both as Pallas kernels.
+An objective of the statistics is differentiated through them: a policy gradient takes one pass over the logits, and a
+second pass that writes their derivatives. logits_tpu.py has both as Pallas kernels.
 """
 
 import functools
@@ -37,7 +37,7 @@ def logits_logprobs(
 
     Args:
         logits: bfloat16 or float32.
-        labels: columns of the whole vocabulary; a traced one that is out of range has NaN for its logprob.
+        labels: columns of the whole vocabulary; a traced label out of range has the logprob NaN.
         where: the rows that count. The others give 0, get no gradient and may hold anything.
         temperature: positive; a number, or a scalar that may be traced.
         vocabulary_axis: inside `jax.shard_map`, the mesh axis (or axes) over which columns are spread, evenly.

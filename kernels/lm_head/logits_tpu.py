@@ -1,4 +1,4 @@
-"""Statistics of logits and their gradient on TPUs: two Pallas kernels, each of which reads the logits once.
+"""Statistics of logits and their gradient on TPUs: two Pallas kernels; each reads the logits once.
 
 The grid is (blocks of rows, tiles of columns), tiles innermost. Within a tile a few rows are taken at a time, as pieces
 of 128 columns: every lane has sums of its own, which XLA adds up. Of a block without a row that counts, one tile is

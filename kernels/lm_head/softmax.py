@@ -1,7 +1,7 @@
 """Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
 
 Logits are z = scale * y, where y is h·W and the scale 1 / temperature, or, with a softcap, y is tanh(h·W / softcap) and
-the scale softcap / temperature. Maxima, and what they are subtracted from, are in units of y: XLA may contract a
+the scale softcap / temperature. Maxima and their operands are in units of y: XLA may contract a
 product and a difference to one rounding, and `scale * y - scale * y` would then not be 0.
 
 docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of a tile, which are dim `dim` of a tile.
@@ -57,8 +57,8 @@ class Columns(NamedTuple):
 class Running(NamedTuple):
     """Sums over the columns seen so far, with e = exp(scale (y - top)) and `top` the maximum of y.
 
-    `sum_e_y` is the sum of e (y - top), `label` the label's y, 0 until it is seen; a teacher has neither. The others,
-    the sums of y and of e^2, are None where nobody asks for them.
+    `sum_e_y` is the sum of e (y - top), `label` the label's y, 0 until it is seen; a teacher has neither. The sums
+    of y and of e^2 are None unless requested.
     """
 
     top: Float[Array, "*R"]
@@ -152,7 +152,7 @@ def across_devices(running: Running, scale: Any, axis: Any) -> Running:
 def finish_live(
     running: Running, live: Bool[Array, "R"], scale: Any, axis: Any, vocabulary: int | None = None
 ) -> Softmax:
-    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
+    """The statistics after the last column, over the devices along `axis` if given; 0 at rows that don't count.
 
     `vocabulary` is the number of columns over which the mean logit is taken.
     """
@@ -200,7 +200,7 @@ def logit_slopes(
 
 
 def label_slope(softmax: Softmax, slopes: Slopes, temperature: Array, softcap: float | None) -> Float[Array, "R"]:
-    """The derivative by the label's product h·W, in which 1 - p is computed by expm1."""
+    """The derivative by the label's product h·W; 1 - p is computed by expm1."""
     log_p = softmax.label - softmax.log_sum_e
     p = jnp.exp(log_p)
     slope = slopes.lse * p - slopes.logprob * jnp.expm1(log_p) - slopes.entropy * p * (log_p + softmax.entropy)
@@ -218,7 +218,7 @@ def cap_slope(y: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 class RowFactors(NamedTuple):
-    """Each row's numbers from which a kernel makes the derivatives by its products h·W, float32.
+    """Each row's factors of the derivatives by its products h·W, float32.
 
     A derivative is `at_label` in the label's column, elsewhere `p (at_p + at_p_log_p log p) + at_all` times the cap's
     derivative. The last four include 1 / temperature, and `at_label` the cap's derivative at the label.

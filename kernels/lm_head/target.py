@@ -56,7 +56,7 @@ def vary(x: Any, axes: Set[str]) -> jax.Array:
 
 
 def same_varying(arrays: Any) -> Any:
-    """A tree of JAX arrays, each of which may vary over every axis that one of them varies over (see `vary`)."""
+    """A tree of JAX arrays that may vary over every axis of any of them (see `vary`)."""
     arrays = jax.tree.map(jnp.asarray, arrays)
     axes = varying_axes(*jax.tree.leaves(arrays))
     return jax.tree.map(lambda x: vary(x, axes), arrays)

@@ -7,8 +7,8 @@ arXiv:2306.13649, section 3):
     reverse_kl  KL(p || q)                              dz = p (log p - log q - KL)
     jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
 
-Where both have the same logits, all of it is exactly 0. Suffixes as in softmax.py, whose state each model has; a pair
-is the student's and the teacher's.
+With equal logits every divergence and gradient is exactly 0. Suffixes as in softmax.py; each model has its state. A
+pair is the student's and the teacher's.
 """
 
 import dataclasses
@@ -98,7 +98,7 @@ def finish_pair(
     axis: Any,
     vocabulary: int | None = None,
 ) -> Softmax:
-    """The statistics after all columns, of all devices along `axis` if there is one; 0 at rows that don't count.
+    """The statistics after the last column, over the devices along `axis` if given; 0 at rows that don't count.
 
     For jsd the divergence is still to be added up (`mixture_terms`). Devices exchange two maxima and five sums a row.
     """

@@ -6,7 +6,7 @@ each time that logits are computed; jsd without kept logits computes them once m
 normalisers.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
-`y` is in the units of softmax.py, a tuple of the student's and, if there is one, the teacher's.
+`y` is in the units of softmax.py, a tuple of the student's and, if given, the teacher's.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ _CPU_BLOCK, _BLOCK = 256, 1024
 _TILE, _TILE_ELEMENTS = 2048, 2**22  # columns at most, and elements of a tile of dW: 16 MiB in float32
 _LEAST_WAVE, _MOST_WAVE = 64, 2048  # fewer rows would touch all of dW too often, more make a tile too large
 
-Logits = tuple[Array, ...]  # the student's y [R, T] and, if there is one, the teacher's
+Logits = tuple[Array, ...]  # the student's y [R, T] and, if given, the teacher's
 
 
 class Tiling(NamedTuple):
@@ -204,11 +204,11 @@ def waves_plan(inputs: Inputs) -> Tiling:
 
 
 def wave_rows(plan: Tiling, inputs: Inputs, options: Options) -> int:
-    """The number of rows whose logits are kept at a time, or 0 to compute them again."""
+    """The number of rows with kept logits at a time, or 0 to compute logits again."""
     rows, room = round_up(len(inputs.labels), 8), options.workspace
     models, on_gpu = len(_models(inputs)), target.platform() == "gpu"
     bytes_a_row = 4 * models * plan.tiles * plan.tile
-    if on_gpu:  # dy of all columns, in the products' dtype, is an array, too
+    if on_gpu:  # dy of every column, in the products' dtype, is an array as well
         bytes_a_row += options.dtype.itemsize * plan.tile
     wave = min(rows, _MOST_WAVE, (plan.block // models if room is None else room // bytes_a_row) // 8 * 8)
     narrow = options.wants_weight and contract.gradient_dtypes(inputs, options)[1] != jnp.float32

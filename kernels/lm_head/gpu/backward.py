@@ -129,7 +129,7 @@ def weight_gradient(
     add: bool = False,
     before: Float[Array, "C _"] | None = None,
 ) -> None:
-    """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place; or adds it to what is there.
+    """Writes dy.T @ hidden[block] to the chunk's rows of `out`, [V, D], in place, or adds it to them.
 
     The chunk's columns that count must reach to its end, or to the end of `out`. `before` is added before writing.
     """
@@ -147,7 +147,7 @@ def _product(
     add: bool,
     before: Float[Array, "C _"] | None = None,
 ) -> None:
-    """Writes `left` @ `right` to rows of `out`, or adds it there; `before` is added ahead of that.
+    """Writes `left` @ `right` to rows of `out`, or adds it to them; `before` is added first.
 
     `ranges` are the first of the result's rows and their number, then the first of the right factor's rows and theirs.
     """

@@ -71,7 +71,7 @@ def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[
         return softmax_R, dh_RD, dw_VD, None
 
     nothing = contract.no_statistics(inputs, options, round_up(len(inputs.labels), plan.rows))
-    # The host would have to wait for the device before each step of a loop whose length is found there.
+    # Before each step of a loop with a length from the device, the host would have to wait.
     return over_waves(inputs, options, plan.rows, wave, nothing, one_always_runs=True)
 
 
@@ -123,7 +123,7 @@ def _forward_pass(
 
 def _finish(inputs: Inputs, options: Options, running: Running, live: Bool[Array, "R"]) -> Softmax:
     """The softmax over the whole vocabulary; 0 at rows that don't count."""
-    # Nothing was written there, and a product of 0 with what isn't finite is not 0.
+    # Nothing was written there, and 0 times a number that isn't finite is not 0.
     running = jax.tree.map(lambda x: jnp.where(live, x, 0), running._replace(sum_e=jnp.where(live, running.sum_e, 1)))
     return contract.finish(running, inputs._replace(live=live), options)
 
@@ -201,9 +201,9 @@ def _whole_wave(
     kept: KeptLogits,
     dw: Float[Array, "V D"] | None,
 ) -> Gradients:
-    """dh and dW of a wave whose logits are all kept: dy takes their place, and each is one product, by cuBLAS.
+    """dh and dW of a wave with every logit kept: dy takes the logits' place, and each is one product, by cuBLAS.
 
-    Rows that don't count cost as much as the others here: so only the last of several waves has many, or a small one.
+    Rows that don't count cost as much as rows that count here. Only a small wave, or the last of several, has many.
     """
     factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
     number, (dh_dtype, dw_dtype) = len(rows.labels), contract.gradient_dtypes(inputs, options)
@@ -246,7 +246,7 @@ def _chunk_of(inputs: Inputs, options: Options, first: Array, size: int) -> tupl
 
 
 def _read_kept(kept: KeptLogits, number: Array, row: Array, size: tuple[int, int], tiles: int) -> KeptLogits:
-    """The kept logits of the chunk of that number and a block of rows from `row` on; `size` is the product's shape."""
+    """The kept logits of chunk `number` and a block of rows from `row` on; `size` is the product's shape."""
     part, index = (number, 0) if len(kept.below) > 1 else (0, number)
     below_BC = lax.dynamic_slice(kept.below, (part, row, index * size[1]), (1, *size))[0]
     return KeptLogits(lax.dynamic_slice(kept.tops, (part, index * tiles, row), (1, tiles, size[0]))[0], below_BC)

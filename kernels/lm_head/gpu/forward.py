@@ -27,11 +27,11 @@ from .products import PIECE, Operand, Place, Product, Ref, Scalar, Strip, Work
 from .tiles import KEPT_DTYPE, Sizes, Tiles
 
 LOG2E = math.log2(math.e)
-_SHARED_ROWS = 16 * 2**20  # bytes of the hidden states of blocks whose strips are interleaved: the L2 cache holds them
+_SHARED_ROWS = 16 * 2**20  # bytes of hidden states of interleaved blocks: the L2 cache holds them
 
 
 class KernelRows(NamedTuple):
-    """Rows in the kernels' order, the first `number` of which count."""
+    """Rows in the kernels' order; the first `number` rows count."""
 
     hidden: Float[Array, "M D"]
     labels: Int[Array, "M"]
@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
 
     first: Scalar | int  # the first one's number in the vocabulary, as labels count; a multiple of a tile's columns
     first_row: Scalar | int  # the first one's row in the array of weights; a multiple of a tile's columns
-    columns: Scalar  # number of its columns that belong to the vocabulary; the others are padding
+    columns: Scalar  # number of its columns that belong to the vocabulary; the rest is padding
 
 
 class KeptLogits(NamedTuple):
@@ -72,7 +72,7 @@ def logit_work(tiles: Tiles, strip: int | Scalar, number: Scalar, columns: Scala
 def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Scalar:
     """A bit for each tile of a strip, of at most 32: 1 if a label of a warpgroup's rows is in the tile.
 
-    `in_tile` is what `labels_in_tiles` gives, `first` the chunk's first column.
+    `in_tile` is the result of `labels_in_tiles`, `first` the chunk's first column.
     """
     tile = lax.div(first, jnp.int32(tiles.columns)) + place.tile
     group, word, shift = lax.div(place.row, jnp.int32(tiles.rows_each)), tile >> 5, tile & 31
@@ -82,7 +82,7 @@ def hits_of_strip(in_tile: Ref, first: Scalar, place: Place, tiles: Tiles) -> Sc
 
 
 def is_hit(hits: Scalar, tile: Scalar) -> Array:
-    """Whether the strip's tile of that number has its bit in `hits`."""
+    """Whether the bit of tile `tile` is set in the strip's `hits`."""
     return (lax.shift_right_logical(hits, tile) & 1) > 0
 
 
@@ -143,7 +143,7 @@ def forward(
                     y, step = product(t, step)
                     start = t * width
                     left, own_column = columns - start, label - start
-                    # In pieces: few registers are left beside a tile's sums. The scale is for what is summed of them.
+                    # In pieces: few registers are left beside a tile's sums. The scale is applied to the sums.
                     pieces = [capped(piece, softcap) for piece in products.pieces_of(y)]
                     pieces = lax.cond(left < width, functools.partial(_masked, left), lambda *x: x, *pieces)
                     top = functools.reduce(jnp.maximum, pieces).max(axis=1)

@@ -4,8 +4,8 @@ The kernels are persistent: as many thread blocks as there are multiprocessors r
 loads: TMA brings slabs of A and B into a ring of slots in shared memory, ahead of their use and across the ends of
 tiles. Two warpgroups multiply, each one half of a tile's rows, by WGMMA with float32 sums in registers, and then run
 the epilogue on the sums. Two blocks form a cluster: their tiles are neighbours in the direction of the rows, and a slab
-of B is read once and multicast to both. TMA fills a slab that reaches beyond its array with zeros, and drops what is
-stored beyond one; Pallas requires arrays whose sizes are multiples of 8 and 64.
+of B is read once and multicast to both. TMA fills a slab that reaches beyond its array with zeros, and drops
+stores beyond its array; Pallas requires sizes that are multiples of 8 and 64.
 
 The design is CUTLASS's cooperative persistent kernel. The hardware's part: PTX ISA, `wgmma.mma_async`,
 `cp.async.bulk.tensor`, `mbarrier`.
@@ -30,7 +30,7 @@ from .tiles import MULTIPLIERS, STAGES, Tiles
 # jax 0.10 requires an index beside the reference, 0.11 deprecates it, 0.12 has none.
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 _NO_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
-_LOADER_REGISTERS, _MULTIPLIER_REGISTERS = 24, 240  # 128 threads of one, 256 of the other: within 65536
+_LOADER_REGISTERS, _MULTIPLIER_REGISTERS = 24, 240  # for 128 loading and 256 multiplying threads: within 65536
 
 Scalar = Int[Array, ""]
 Ref = Any
@@ -224,7 +224,7 @@ def _multiply(ring: _Ring, work: Work, warpgroup: Scalar, strip: Strip) -> None:
                     slot = lax.rem(step, slots)
                     plgpu.barrier_wait(ring.full.at[slot])
                     plgpu.wgmma(sums, *_slab_refs(ring, slot, warpgroup))
-                    plgpu.wgmma_wait(1)  # the product before this one is done
+                    plgpu.wgmma_wait(1)  # the previous product is done
 
                     @pl.when(k > 0)
                     def _() -> None:
@@ -270,7 +270,7 @@ def pieces_of(y: Float[Array, "R C"], width: int = PIECE) -> list[Float[Array, "
 
 
 def column_index(piece: Array, number: int) -> Int[Array, "R P"]:
-    """The tile's column at each element of its piece of that number."""
+    """The tile's column at each element of piece `number`."""
     return lax.broadcasted_iota(jnp.int32, piece.shape, 1) + number * PIECE
 
 
@@ -280,7 +280,7 @@ def piece_stages(dtype: Any) -> Any:
 
 
 def store_piece(stages: Ref, place: Place, number: int, piece: Array, to: Ref, add: bool = False) -> None:
-    """Stores a tile's piece of that number, as wide as a stage, in GPU memory, or adds it to what is there."""
+    """Stores piece `number` of a tile, as wide as a stage, in GPU memory, or adds it to the memory."""
     buffer = stages.at[place.warpgroup, number % STAGES]
     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
     buffer[...] = piece.astype(stages.dtype)

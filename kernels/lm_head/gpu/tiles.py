@@ -1,4 +1,4 @@
-"""Sizes of the Hopper kernels' tiles, chunks and strips, and of which rows and columns forward keeps logits.
+"""Sizes of the Hopper kernels' tiles, chunks and strips, and the rows and columns with kept logits.
 
 They follow from a table for GPUs of 132 multiprocessors, bounds on memory, and a workspace.
 """
@@ -56,7 +56,7 @@ class Tiles:
     cluster: int = 2  # blocks of a cluster; their tiles follow each other in the direction of the rows
 
     def __post_init__(self) -> None:
-        assert self.rows_each == 64  # as one wgmma has, and what is stored at a time
+        assert self.rows_each == 64  # the rows of one wgmma, and of one store
         assert self.columns % 128 == 0  # stages are taken in turn, and each tile begins with the first
         assert self.columns % self.cluster_rows == 0  # columns are rows of dW
 
@@ -77,14 +77,14 @@ class Sizes:
     tiles: Tiles
     chunk: int  # columns of the vocabulary that backward takes at a time; whole tiles
     most_rows: int = 8192  # rows that backward takes at a time, at most
-    default_rows: int = 2048  # rows whose logits are kept where the caller names no workspace
-    wave_rows: tuple[int, int] = (896, 2239)  # rows as slow as a wave's sum of dW: of a bfloat16 weight, a float32 one
+    default_rows: int = 2048  # rows with kept logits where the caller names no workspace
+    wave_rows: tuple[int, int] = (896, 2239)  # rows as slow as a wave's sum of dW: bfloat16 weight, float32 weight
 
     def __post_init__(self) -> None:
         assert self.chunk % self.tiles.columns == 0
 
     def block(self, rows: int) -> int:
-        """Rows that backward takes at a time when there are `rows` in all: blocks are of one size and nearly full."""
+        """Rows that backward takes at a time, of `rows`: blocks have one size and are nearly full."""
         blocks = -(-max(rows, 1) // self.most_rows)
         return round_up(-(-max(rows, 1) // blocks), self.tiles.cluster_rows)
 
@@ -149,8 +149,8 @@ class WavePlan(NamedTuple):
 
     sizes: Sizes
     rows: int  # rows of a wave
-    kept_columns: int = 0  # number of the vocabulary's first columns whose logits are kept
-    kept_chunk: int = 0  # number of these that backward takes at a time
+    kept_columns: int = 0  # number of the vocabulary's first columns with kept logits
+    kept_chunk: int = 0  # kept columns that backward takes at a time
     whole: bool = False  # backward takes all columns at once, in plain products
 
     def chunk(self, vocabulary: int) -> int:
@@ -160,7 +160,8 @@ class WavePlan(NamedTuple):
     def with_workspace(self, inputs: Inputs, room: int) -> "WavePlan":
         """The plan with as many columns as `room` bytes keep, in chunks of one size.
 
-        Some of the room is for dy, so that chunks may be larger: half of what all columns leave, or an eighth.
+        Some of the room is for dy, so that chunks may be larger: half of the room that every column leaves, or an
+        eighth.
         """
         (vocabulary, features), width = inputs.weight.shape, self.sizes.tiles.columns
         needed, bytes_a_tile = -(-vocabulary // width), self.rows * kept_bytes(width, self.sizes.tiles)
@@ -176,7 +177,7 @@ class WavePlan(NamedTuple):
 
 
 def make_plan(inputs: Inputs, options: Options) -> WavePlan:
-    """The plan; of several waves, or a small one, with all columns kept, backward takes all columns at once."""
+    """The plan; of several waves, or a small one, with every column kept, backward takes every column at once."""
     plan, rows = _waves_or_columns(inputs, options), len(inputs.labels)
     small = plan.rows < rows or plan.rows <= plan.sizes.default_rows
     all_kept = plan.kept_columns >= len(inputs.weight) and inputs.weight.dtype == options.dtype
@@ -184,7 +185,7 @@ def make_plan(inputs: Inputs, options: Options) -> WavePlan:
 
 
 def _waves_or_columns(inputs: Inputs, options: Options) -> WavePlan:
-    """All columns of all rows if there is room; else all columns of some rows or some columns of all, by their cost."""
+    """Keep every logit if there is room; else every column of some rows, or some columns of every row, by cost."""
     vocabulary, features = inputs.weight.shape
     sizes = choose(len(inputs.labels), vocabulary, features)
     tiles, rows = sizes.tiles, sizes.rows(len(inputs.labels))

@@ -1,8 +1,8 @@
 """The backward kernels for TPUs: dW and dh from logits that are computed again, dW from exponentials that were kept.
 
 dW's kernel sums a tile in float32 on the chip while the blocks of hidden states pass by. It works on y transposed,
-W hᵀ, so that dW = dyᵀ h needs no transpose. dh's kernel mirrors the forward kernel. With what was kept, dW is the third
-product of the single pass.
+W hᵀ, so that dW = dyᵀ h needs no transpose. dh's kernel mirrors the forward kernel. With kept exponentials dW is the
+third product of the single pass.
 
 Suffixes as in `forward.py`. With p = exp(log p), log p = scale (y - top) - log_sum_e, all kernels compute dy, the
 derivatives by products, as `RowFactors` says; `top` is the maximum of y over the whole vocabulary.

@@ -8,8 +8,8 @@ meanwhile. Where there is no second product, a tile's last columns wait for the 
 
 The label's column is left out of all sums but `sum_y`, and of `top`, which is FLOOR where there is no other; its logit
 is a product with the gathered row of W, FLOOR where the label is in none of these columns. Where the label's p is near
-1, the sum of the others' exponentials has all of its digits, which a sum that includes the label's has lost. So 1 - p,
-and what follows from it, is as exact as the logits are. Blocks past the rows that count cost nothing.
+1, the sum of the other columns' exponentials keeps its digits, which a sum with the label's column loses. So 1 - p is
+as exact as the logits. Blocks past the rows that count cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
@@ -182,7 +182,7 @@ def _kernel(*refs: Any, tile: Tiles, options: Options) -> None:
                 e_SR, w_TD[pl.ds(s * step, step), :], (0, 0), dtype
             )
 
-        # The step whose softmax is computed beside the products of step s: the one before, of the last tile for s = 0.
+        # The softmax beside the products of step s is of the step before; for s = 0 of the last tile.
         y_next = scratch["carried"][...] if carries else products(0)
         ahead = 0 if carries else 1
         to_add: tuple[Any, ...] = ()
@@ -241,7 +241,7 @@ def kernel_call(
     scratch: dict[str, Any],
     aliases: dict[int, int] | None = None,
 ) -> dict[str, Array]:
-    """The results of a kernel over blocks of rows, the first of which count, and tiles of the weight.
+    """The results of a kernel over blocks of rows (rows that count come first) and tiles of the weight.
 
     Its refs are two arrays of scalars (how many rows and how many columns count; the scale), hidden states, `streamed`
     (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and `weight` for a

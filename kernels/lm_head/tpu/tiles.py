@@ -19,7 +19,7 @@ KernelName = Literal["forward", "hidden", "weight", "kept"]
 
 LANES = 128
 _MIB = 2**20
-_RESERVE = 8 * _MIB  # of the chip's VMEM, for what the compiler and XLA put there
+_RESERVE = 8 * _MIB  # of the chip's VMEM, for the compiler's and XLA's own buffers
 _ROWS = (1024, 512, 256, 128)
 _COLUMNS = (2048, 1024, 512, 256, 128)
 _LEAST_STEP = 256  # steps of fewer columns keep a matrix unit idle half of the time, by the listing
@@ -31,16 +31,16 @@ _MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so many times what the 
 class Tiles:
     rows: int  # hidden states of a block
     columns: int  # rows of the weight in a tile
-    step: int  # columns whose softmax is computed at a time
+    step: int  # columns of a softmax at a time
 
     def __post_init__(self) -> None:
         assert self.columns % self.step == 0
-        assert self.columns // self.step <= 8  # the sublanes in which a tile's maxima are kept, one a step
+        assert self.columns // self.step <= 8  # a tile's maxima are kept in sublanes, a sublane for each step
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel, and the sizes and dtypes of its arguments: the choice of tiles depends on these."""
+    """A kernel with the sizes and dtypes of its arguments, which the choice of tiles depends on."""
 
     kernel: KernelName
     tokens: int
@@ -83,7 +83,7 @@ _override: tuple[KernelName | None, Tiles, int | None] | None = None
 def override(
     *, rows: int, columns: int, step: int | None = None, call: int | None = None, kernel: KernelName | None = None
 ) -> Iterator[None]:
-    """Within the context, one kernel or all are traced with these tiles, `call` rows a call: for tests and trials."""
+    """A context that traces one kernel, or every kernel, with these tiles and `call` rows a call, for tests."""
     global _override
     previous, _override = _override, (kernel, Tiles(rows, columns, step or columns), call)
     try:
@@ -163,7 +163,7 @@ def candidates(case: Case, capacity: int) -> list[Tiles]:
     # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
     rows_needed = round_up(-(-case.tokens // cores()) if case.by_rows else case.tokens, LANES)
     columns_needed = round_up(case.vocabulary, LANES)
-    # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit these tiles, too.
+    # Exponentials are laid out in the forward kernel's tiles, so the kernel that reads them must fit the same tiles.
     readers = [dataclasses.replace(case, kernel="kept", keep=False, gradient=jnp.dtype(jnp.float32))] * case.keep
     tilings = (
         Tiles(rows, columns, step)
