@@ -52,7 +52,7 @@ def reference() -> str:
 def tables(schema: dict[str, Any], key: str, is_list: bool = False) -> Iterator[str]:
     """The table of a section's settings, and the tables of the sections in it."""
     if key:
-        yield f"## {key}\n"
+        yield f"## {key}"
     yield cell(schema["description"]) + (" The section is a list of these." if is_list else "") + "\n"
     yield "| setting | type | default | meaning |\n| --- | --- | --- | --- |"
     inner = []
