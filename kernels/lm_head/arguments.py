@@ -123,7 +123,7 @@ def as_int32(labels: Any) -> Any:
 
 
 def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
-    """How many first rows of the weights are tokens; None: all `rows`."""
+    """The number of first rows of the weights that are tokens; None: all `rows`."""
     if vocabulary is None:
         return None
     if not isinstance(vocabulary, Integral) or not 1 <= int(vocabulary) <= rows:

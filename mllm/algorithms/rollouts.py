@@ -50,9 +50,9 @@ class ScoredRollout(NamedTuple):
     advantages: Sequence[Float[Any, "..."]]
     """Each completion's, or each of its sampled tokens'."""
     counts: Bool[np.ndarray, "N"]
-    """Which have a weight in the loss."""
+    """The completions with a weight in the loss."""
     failed: Bool[np.ndarray, "N"]
-    """Which have no advantage to log."""
+    """The completions without an advantage to log."""
     frac_kept: float
     """The share of the sampled groups which are learned from and have a signal."""
 

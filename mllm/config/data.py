@@ -41,7 +41,7 @@ class SourceConfig(Section):
     source: str
     """A file or a pattern of files, as `data.source`, or a hub id."""
     weight: PositiveFloat = 1.0
-    """How many examples are drawn from it, beside the other sources' weights."""
+    """The relative number of examples from this source."""
     subset: str | None = None
     """As `data.subset`."""
     split: str = "train"

@@ -76,7 +76,7 @@ class ModelConfig(Section):
     the distance of two numbers. `dithered` rounds a weight up where its fraction of that distance exceeds a fixed
     threshold for this weight. Only with dtype bfloat16, and float32 parameters or `lora`."""
     remat: Literal["none", "full"] = "full"
-    """What the backward pass recomputes in each layer: nothing or everything."""
+    """The part of each layer that the backward pass recomputes: nothing or everything."""
     lora: LoraConfig | None = None
     """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`, or as `lora.base`
     says."""
@@ -120,9 +120,9 @@ class OptimizerConfig(Section):
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """The last learning rate over the highest; not with schedule constant."""
     b1: float = Field(default=0.9, ge=0, lt=1)
-    """How much of the mean gradient an update keeps."""
+    """AdamW's decay rate of the mean gradient."""
     b2: float = Field(default=0.99, ge=0, lt=1)
-    """How much of the mean squared gradient an update keeps."""
+    """AdamW's decay rate of the mean squared gradient."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the mean squared gradient."""
     weight_decay: float = Field(default=0.0, ge=0)

@@ -18,12 +18,12 @@ from mllm.config.teacher import TeacherConfig
 
 
 class CheckpointConfig(Section):
-    """What is saved, and when."""
+    """The checkpoints: when they are saved, and which are kept."""
 
     every: PositiveInt | None = None
     """Steps between checkpoints; None: only one at the end. A multiple of the updates of a rollout."""
     keep: PositiveInt = 2
-    """How many of the newest checkpoints are kept."""
+    """The number of newest checkpoints that are kept."""
     keep_best: StrictBool = False
     """Also keep the best checkpoint: by `validation/loss` if the run validates, else by `eval/greedy_accuracy` where
     the task pays right answers, else by `eval/reward`. Needs `eval` or `data.validation`, with an `every` that is a
@@ -34,7 +34,7 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """What is logged besides the metrics."""
+    """Logs beside the metrics."""
 
     samples: int | None = Field(default=None, ge=0)
     """The number of completions of each step in samples.jsonl, the best and the worst of as many prompts as possible;
@@ -107,11 +107,11 @@ class RunConfig(Section, ABC):
     eval: EvalConfig | None = None
     """Completions of problems that are held out; needs `task` and `rollout`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """What is saved, and when."""
+    """The checkpoints: when they are saved, and which are kept."""
     log: LogConfig = LogConfig()
-    """What is logged besides the metrics."""
+    """Logs beside the metrics."""
     changes: tuple[Change, ...] = ()
-    """What `--change` has changed so far: a record in the run's config.yaml, which nothing reads elsewhere."""
+    """The changes by `--change` so far: a record in the run's config.yaml."""
 
     @property
     @abstractmethod

@@ -46,7 +46,7 @@ class ArithmeticConfig(Section):
 
 
 class ColumnsConfig(Section):
-    """What the data calls the fields that a problem is made of."""
+    """The data's names of the fields of a problem."""
 
     prompt: str = "prompt"
     """The user's message."""
@@ -76,7 +76,7 @@ class TaskConfig(Section):
     subset: str | None = None
     """hub: the subset of the data set, e.g. `main`."""
     columns: ColumnsConfig | None = None
-    """What the data calls `prompt`, `messages` and `answer`, where it doesn't call them so; for jsonl, hub and
+    """The data's names of `prompt`, `messages` and `answer` where they differ; for jsonl, hub and
     functions."""
     answer_form: AnswerForm = "whole"
     """How a completion states its answer: as a whole, as `#### N`, in `<answer>` tags, or in `\\boxed{}`. For jsonl,
@@ -96,7 +96,7 @@ class TaskConfig(Section):
     """The reward functions with their weights; each name once. With an environment, whose reward is added, the default
     is none."""
     environment: str | None = None
-    """What answers the assistant, `package.module:Class`; docs/environments.md has the details."""
+    """The environment that answers the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
     keep_thoughts: StrictBool | None = None
@@ -137,7 +137,7 @@ class TaskConfig(Section):
 
     @property
     def kind(self) -> str:
-        """What loads the problems: `arithmetic`, `gsm8k`, `jsonl`, `hub` or `function`."""
+        """The kind of loader: `arithmetic`, `gsm8k`, `jsonl`, `hub` or `function`."""
         if self.name in ("arithmetic", "gsm8k", "jsonl", "hub"):
             return self.name
         if CODE_NAME.fullmatch(self.name):

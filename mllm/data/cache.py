@@ -107,7 +107,7 @@ def whole(path: Path) -> Iterator[None]:
 
 
 def read_summary(cache: Path) -> Found | None:
-    """What is known of a cache's documents; None where there is no cache."""
+    """The summary of a cache's documents; None without a cache."""
     path = cache.with_suffix(SUMMARY)
     if not path.exists():
         return None

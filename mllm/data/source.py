@@ -65,7 +65,7 @@ class Source(Protocol):
         """Whether a run can be resumed from the position after `step` updates."""
 
     def evaluations(self, poll: Callable[[], None]) -> Iterable[Evaluate]:
-        """What is measured as often as `data.validation` says.
+        """The evaluations that `data.validation` asks for.
 
         All processes call `poll` between two batches; its exceptions end the measurement.
         """

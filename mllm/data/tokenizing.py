@@ -22,7 +22,7 @@ class Document(NamedTuple):
 
     tokens: Int32[np.ndarray, " T"]
     counts: Bool[np.ndarray, " T"]
-    """Which tokens count: they are learned, each from those before it; so never the first."""
+    """The tokens that are learned, each from the tokens before it; never the first token."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -55,7 +55,7 @@ class Documents:
     """A hash of all of them; None where they are made on demand."""
     form: Form = "chats"
     parts: tuple[int, ...] = ()
-    """How many documents each of several sources has, one after the other; empty: there is one source."""
+    """The number of documents of each source, in order; empty for a single source."""
     hashes: UInt64[np.ndarray, "N"] | None = None
     """A hash of each document, to find equal documents; None where documents are made on demand."""
 

@@ -64,7 +64,7 @@ def raise_everywhere() -> Iterator[None]:
 
 
 def from_writer(action: Callable[[], T]) -> T:
-    """What process 0 gets from an action that it alone takes, as JSON, in all processes."""
+    """The result, as JSON in all processes, of an action that process 0 alone takes."""
     return cast(T, gather_objects(action() if is_writer() else None)[0])
 
 

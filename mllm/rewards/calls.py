@@ -72,7 +72,7 @@ def environment_of(sample: Sample) -> Any:
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
-    """What the task's examples have besides prompts: `answer`, `solution` and the data's further fields, by name.
+    """The facts of the task's examples beside prompts: `answer`, `solution` and the data's further fields, by name.
 
     Where problems are made on demand, it looks at the first.
     """
@@ -126,7 +126,7 @@ LOGS = ("log_extra", "log_metric")
 
 
 class Notes:
-    """What a function logs in a call, for each of its completions, by TRL's `log_extra` and `log_metric`."""
+    """A call's logged values for each completion, by TRL's `log_extra` and `log_metric`."""
 
     def __init__(self, completions: int, batched: bool) -> None:
         self.batched = batched
@@ -242,7 +242,7 @@ def try_out(start: str, reward: Reward) -> None:
 
 
 def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
-    """What each function gives for each sample; functions that are called together are coroutine functions.
+    """The answers of each function for each sample; functions that are called together are coroutine functions.
 
     An environment is a function as well; its samples are moves.
 

@@ -1,4 +1,4 @@
-"""What a reward function's answer means: for its completion, for the sum of rewards, and for metrics.
+"""The meaning of a reward function's answer for its completion, for the sum of rewards, and for metrics.
 
 An answer is a number, a failure, or says that the function does not apply. A failure leaves the completion without a
 reward. JAX must not be imported here.

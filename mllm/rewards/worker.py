@@ -187,7 +187,7 @@ def describe_functions() -> tuple[str, list[str], list[Any]]:
 
 
 def answer(functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[bytes]:
-    """What the functions, by their numbers, give for the samples, each answer as JSON."""
+    """The answers of the functions, by their numbers, for the samples, each as JSON."""
     try:
         return [encode(*each) for each in answers([FUNCTIONS[i] for i in functions], samples, seconds)]
     except BaseException as error:

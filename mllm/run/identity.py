@@ -1,4 +1,4 @@
-"""What a run depends on outside of its folder, as a resume compares it: by behaviour, not by how a library writes it.
+"""The dependencies of a run outside of its folder, compared at a resume by behaviour, not by a library's files.
 
 Parameters are compared by checksums and shapes, examples by the sources. Left out: a tokenizer that differs only in
 texts that no probe has.

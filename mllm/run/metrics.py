@@ -38,7 +38,7 @@ MEASURED = (
     *("eval/reward", "eval/greedy_accuracy", "validation/loss", "validation/rewards/accuracies"),
     *("test/reward", "test/greedy_accuracy"),
 )
-"""What is measured beside the updates and stands on the terminal."""
+"""The measurements beside the updates that the terminal shows."""
 
 
 class RunLog:

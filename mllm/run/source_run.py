@@ -53,7 +53,7 @@ def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """What a new run notes of a model that may change: its step or commit, and its adapters' rank and kin."""
+    """The facts of a changeable model that a new run notes: its step or commit, and its adapters' rank and scale."""
     pinned: dict[str, Any] = {}
     if model.lora and model.lora.source:
         stored = asdict(peft.chosen(model.lora, ())[0])

@@ -120,7 +120,7 @@ class Measurements:
         return patience is not None and state.validations_without_gain >= patience
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
-        """What `checkpoint.keep_best` compares, higher is better; None where it was not measured, or is not finite.
+        """The score for `checkpoint.keep_best`, higher is better; None if it was not measured or is not finite.
 
         It is the validation's loss, negated, if the run validates; else the greedy accuracy on held-out problems, or
         their reward where that does not depend on right answers.

@@ -49,7 +49,7 @@ class Turns(Protocol):
 
 @dataclass
 class RolloutWork:
-    """What a rollout did, in counts; the same whenever the same tokens are sampled."""
+    """The counts of a rollout's work; equal whenever the same tokens are sampled."""
 
     completions: int = 0
     """Completions that have ended."""
@@ -85,11 +85,11 @@ class SamplerSettings:
     room: Callable[[], Room | None] = lambda: None
     """Returns the limits of a decode batch; None: no limits. It is called where `options.max_slots` is None."""
     usual: Usual | None = None
-    """What a training step samples; rollouts of up to twice its size reuse its programs."""
+    """The size of a training step's rollout; rollouts of up to twice its size reuse its programs."""
     poll: Callable[[], object] = lambda: None
     """Called by all processes after each call of the decode program; its exceptions end the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)
-    """What all rollouts so far did."""
+    """The work of the rollouts so far."""
     stop_texts: Sequence[str] = ()
     """Texts that end a completion; a text of one token is in `stop_ids` as well."""
 

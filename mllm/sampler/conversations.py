@@ -43,7 +43,7 @@ class Conversation:
     prompt: list[Message]
     tokens: list[int]
     sampled: list[bool] = field(default_factory=list)
-    """Which of the tokens the assistant's turns have."""
+    """The tokens of the assistant's turns."""
     messages: list[Message] = field(default_factory=list)
     """The messages after the prompt; the assistant's have `reward`, a number or None, and if it called tools
     `tool_calls` and the number of `tool_errors`."""

@@ -333,7 +333,7 @@ class RolloutEngine:
         return max(1, live - smaller * self.shards)
 
     def slots(self) -> Slots:
-        """What determines the next token of each slot, arrays [X, B]; 0 where there is no sequence."""
+        """The slots' state as arrays [X, B]; 0 without a sequence."""
         live = self.sequences >= 0
         tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
         for slot in zip(*np.nonzero(live), strict=True):

@@ -151,7 +151,7 @@ class PagedCache:
     def views(
         self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], tokens: int
     ) -> tuple[tuple[Pages, ...], tuple[Int[np.ndarray, "X M S"], ...]]:
-        """What the pages hold of these rows' sequences, and the pages that so many further tokens of each go to."""
+        """The pages' contents for the rows' sequences, and the pages for the given numbers of further tokens."""
         count = (tokens - 2) // self.page + 2
         rows = tuple(table.of_rows(sequences) for table in self.tables)
         return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)

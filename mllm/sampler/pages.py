@@ -69,7 +69,7 @@ class PageTable:
         return sources
 
     def of_rows(self, sequences: Int[np.ndarray, "X B"]) -> Pages:
-        """What the pages hold, where the shards' rows are these sequences, [X, P]; -1 is none."""
+        """The pages' contents if the shards' rows are `sequences`, [X, P]; -1 for none."""
         rows = np.full_like(self.owners, FREE)
         for shard, row in enumerate(sequences):
             row_of = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}

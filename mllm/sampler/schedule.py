@@ -31,7 +31,7 @@ LOGITS = 3
 
 
 class Room(NamedTuple):
-    """How much is decoded at a time over all devices, which share it evenly."""
+    """The limits of a decode batch over all devices, which share it evenly."""
 
     slots: int
     """Sequences, at least one on each device."""
@@ -46,7 +46,7 @@ class Usual(NamedTuple):
     sequences: int
 
     def serve(self, share: "Usual", shards: int) -> "Usual":
-        """What a device's programs are made for, where it has this share of a rollout: the usual if it is no burden."""
+        """The numbers for a device's programs, for its share of a rollout: the typical numbers if they cost little."""
         usual = Usual(-(-self.prompts // shards), -(-self.sequences // shards))
         return usual if share.sequences <= 2 * usual.sequences else share
 
@@ -96,13 +96,13 @@ def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = Fals
 
 
 def prompts_a_batch(model: Decoder, needed: int, width: int) -> int:
-    """How many prompts of this width a device prefills at a time: a power of two, so that little is compiled."""
+    """The number of prompts of this width in a device's prefill: a power of two, so that few programs are compiled."""
     most = min(PREFILLED_STATES, PREFILL_TOKENS // width) if model.config.traits.delta else PREFILL_TOKENS // width
     return max(1, min(1 << max(needed - 1, 0).bit_length(), most))
 
 
 def round_size(missing: int, whole: int, shards: int) -> int:
-    """How many prompts a round of dynamic sampling draws, where `missing` of a rollout's `whole` are missing.
+    """The number of prompts in a round of dynamic sampling, with `missing` of a rollout's `whole` prompts missing.
 
     It is the whole, a half or a quarter; the latter two only where the devices' `shards` of rows divide them.
     """

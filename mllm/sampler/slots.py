@@ -43,7 +43,7 @@ CHUNK = 16
 
 
 class Slots(NamedTuple):
-    """What determines the next token of each slot, beside the parameters and the cache."""
+    """The state of each slot that determines its next token, beside the parameters and the cache."""
 
     tokens: Int[Any, "B"]
     """The last token, which is not in the cache yet."""

@@ -1,4 +1,4 @@
-"""What an algorithm is to the trainer: a `Recipe`, made of its settings, and the `Parts` that its source is made of.
+"""An algorithm as the trainer sees it: a `Recipe`, made from settings, and the `Parts` that its source is made from.
 
 Each algorithm has a folder in mllm/algorithms. Nothing else asks which algorithm a run has.
 """
@@ -52,7 +52,7 @@ def no_inputs(tokens: Shape, rows: Shape) -> None:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a run computes and holds in memory for its algorithm."""
+    """The programs and parameters that an algorithm needs in memory."""
 
     temperature: float = 1.0
     """The logits are divided by it: the policy is the distribution that is sampled from."""
@@ -63,7 +63,7 @@ class Demands:
     """Whether an update computes the teacher's distributions."""
     passes: tuple[Pass, ...] = ()
     group: int = 1
-    """How many sequences are compared with each other: `batch_size` is a multiple of it."""
+    """The number of sequences that are compared with each other; divides `batch_size`."""
     completions: int = 0
     """The completions of a rollout; 0: nothing is sampled to learn from."""
     inputs: Callable[[Shape, Shape], tuple[Any, ...] | None] = no_inputs
@@ -72,7 +72,7 @@ class Demands:
 
 @dataclass(frozen=True)
 class Sampling:
-    """What samples completions of a task's problems and scores them."""
+    """The task, sampler and rewards of a run that samples completions."""
 
     task: Task
     sampler: Sampler
@@ -90,7 +90,7 @@ class Parts:
     examples_task: Task | None
     """The task with solutions as examples; None: `data.source` names the examples."""
     sampling: Sampling | None = None
-    """What completions are sampled with to learn from; None: `data` is learned from."""
+    """The parts that sample completions to learn from; None: the run learns from `data`."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How much can be decoded beside training: by arithmetic on shapes, which `--plan` has the compiler check."""
+"""The limits of decoding beside training, by arithmetic on shapes; `--plan` checks them with the compiler."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -37,7 +37,7 @@ def room_that_fits(
     memory: int | None = None,
     teacher: Policy | None = None,
 ) -> Room:
-    """What `memory`, in bytes a device, holds beside training; None: the memory of the devices at hand.
+    """The limits of decoding beside training in `memory` bytes a device; None: the memory of the devices at hand.
 
     There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
     optimizer's moments, a teacher, and a reference if the objective needs one.

@@ -27,7 +27,7 @@ class DivergenceConfig(Section):
 
 
 class DistillConfig(DivergenceConfig):
-    """What is learned from a teacher over the examples of `data`; docs/training.md has formulas and papers."""
+    """Distillation of a teacher over the examples of `data`; docs/training.md has formulas and papers."""
 
     label_coef: float = Field(default=0.0, ge=0)
     """How much of the cross-entropy of the labels, the tokens of given completions, is added to the divergence
@@ -35,7 +35,7 @@ class DistillConfig(DivergenceConfig):
 
 
 class OwnDistillConfig(DivergenceConfig):
-    """What is learned from a teacher over the student's own completions; docs/training.md has formulas and papers."""
+    """Distillation of a teacher over the student's own completions; docs/training.md has formulas and papers."""
 
     estimator: Literal["full", "sampled"] = "full"
     """The divergence over the whole vocabulary, or the policy gradient of the sampled token with the advantage log

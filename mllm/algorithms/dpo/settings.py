@@ -11,7 +11,7 @@ LossType: TypeAlias = Literal["sigmoid", "ipo", "simpo", "orpo"]
 
 
 class DpoConfig(Section):
-    """What is learned from preferences. docs/training.md has the formulas and papers of these settings."""
+    """Preference optimization; docs/training.md has formulas and papers."""
 
     loss_type: LossType = "sigmoid"
     """The loss of a pair: DPO's (`sigmoid`), of log-probabilities a token and squared (`ipo`), or without a reference
@@ -40,4 +40,4 @@ class DpoRun(ExampleRun):
 
     algorithm: Literal["dpo"]
     dpo: DpoConfig = DpoConfig()
-    """What is learned from preferences."""
+    """The objective over preferences."""

@@ -17,7 +17,7 @@ STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divi
 
 
 def equal_rewards(rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
-    """Which groups have no two different rewards, NaN aside, so that no advantage can be learned from."""
+    """The groups without two different rewards, NaN aside: they have no advantage to learn from."""
     highest = np.where(np.isnan(rewards), -np.inf, rewards).max(-1)
     lowest = np.where(np.isnan(rewards), np.inf, rewards).min(-1)
     return highest <= lowest  # also in a group without any reward: -inf <= inf
@@ -37,7 +37,7 @@ def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarra
 
 
 def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G n"]:
-    """How much better each completion is than the mean of its group, for G prompts with n completions each.
+    """The advantage of each completion over the mean of its group, for G prompts with n completions each.
 
     `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
     section 4.1.2) or of the whole `batch`, by the group's `mean` (MaxRL), or by nothing (`none`, Dr. GRPO). A reward

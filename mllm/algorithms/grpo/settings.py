@@ -39,7 +39,7 @@ LIMITS: dict[LossType, Limits] = {
 
 
 class GrpoConfig(Section):
-    """What is learned from completions. docs/training.md has the papers of these settings."""
+    """Group relative policy optimization; docs/training.md has the papers."""
 
     num_generations: PositiveInt = 8
     """Completions of each prompt. Rewards are compared within this group, so learning needs 2 or more. Divides
@@ -157,7 +157,7 @@ class RolloutRun(RunConfig, ABC):
     rollout: RolloutConfig
     """How completions are sampled."""
     grpo: GrpoConfig
-    """What is learned from completions."""
+    """The objective over completions."""
 
     @property
     def batch_shape(self) -> BatchShape:
