@@ -85,7 +85,7 @@ def readable(field: dict[str, Any]) -> str:
     if "items" in field:
         return f"list of {readable(field['items'])}"
     bounds = ", ".join(f"{sign} {field[key]}" for key, sign in SIGNS.items() if key in field)
-    return f"{TYPES.get(field.get('type', ''), '')} {bounds}".strip()
+    return f"{TYPES.get(field.get('type', ''), 'mapping')} {bounds}".strip()
 
 
 def anchor(heading: str) -> str:

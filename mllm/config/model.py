@@ -131,9 +131,9 @@ class OptimizerConfig(Section):
     """The dtype of the moments, which are rounded at random; None: the parameters' dtype. Not with `model.param_dtype`
     bfloat16, which includes the moments."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """A gradient with a larger norm is scaled down to this; None: none is."""
+    """The largest norm of a gradient; a larger gradient is scaled down. None: no limit."""
     max_skipped: int = Field(default=10, ge=0)
-    """Updates in a row that may be skipped because the loss or a gradient isn't finite; one more stops the run."""
+    """The most updates in a row that are skipped because the loss or a gradient isn't finite; then the run stops."""
 
 
 class MeshConfig(Section):

@@ -78,8 +78,8 @@ class RunConfig(Section, ABC):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """The seed of every random number."""
     steps: PositiveInt | None = None
-    """How often the parameters are updated; None: as often as `data.epochs` passes over the data have batches. Under
-    GRPO a multiple of the updates of a rollout, `grpo.updates_per_generation` * `grpo.num_iterations`."""
+    """The number of updates of the parameters; None: the batches in `data.epochs` passes over the data. Under GRPO a
+    multiple of the updates of a rollout, `grpo.updates_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
     """Sequences in each update; under SFT and DPO rows, which hold several examples or pairs. Under GRPO
     `num_generations` of them share a prompt, and a rollout has `grpo.updates_per_generation` times as many. A multiple

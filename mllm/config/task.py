@@ -86,8 +86,8 @@ class TaskConfig(Section):
     path: str | None = None
     """gsm8k: a folder with train.jsonl and test.jsonl, also in a bucket; None: from the hub."""
     heldout: int | None = Field(default=None, ge=0)
-    """How many training problems are held out for evaluation, and never trained on; None: 256, or a tenth of all where
-    that is less, and without an `eval` section none; 0: none."""
+    """The number of training problems that are held out for evaluation. None: 256, or a tenth of the problems if fewer,
+    and 0 without an `eval` section."""
     system_prompt: str | None = None
     """The system message before a prompt; it replaces the instruction that `gsm8k` appends."""
     template_args: dict[str, Any] | None = None

@@ -30,8 +30,8 @@ class DistillConfig(DivergenceConfig):
     """Distillation of a teacher over the examples of `data`; docs/training.md has formulas and papers."""
 
     label_coef: float = Field(default=0.0, ge=0)
-    """How much of the cross-entropy of the labels, the tokens of given completions, is added to the divergence
-    (Hinton et al. 2015, arXiv:1503.02531, section 2). Both take one pass of the head."""
+    """Weight of the labels' cross-entropy, added to the divergence in the same pass of the head (Hinton et al. 2015,
+    arXiv:1503.02531, section 2)."""
 
 
 class OwnDistillConfig(DivergenceConfig):

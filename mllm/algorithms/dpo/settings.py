@@ -17,12 +17,12 @@ class DpoConfig(Section):
     """The loss of a pair: DPO's (`sigmoid`), of log-probabilities a token and squared (`ipo`), or without a reference
     policy `simpo` and `orpo`."""
     beta: PositiveFloat = 0.1
-    """How much a difference of log-probabilities counts: the weight of the divergence to the reference policy, with
-    `orpo` the weight of the odds ratio (its paper's lambda)."""
+    """Weight of the divergence from the reference policy; with `orpo` the weight of the odds ratio (lambda in the
+    paper)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """The share of pairs that are taken to be the wrong way round (cDPO). Only with `sigmoid`."""
     gamma: float = Field(default=0.5, ge=0)
-    """The margin between rewards that is aimed at. Only with `simpo`."""
+    """The target margin between rewards. Only with `simpo`."""
 
     @property
     def needs_reference(self) -> bool:

@@ -50,9 +50,9 @@ class GrpoConfig(Section):
     the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip.
     With one update a rollout every ratio is 1: `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
     updates_per_generation: PositiveInt = 1
-    """Updates that share a rollout: it has so many times `batch_size` completions, and each update takes its part."""
+    """The number of updates that share a rollout of that many times `batch_size` completions; each takes its part."""
     num_iterations: PositiveInt = 1
-    """How often each rollout is gone through."""
+    """The number of passes over each rollout."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
     """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The ratio of a
     rollout's first update is 1 and never clipped. SAPO uses no clip range, CISPO only `epsilon_high`."""
@@ -66,10 +66,10 @@ class GrpoConfig(Section):
     reference: Literal["initial"] | None = None
     """The reference policy: the parameters that the run began with. Only with `beta` above 0."""
     entropy_coef: float = 0.0
-    """Weight of the entropy, which a positive one rewards."""
+    """Weight of the entropy bonus."""
     scale_rewards: RewardScale | None = None
-    """What divides the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards of
-    0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
+    """The divisor of the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards
+    of 0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
     baseline: Literal["group", "token"] = "group"
     """The baseline of a completion's reward: its group's mean, or at each token a mean weighted by the uncertainty of
     the tokens so far (the optimal token baseline)."""
