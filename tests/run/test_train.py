@@ -29,10 +29,14 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 @pytest.mark.parametrize(
     "method",
-    [*(pytest.param(name, marks=slow) for name in ("dpo", "turns", "distill")), pytest.param("delta", marks=nightly)],
+    [
+        "plain",
+        *(pytest.param(name, marks=slow) for name in ("dpo", "turns", "distill")),
+        pytest.param("delta", marks=nightly),
+    ],
 )
 def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
-    """SFT and GRPO: in the next three tests."""
+    """SFT with an evaluation, and GRPO: in the next three tests."""
     whole = finished(method)
     killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")
     if method == "dpo":  # as a notebook does it
@@ -45,7 +49,6 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tm
 
 @slow
 def test_a_kill_before_the_first_checkpoint_is_whole_does_not_show_in_the_end(finished, tmp_path):
-    """In a bucket: tests/faults/test_campaign.py."""
     killed = changed(whole := finished("sft"), run_dir=str(tmp_path / "killed"))
     folder = Path(shutil.copytree(whole.run_dir, killed.run_dir))
     for checkpoint in checkpoints(whole):
