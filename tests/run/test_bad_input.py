@@ -72,23 +72,11 @@ def finetuned(source):
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
-CONFIGS = {
-    "a tag that makes Python objects": (
-        b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n",
-        "{path}: not",
-    ),
-    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", 'found duplicate key "steps"'),
-    "no mapping": (b"steps\n", "{path}: expected a mapping of settings at the top level"),
-}
-"""The bytes of a file for `train.py --config`, and the message."""
-
-
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_bad_configuration_file_is_refused(what, tmp_path, refused):
-    content, text = CONFIGS[what]
+def test_a_bad_configuration_file_is_refused(tmp_path, refused):
     path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    assert text.format(path=path) in refused(train, "--config", path)
+    for content, text in (("!!python/object/apply:os.system ['touch code-was-run']", "not"), ("steps", "expected a")):
+        path.write_text(content)
+        assert f"{path}: {text}" in refused(train, "--config", path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
@@ -99,8 +87,7 @@ def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name,
 OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
-    # of an unknown name, of the wrong type, out of bounds
-    "steps=many": "steps: Input should be a valid integer",
+    # of an unknown name, out of bounds
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
     # what contradicts the machine or the data
@@ -108,7 +95,6 @@ OVERRIDES = {
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",
     # the model by its sizes
-    "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
     # the run's folder, where something else is
