@@ -143,9 +143,6 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
     assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "reward", "advantage", "length", "truncated"}
     assert samples[0]["rewards"]["even_characters"] == samples[0]["reward"]
-    metrics = {"reward": "reward", "length": "completions/mean_length", "truncated": "completions/clipped_ratio"}
-    for name, metric in metrics.items():
-        assert np.mean([sample[name] for sample in samples[:8]]) == pytest.approx(lines[1][metric])
 
 
 COMMANDS = """
