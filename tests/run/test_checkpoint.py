@@ -261,6 +261,7 @@ REFERENCE, FROZEN = {"norm": ARRAYS["norm"]}, "a run with other frozen parameter
         ((None, KNOWN), (None, {"sizes": {"layers": 3}}), "sizes is not what"),
         ((None, KNOWN), (None, {"tokens": [[1, 3]]}), "tokens is not what"),
         ((MODEL, {}), (MODEL | REFERENCE, {}), None),  # grpo.beta may be raised from 0
+        ((MODEL | REFERENCE, {}), (MODEL, {}), None),
         ((MODEL, {}), (OTHER, {}), FROZEN),
         ((MODEL | REFERENCE, {}), (MODEL | {"norm": ARRAYS["norm"] + 1}, {}), FROZEN),
     ],
