@@ -283,6 +283,7 @@ def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_cou
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 LASTING = {
     "result = 'on', 'jax' not in sys.modules, False": None,
+    "result = 'on', 0.0": "raised TypeError: expected observation, reward and done.*",
     "result = 5, 0.0, False": "raised TypeError: expected a text or messages, got 5.*",
     "result = None, 0.0, False": "raised TypeError: it is not done, and there is no observation.*",
     "result = 'x' * 10**7, 0.0, False": TOO_MUCH,
