@@ -86,6 +86,7 @@ TURNS = {
     "grpo": {"num_generations": 2},
 }
 METHODS = {
+    "plain": config("sft", **FOUR_STEPS, rollout=None),
     "sft": config(
         "sft",
         steps=8,

@@ -81,12 +81,6 @@ def test_a_completion_whose_reward_failed_is_left_out_and_changes_no_bit_of_othe
     assert changed == GROUP - 1
 
 
-def test_by_default_every_token_of_an_update_weighs_the_same():
-    step, _, completions = roll_out()
-    weights = {fields[4, -1] for fields in sequences(step.batch).values()}
-    assert weights == {np.float32(1 / sum(len(one.tokens) for one in completions))}
-
-
 @pytest.mark.parametrize("turns", [1, 4])
 def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
     source = grpo_source(loss_type="dr_grpo")
@@ -210,7 +204,8 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
 
 
 def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
-    source = grpo_source(updates_per_generation=2, loss_type="dapo", epsilon=0.1, scale_rewards="batch")
+    """By default every token of an update weighs the same."""
+    source = grpo_source(updates_per_generation=2, epsilon=0.1, scale_rewards="batch")
     parts = [next_of(source, step) for step in range(2)]
     completions = source.sampler.complete(None, [None] * 4 * GROUP, step=0)
     rewards = np.arange(4.0 * GROUP).reshape(4, GROUP) ** 2

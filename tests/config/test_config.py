@@ -81,28 +81,17 @@ def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_w
         configs.load(str(tmp_path / "sft.yml"))
 
 
-def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_text(tmp_path):
-    (tmp_path / "run.yaml").write_text(SFT)
-    overrides = ["optimizer.learning_rate=1e-5", "mesh.dp=2", "checkpoint={every: 2}", "run_dir=2024-12-24"]
-    config = configs.load(str(tmp_path / "run.yaml"), overrides)
-    assert (config.optimizer.learning_rate, config.mesh.dp, config.checkpoint.every) == (1e-5, 2, 2)
-    assert config.run_dir == "2024-12-24"
-
-
 @pytest.mark.parametrize(
     ("base", "typed", "message"),
     [
         (GRPO, "optimizer.lr=1", "optimizer.lr: unknown setting; here: optimizer.learning_rate"),
         (GRPO, "grpo.num_generation=8", "grpo.num_generation: unknown setting; did you mean num_generations?"),
         (SFT, "optimizer={learning_rate: -1}", "optimizer.learning_rate: Input should be greater than 0 (got -1)"),
-        (GRPO, "mesh.fsdp=true", "mesh.fsdp: expected a number (got True)"),
         (GRPO, "task.rewards=[{name: format, weight: true}]", "task.rewards.0.weight: expected a number (got True)"),
         (GRPO, "run_dir=''", "run_dir: String should have at least 1 character"),
         (SFT, "data.packing=no", "data.packing: Input should be a valid boolean (got 'no')"),  # a text in YAML 1.2
-        (SFT.replace("steps: 4", ""), None, "steps: this setting is required"),
         (GRPO, "batch_size=6", "batch_size: 6 is not divisible by grpo.num_generations (4)"),
         (GRPO, "grpo.row_length=11", "grpo.row_length: 11 is less than rollout.max_prompt_length + max_"),
-        (GRPO, "mesh.dp=3", "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3)"),
         (GRPO + "micro_batch_size: 2\n", "mesh={dp: 2, fsdp: 2}", "2 is not divisible by mesh.dp * mesh.fsdp (4)"),
         (GRPO, "grpo.beta=0.1", "grpo.beta: a KL penalty needs a reference"),
         (GRPO, "grpo.num_iterations=3", "steps: 4 is not divisible by grpo.updates_per_generation * num_it"),
@@ -117,7 +106,6 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT, "data.mix=[{source: a.jsonl}, {source: b.jsonl}]", "data.source: train.jsonl is not used with mix: give"),
         (SFT, "data.validation={split: test}", "data.validation.split: is not used with source: train.jsonl: give"),
         (SFT, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section or data.validation"),
-        (VALIDATED, "checkpoint={every: 2, keep_best: true}", "data.validation.every (3) is not a multiple"),
         (VALIDATED, "checkpoint.keep_best=true", "(3) is not a multiple of checkpoint.every (null): the evaluated"),
         (DISTILL.replace("grpo: {num_generations: 4}", ""), None, "grpo: this setting is required"),
         (DISTILL, "head.impl=mosaic_gpu", "head.impl: mosaic_gpu has no divergences"),
@@ -126,12 +114,7 @@ def test_an_override_replaces_a_setting_or_creates_its_section_and_a_date_is_a_t
         (SFT, "grpo.beta=0.1", "grpo: unknown setting of algorithm: sft; it is for grpo, distill"),
         (SFT, "lerning_rate=0.1", "lerning_rate: unknown setting; did you mean optimizer.learning_rate?"),
         (SFT, "algorithm=ppo", "algorithm: expected one of sft, grpo, dpo, distill (got 'ppo')"),
-        (SFT, "data={source: a.jsonl}", "data.max_length: this setting is required"),
-        (
-            SFT,
-            "data={source: [a.jsonl, b.jsonl], max_length: 8, epochs: 2}",
-            "data.epochs: a mix has no end",
-        ),
+        (SFT, "data={source: [a.jsonl, b.jsonl], max_length: 8, epochs: 2}", "data.epochs: a mix has no end"),
         (SFT, "data={source: task, max_length: 8}", "task: data.source: task needs this section"),
         (SFT, "eval={}", "task: eval needs this section"),
         (GRPO, "grpo.num_generations=1", "grpo.num_generations: 1 leaves"),
@@ -170,7 +153,7 @@ def test_a_plain_value_is_what_yaml_1_2_says_and_is_written_so_that_it_stays_the
 @pytest.mark.parametrize("text", ["{a: 1, a: 2}", "!!python/name:os.system", "[", "{{}: 1}", "[" * 1500])
 def test_what_is_no_mapping_of_plain_values_is_one_line(tmp_path, text):
     (tmp_path / "run.yaml").write_text(f"x: {text}")
-    with pytest.raises(UserError, match=r"run\.yaml: not readable as YAML|run\.yaml: algorithm"):
+    with pytest.raises(UserError, match=r"run\.yaml: not readable as YAML" + "|algorithm" * (len(text) > 999)):
         configs.load(str(tmp_path / "run.yaml"))
 
 

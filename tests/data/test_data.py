@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import grain
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tiny import config, forward_of
 
 from mllm.algorithms.documents import hold_out, load_documents, task_documents
@@ -98,26 +97,6 @@ def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_n
         np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / (batch.weights > 0).sum(), rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "packing"), [(0, False), (29, True)])
-def test_a_restored_iterator_gives_the_same_batches_as_an_uninterrupted_one(tmp_path, steps, packing):
-    source = write(tmp_path, some(23))  # not a multiple of the batch: positions fall within epochs
-    unbroken = batches_of(source, packing=packing)
-    for _ in range(steps):
-        next(unbroken)
-    state = json.loads(json.dumps(unbroken.get_state()))
-    after = [next(unbroken) for _ in range(12)]
-
-    fresh, worn = (batches_of(source, packing=packing) for _ in range(2))
-    next(worn)
-    for restored in (fresh, worn):
-        restored.set_state(state)
-        assert restored.get_state() == state
-        for expected in after:
-            assert_same(next(restored), expected)
-        assert restored.get_state() == unbroken.get_state()
-
-
 def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path):
     source, cache = write(tmp_path, some(23)), tmp_path / "cache"
     read = batches_of(source, packing=False, seed=5, cache=str(cache))
@@ -131,15 +110,6 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
     stored = [np.frombuffer(next(plain), np.int32) for _ in range(12)]
     expected = [tokens for _ in range(3) for tokens in documents(next(read))]
     assert [np.where(signed < 0, ~signed, signed).tolist() for signed in stored] == expected
-
-
-@pytest.mark.parametrize("examples", [1, 2, 65])
-def test_each_epoch_of_the_order_has_every_example_once(examples):
-    order = training_order(examples, seed=3, epochs=3)
-    epochs = [[order[place] for place in range(first, first + examples)] for first in range(0, len(order), examples)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(examples))] * 3
-    assert examples < 60 or len({tuple(epoch) for epoch in epochs}) == 3
-    assert examples < 60 or epochs[1] != [training_order(examples, seed=4)[place] for place in range(examples)]
 
 
 def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
@@ -284,13 +254,10 @@ def test_a_mix_that_is_not_shuffled_takes_each_source_in_its_own_order(tmp_path)
     assert sorted(questions(batch)) == [f"{name}{i}" for name in "mn" for i in range(4)]
 
 
-def test_a_list_of_names_or_mappings_stands_for_a_mix_and_has_no_epochs():
-    given = {"source": ["a.jsonl", {"source": "b.jsonl", "weight": 2}], "max_length": 8}
-    config = DataConfig.model_validate(given)
+def test_a_list_of_names_or_mappings_stands_for_a_mix():
+    config = DataConfig(source=["a.jsonl", {"source": "b.jsonl", "weight": 2}], max_length=8)
     assert [(one.source, one.weight) for one in config.mix] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
     assert DataConfig.model_validate(config.model_dump()) == config
-    with pytest.raises(ValidationError, match="epochs"):
-        DataConfig.model_validate(given | {"epochs": 1})
 
 
 @pytest.mark.parametrize(

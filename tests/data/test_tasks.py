@@ -17,7 +17,7 @@ from mllm.data.tasks.load import GSM8K_INSTRUCTION, load
 from mllm.data.tasks.task import Example, Task, prompt_hash
 from mllm.data.turns import tool_calls, tool_schemas
 from mllm.errors import UserError
-from mllm.examples import calculator, guess, reasoning
+from mllm.examples import calculator, guess
 
 SUMS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a} for a in range(10) for b in range(10)]
 ASKED = {"role": "user", "content": "2+2="}
@@ -269,18 +269,3 @@ def test_the_examples_write_chats_to_learn_from(module: str, made: object, tmp_p
     path = tmp_path / "runs" / "chats.jsonl"
     subprocess.run([sys.executable, "-m", f"mllm.examples.{module}", str(path)], check=True)
     assert json.loads(path.read_text().splitlines()[3]) == {"messages": made}
-
-
-def test_problems_of_reasoning_gym_are_made_and_scored_by_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Generator(list[dict[str, Any]]):
-        def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
-            return 1.0 if answer == entry["answer"] else 0.01
-
-    def create(name: str, seed: int, size: int) -> Generator:
-        return Generator({"question": f"Which is {i}?", "answer": str(i), "metadata": {}} for i in range(size))
-
-    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=create))
-    config = TaskConfig(name="mllm.examples.reasoning:problems", answer_form="tags", heldout=1)
-    example = load(config).train[7]
-    said = f"It is <answer> {example.answer} </answer>", "nonsense"
-    assert [reasoning.score(text, example.fields["entry"]) for text in said] == [1.0, 0.01]

@@ -161,12 +161,6 @@ def test_rows_longer_than_the_models_positions_are_refused(section):
         policy_of(config("sft", model={"architecture": architecture}, **section))
 
 
-def test_the_rotary_base_is_found_on_top_as_before_transformers_5_and_nested_as_since() -> None:
-    sizes = {key: value for key, value in ARCHITECTURE.items() if key != "rope_theta"}
-    for rope in ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}):
-        assert Architecture.from_hf(sizes | rope, "config.json").rope_theta == 500.0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("published", "parameters"),

@@ -93,7 +93,6 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
         ("lora_alpha", None),
         ("target_modules", ["q_proj", "embed_tokens"]),
         ("use_dora", True),
-        ("rank_pattern", {"q_proj": 4}),
         ("a_field_of_a_later_peft", 0.5),
     ],
 )

@@ -1,6 +1,7 @@
 """Tokenizers: the byte tokenizer is lossless, and the chat template decides which tokens are the assistant's."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from mllm.config.model import MeshConfig, ModelConfig
 from mllm.data.formats import pair_of
 from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
 from mllm.model.architecture import Architecture
 from mllm.model.examples import encode_example
+from mllm.model.load import load_model
 from mllm.model.tokenizer import (
     Renderer,
     bytes_tokenizer,
@@ -23,8 +26,9 @@ from mllm.model.tokenizer import (
     stop_ids,
 )
 from mllm.model.weights import write_settings
+from mllm.parallel.mesh import make_mesh
 
-BYTES = bytes_tokenizer()
+BYTES, FIXTURE = bytes_tokenizer(), Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
 CHAT = [
     {"role": role, "content": text}
@@ -72,6 +76,15 @@ def test_without_the_template_a_prompt_is_the_user_s_text_after_the_token_that_b
     for messages in (CHAT[:3], [{"role": "system", "content": "Add."}, CHAT[0]]):
         with pytest.raises(UserError, match="never only one of the user, and its answer, can be texts"):
             encode_prompt(Renderer(BYTES, "never"), messages)
+
+
+def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_chats(tmp_path: Path) -> None:
+    model = ModelConfig(source=str(shutil.copytree(FIXTURE, tmp_path / "model")))
+    (tmp_path / "model/chat_template.jinja").unlink()
+    policy = load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False)
+    assert policy.learned == "texts"
+    with pytest.raises(UserError, match="it has no chat template"):
+        encode_prompt(Renderer(policy.tokenizer, "always"), CHAT[:1])
 
 
 @pytest.mark.parametrize(

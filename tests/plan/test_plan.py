@@ -1,6 +1,7 @@
 """The plan of a run's memory, what it finds to fit, and what it says where nothing fits."""
 
 import importlib.util
+import re
 from functools import partial
 from pathlib import Path
 
@@ -131,22 +132,12 @@ def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsy
 # Devices
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--plan", "--target", "v9x:2x4"], "error: --target: target 'v9x:2x4': there are v5e, v5p, v6e, tpu7x and "),
-        (["--target", "v6e:2x4"], "--target: is for --plan"),
-        (["--plan", "--target", "v6e:2x4"], "error: --target: libtpu, the TPU compiler, isn't installed: pip install"),
-        (["--plan", "mesh.tp=16"], "but there are 8 devices: lower one of them; or plan for devices that aren't here"),
-    ],
-)
-def test_an_impossible_target_is_one_line(options, message, tmp_path, capsys, monkeypatch):
+def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
-    assert train.main([*arguments(planned_run(tmp_path)), *options]) == 2
-    errors = capsys.readouterr().err
-    assert errors.count("\n") == 1
-    assert message in errors
+    assert train.main([*arguments(planned_run(tmp_path)), "--plan", "--target", "v6e:2x4"]) == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch("error: --target: libtpu, the TPU compiler, isn't installed: pip install.*\n", said)
 
 
 # What is known without a compiler

@@ -1,9 +1,7 @@
 """A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
 
-import json
 import re
 from array import array
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -208,19 +206,6 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         "overlong": [0, 0, 0, 0],
         "exact_match": [1, 0, 0, 0],
     }
-
-
-def test_a_server_gives_rewards_by_the_function_of_the_docs(tmp_path, monkeypatch):
-    docs = Path(__file__).parents[2] / "docs" / "rewards.md"
-    (code,) = re.findall(r"```python\n# my_server\.py\n(.*?)```", docs.read_text(), re.DOTALL)
-    (tmp_path / "my_server.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    asked = []
-    monkeypatch.setattr("urllib.request.urlopen", lambda request: asked.append(request) or BytesIO(b"[0.5, null]"))
-    given = [sample("a"), sample("b")]
-    found = list(answers([bound("my_server:score", *given, url="http://127.0.0.1/score")], given))
-    assert found == [("value", 0.5), ("not_applicable", "")]
-    assert json.loads(asked[0].data) == {"prompts": ["3+4="] * 2, "completions": ["a", "b"], "answers": ["7"] * 2}
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import importlib
 import os
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -34,6 +35,7 @@ def refused(tmp_path, capfd, monkeypatch):
     """Calls a module's `main`, which must refuse with one line and leave all files as they are; returns the line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(places, "MODULES", [])
+    monkeypatch.setitem(sys.modules, "wandb", None)
     compiled = []
 
     def listen(event: str, seconds: float, **_: object) -> None:
@@ -72,23 +74,11 @@ def finetuned(source):
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
-CONFIGS = {
-    "a tag that makes Python objects": (
-        b"run_dir: !!python/object/apply:os.system ['touch code-was-run']\n",
-        "{path}: not",
-    ),
-    "a key that stands twice": (b"steps: 4\nseed: 1\nsteps: 5\n", 'found duplicate key "steps"'),
-    "no mapping": (b"steps\n", "{path}: expected a mapping of settings at the top level"),
-}
-"""The bytes of a file for `train.py --config`, and the message."""
-
-
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_bad_configuration_file_is_refused(what, tmp_path, refused):
-    content, text = CONFIGS[what]
+def test_a_bad_configuration_file_is_refused(tmp_path, refused):
     path = tmp_path / "run.yaml"
-    path.write_bytes(content)
-    assert text.format(path=path) in refused(train, "--config", path)
+    for content, text in (("!!python/object/apply:os.system ['touch code-was-run']", "not"), ("steps", "expected a")):
+        path.write_text(content)
+        assert f"{path}: {text}" in refused(train, "--config", path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
@@ -99,16 +89,15 @@ def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name,
 OVERRIDES = {
     # not key=value
     "steps": "steps: expected key.sub=value",
-    # of an unknown name, of the wrong type, out of bounds
-    "steps=many": "steps: Input should be a valid integer",
+    # of an unknown name, out of bounds
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
     # what contradicts the machine or the data
+    "log.wandb=project": "log.wandb needs the package wandb: pip install",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
     "task={name: gsm8k, path: nowhere}": "task.path: nowhere/train.jsonl: no such file in {here}/nowhere: give a",
     # the model by its sizes
-    "model.architecture.vocab_size=128": "model.tokenizer: its token '<|pad|>' has id 259",
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
     # the run's folder, where something else is
@@ -194,16 +183,19 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
 
 
 TOOLS = (
-    ("export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
-    ("export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
-    ("plot", "damaged", "damaged: no metrics.jsonl with a line in it; give a run_dir"),
-    ("plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
-    ("samples", "damaged", "damaged: no samples.jsonl with a sample in it; give the run_dir of a GRPO run"),
-    ("generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
-    ("memory", "--config tiny_distill", "--config: heads of two models are not compared"),
-    ("bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: whole numbers above 0"),
+    ("train", "--config run/config.yaml --target v6e:2x4", "--target: is for --plan"),
+    ("train", "--config run/config.yaml --plan --target v9x:2x4", "--target: target 'v9x:2x4': there are v5e, v5p, "),
+    ("train", "--config run/config.yaml --plan mesh.tp=16", "but there are 8 devices: lower one of them; or plan for "),
+    ("tools.export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
+    ("tools.export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
+    ("tools.plot", "damaged", "damaged: no metrics.jsonl with a line in it; give a run_dir"),
+    ("tools.plot", "run --out curves.exe", "--out: curves.exe can't be written ("),
+    ("tools.samples", "damaged", "damaged: no samples.jsonl with a sample in it; give the run_dir of a GRPO run"),
+    ("tools.generate", "run --prompts missing.jsonl", "--prompts: missing.jsonl: no such file in "),
+    ("tools.memory", "--config tiny_distill", "--config: heads of two models are not compared"),
+    ("tools.bench.head", "--shape 1,0,2", "argument --shape: '1,0,2' is not N,D,V: whole numbers above 0"),
 )
-"""The tool, its command line, and the message."""
+"""The program, its command line, and the message."""
 
 
 @pytest.mark.parametrize(("tool", "command", "text"), TOOLS, ids=[f"{tool} {line:.40}" for tool, line, _ in TOOLS])
@@ -219,7 +211,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
         (tmp_path / folder).mkdir(parents=True)
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    assert text in refused(importlib.import_module(f"tools.{tool}"), *shlex.split(command))
+    assert text in refused(importlib.import_module(tool), *shlex.split(command))
 
 
 def test_a_shipped_configuration_without_its_weights_says_the_ways_out(tmp_path, refused):

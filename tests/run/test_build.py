@@ -67,6 +67,8 @@ def test_each_part_knows_what_it_must_know_of_the_others(built):
     assert sampler.usual == (Usual(batch // grpo.num_generations, batch) if grpo else None)
     assert built.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
     assert sampler.stop_texts == built.policy.stop_texts == ("+",)
+    assert sampler.stop_ids == built.policy.stop_ids
+    assert ord("+") in sampler.stop_ids
     # A run is known again by the reference of its policy.
     assert built.checkpoints.frozen == (checksums(by_name(built.fixed.reference)) if grpo else {})
     assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])

@@ -8,11 +8,9 @@ from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
-from runs import arguments, changed
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import config
 
-import train
 from mllm.run.events import open_events, optional, run_id, write_numbers
 from mllm.run.metrics import RunLog, summary
 from mllm.run.store import RunStore
@@ -99,10 +97,3 @@ def test_a_run_there_sees_all_events_and_its_trouble_is_a_warning(tmp_path, monk
     log.close()
     assert seen == [("project", run_id(store), True, []), [True]]
     assert "log.wandb: no network; the run goes on without it" in caplog.text
-
-
-def test_without_the_package_nothing_starts(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    assert train.main(arguments(changed(SETTINGS, run_dir=str(tmp_path / "mine")))) == 2
-    assert capsys.readouterr().err.startswith("error: log.wandb needs the package wandb: pip install")
-    assert not (tmp_path / "mine").exists()

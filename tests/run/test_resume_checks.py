@@ -8,10 +8,9 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from runs import ROOT, arguments, assert_same_end, changed, killed_after, records, run
+from runs import ROOT, assert_same_end, changed, killed_after, records, run
 from tiny import TEACHER, config
 
-import train
 from mllm.config.load import read
 from mllm.errors import UserError
 from mllm.model import peft, weights
@@ -140,23 +139,6 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
                 with pytest.raises(UserError, match=message):
                     resume(place / "changed")
                 shutil.rmtree(place / "changed")
-
-
-def test_what_generation_config_json_says_ends_the_completions_of_a_run_and_stands_in_its_folder(place):
-    end_by_plus(place / "model")
-    with Run.build(beginning(place, "grpo")) as begun:
-        assert 43 in begun.sampling.sampler.stop_ids
-    assert 43 in read_json(place / "run/generation_config.json")["eos_token_id"]
-
-
-@pytest.mark.slow
-def test_a_relative_source_is_found_from_another_folder(place, monkeypatch):
-    monkeypatch.chdir(place)
-    options = ["model.source=model", f"run_dir={place}/relative"]
-    assert train.main([*arguments(beginning(place, steps=1)), *options]) == 0
-    assert read(place / "relative/config.yaml")["model"]["source"] == str(place / "model")
-    monkeypatch.chdir("/")
-    assert export.main([f"{place}/relative"]) == 0
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What a model has learned from decides how it is asked: by later runs, by evaluation, and by the tools."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from tiny import config
 import train
 from mllm.config.load import load
 from mllm.data.tasks.load import load as load_task
-from mllm.errors import UserError
 from mllm.run.build import Run
 from tools import export, generate
 
@@ -85,20 +83,6 @@ def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_pat
     lines = [line for line in caplog.messages if "knows" in line]
     assert len(lines) == bool(warned)
     assert warned in "".join(lines)
-
-
-@pytest.mark.slow
-def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_chats(texts, tmp_path):
-    base = tmp_path / "base"
-    shutil.copytree(f"{texts.run_dir}/export", base)
-    (base / "chat_template.jinja").unlink()
-    sizes = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(sizes | {"mllm_learned": None}))
-    with Run.build(following(texts, tmp_path / "run", model=str(base))) as begun:
-        assert begun.sampling.sampler.renderer.form == "texts"
-    chats = following(texts, tmp_path / "other", model=str(base), task={"system_prompt": "Add."})
-    with pytest.raises(UserError, match="it has no chat template"), Run.build(chats):
-        pass
 
 
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))

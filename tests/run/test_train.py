@@ -29,10 +29,14 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 @pytest.mark.parametrize(
     "method",
-    [*(pytest.param(name, marks=slow) for name in ("dpo", "turns", "distill")), pytest.param("delta", marks=nightly)],
+    [
+        "plain",
+        *(pytest.param(name, marks=slow) for name in ("dpo", "turns", "distill")),
+        pytest.param("delta", marks=nightly),
+    ],
 )
 def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
-    """SFT and GRPO: in the next three tests."""
+    """SFT with an evaluation, and GRPO: in the next three tests."""
     whole = finished(method)
     killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")
     if method == "dpo":  # as a notebook does it
@@ -45,7 +49,6 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tm
 
 @slow
 def test_a_kill_before_the_first_checkpoint_is_whole_does_not_show_in_the_end(finished, tmp_path):
-    """In a bucket: tests/faults/test_campaign.py."""
     killed = changed(whole := finished("sft"), run_dir=str(tmp_path / "killed"))
     folder = Path(shutil.copytree(whole.run_dir, killed.run_dir))
     for checkpoint in checkpoints(whole):
@@ -140,9 +143,6 @@ def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newe
     assert [sample["step"] for sample in samples] == [step for step in rollouts for _ in range(settings.batch_size)]
     assert set(samples[0]) == {"step", "prompt", "completion", "rewards", "reward", "advantage", "length", "truncated"}
     assert samples[0]["rewards"]["even_characters"] == samples[0]["reward"]
-    metrics = {"reward": "reward", "length": "completions/mean_length", "truncated": "completions/clipped_ratio"}
-    for name, metric in metrics.items():
-        assert np.mean([sample[name] for sample in samples[:8]]) == pytest.approx(lines[1][metric])
 
 
 COMMANDS = """

@@ -106,14 +106,11 @@ def test_settings_replace_the_file_s_and_an_environment_alone_is_one_line(tried)
     assert (code, error.startswith("error: task.environment: its reward is given in a conversation")) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
-        ([{"prompt": "4+4=", "completion": "8"}], "samples.jsonl: task jsonl has no problem with the prompt '4+4=':"),
-        ([{"prompt": "1+1=", "text": "8"}], "SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields"),
-    ],
-)
-def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried, samples, message):
-    code, _, error = tried(samples)
-    assert (code, error.count("\n")) == (2, 1)
-    assert error.startswith(f"error: {message}")
+def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
+    for sample, message in (
+        ({"prompt": "4+4=", "completion": "8"}, "samples.jsonl: task jsonl has no problem with the prompt '4+4=':"),
+        ({"prompt": "1+1=", "text": "8"}, "SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields"),
+    ):
+        code, _, error = tried([sample])
+        assert (code, error.count("\n")) == (2, 1)
+        assert error.startswith(f"error: {message}")

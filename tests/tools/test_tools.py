@@ -108,17 +108,6 @@ def test_merged_adapters_of_a_tied_head_part_it_from_the_embedding(trained, tmp_
     np.testing.assert_allclose(params["head"][...], params["embed"][...] + 4 / 2 * 2, rtol=1e-6)
 
 
-def test_a_damaged_checkpoint_leaves_an_earlier_export_as_it_was(exported, tmp_path, capsys):
-    copy = tmp_path / "run"
-    shutil.copytree(exported, copy)
-    before = checksums(copy / "export")
-    for path in copy.glob("checkpoints/8/state/**/d/*"):
-        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    assert export.main([str(copy)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {copy / 'checkpoints' / '8'}: can't be read")
-    assert checksums(copy / "export") == before
-
-
 @pytest.mark.slow
 def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_nothing(exported, tmp_path, capsys):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
