@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from . import full_logits
 from .contract import Engine, Gradients, Inputs, Options, Teacher, Terms, gradient_dtypes
 from .layout import HeadSharding
 from .shapes import Array, Float
@@ -120,7 +121,7 @@ class Sharded:
         def on_device(part: Inputs, given: Any, saved: Any, shared: Any) -> Results:
             part, local = self._prepared(part, options, at, rows)
             number, own = len(part.labels), next((x for x in at.vocabulary_axes if x in stored.tokens), None)
-            blocks = 1 if own is None else -(-number * at.devices(own) // _MOST_GATHERED)
+            blocks = 1 if own is None or self.engine is full_logits else -(-number * at.devices(own) // _MOST_GATHERED)
             size = -(-number // blocks)
 
             def of_block(dw: Array | None, i: Any) -> tuple[Array | None, Results]:
@@ -149,6 +150,9 @@ class Sharded:
                 dw, found = lax.scan(of_block, nothing, jnp.arange(blocks))
             mine, dh = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], (found.rows, found.gradients[0]))
             dw = None if dw is None else self._weight_summed(dw, at, dtypes[1])
+            if dw is not None and stored.features in at.tokens:
+                # XLA would sum dW up at the end of the backward pass, and hold all of it until then.
+                dh, dw = lax.optimization_barrier((dh, dw))
             return Results(mine, jax.tree.map(lambda x: x[None], found.saved), (dh, dw))
 
         everywhere: Any = PartitionSpec()

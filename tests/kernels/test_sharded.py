@@ -238,6 +238,16 @@ def test_devices_exchange_tokens_or_weights_once_a_pass_and_sums_of_gradients(wa
     assert sorted(found) == sorted([*exchange.side * passes, *merge, *in_step, *exchange.sums, whole])
 
 
+def test_a_gathered_weight_s_gradient_is_summed_before_dh_goes_on() -> None:
+    """XLA for TPUs would hold all of a device's dW until the backward pass of the layers ends."""
+    few = Problem(PROBLEM.hidden, jnp.zeros((2 * FEW, D)), PROBLEM.labels % (2 * FEW))
+    run = functools.partial(
+        cases.loss_and_gradients, objective=OBJECTIVES["cross-entropy"], weights=WEIGHTS, sharding=over()
+    )
+    found = [x for x in cases.equations(jax.make_jaxpr(run)(few).jaxpr) if x.primitive.name == "optimization_barrier"]
+    assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in found]
+
+
 # --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
 
 EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
