@@ -11,7 +11,7 @@ from .arguments import checked_inputs, checked_options
 from .contract import Inputs, Options
 from .layout import HeadSharding, LeadingDims, run_on_mesh
 from .shapes import Array, Bool, Float, Int
-from .sharded import Sharded
+from .sharded import Results, Sharded
 from .target import same_varying
 
 Best = tuple[Float[Array, "N"], Int[Array, "N"]]  # the largest y of each row, and its column
@@ -32,7 +32,7 @@ def likeliest_tokens(
     One matrix product, and no logits [N, V]. Arguments are as for `token_logprobs`, and so is the ValueError.
     """
     inputs = same_varying(checked_inputs(hidden, weight, where=where, vocabulary=vocabulary))
-    options = checked_options(softcap, dtype, inputs[:2])
+    options = checked_options(softcap, dtype, inputs[:2]).values_alone
 
     def pass_(inputs: Inputs, options: Options) -> Int[Array, "N"]:
         axes, plan = options.vocabulary_axis, xla.make_plan(inputs)
@@ -46,8 +46,9 @@ def likeliest_tokens(
 
     def run(rows: LeadingDims, inputs: Inputs) -> Int[Array, "*N"]:
         engine: Any = Sharded.of(xla, rows.sharding)
-        on_mesh = isinstance(engine, Sharded)
-        return rows.folded(engine.run(pass_, engine.rows, inputs, options) if on_mesh else pass_(inputs, options))
+        if not isinstance(engine, Sharded):
+            return rows.folded(pass_(inputs, options))
+        return rows.folded(engine.run(lambda part, local, *_: Results(pass_(part, local)), inputs, options).rows)
 
     if not inputs.labels.size:
         return jnp.zeros(inputs.labels.shape, jnp.int32)

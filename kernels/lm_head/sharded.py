@@ -7,16 +7,27 @@ supported.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from . import full_logits
 from .contract import Engine, Gradients, Inputs, Options, Teacher, Terms, gradient_dtypes
 from .layout import HeadSharding
 from .shapes import Array, Float
+
+_MOST_GATHERED = 2**14  # tokens that are gathered at a time; by arithmetic a v6e then takes 5 % longer, to add up dW
+
+
+class Results(NamedTuple):
+    """What a pass gives: arrays [N, ...], arrays [N, ...] that a later pass needs, and gradients."""
+
+    rows: Any = ()
+    saved: Any = None
+    gradients: Gradients = (None, None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,64 +46,68 @@ class Sharded:
         """The engine's reason, given one device's part of the arrays."""
         reasons: list[str | None] = []
 
-        def pass_(*arguments: Any) -> tuple[()]:
-            reasons.append(self.engine.obstacle(*arguments))
-            return ()
+        def pass_(part: Inputs, local: Options, *_: Any) -> Results:
+            reasons.append(self.engine.obstacle(part, local))
+            return Results()
 
-        jax.eval_shape(lambda inputs: self.run(pass_, (), inputs, options), inputs)
+        jax.eval_shape(lambda inputs: self.run(pass_, inputs, options), inputs)
         return reasons[0]
 
     def forward(self, inputs: Any, options: Options) -> tuple[Any, Any]:
-        def pass_(*arguments: Any) -> tuple[Any, Any]:
-            softmax, saved = self.engine.forward(*arguments)
-            return softmax, jax.tree.map(lambda x: x[None], saved)
-
-        return self.run(pass_, (self.rows, self._saved), inputs, options)
+        return self.run(lambda part, local, *_: Results(*self.engine.forward(part, local)), inputs, options)[:2]
 
     def gradients(self, inputs: Any, softmax: Any, saved: Any, slopes: Any, options: Options) -> Gradients:
-        def pass_(part: Any, local: Options, softmax: Any, saved: Any, slopes: Any) -> tuple[Any, Gradients]:
-            saved = jax.tree.map(lambda x: x[0], saved)
-            return (), self.engine.gradients(part, softmax, saved, slopes, local)
+        def pass_(part: Inputs, local: Options, given: Any, saved: Any, _: Any) -> Results:
+            return Results(gradients=self.engine.gradients(part, given[0], saved, given[1], local))
 
-        pairs = ((softmax, self.rows), (saved, self._saved), (slopes, self.rows))
-        return self.run_and_sum(pass_, (), inputs, options, *pairs)[1]
+        return self.run(pass_, inputs, options, (softmax, slopes), saved).gradients
 
     def loss_and_gradients(self, inputs: Any, terms: Terms, options: Options) -> tuple[Any, Gradients]:
-        def pass_(part: Any, local: Options, terms: Terms) -> tuple[Any, Gradients]:
-            return self.engine.loss_and_gradients(part, terms, local)
+        def pass_(part: Inputs, local: Options, given: Any, _: Any, objective: Any) -> Results:
+            softmax, gradients = self.engine.loss_and_gradients(part, Terms(objective, *given), local)
+            return Results(softmax, None, gradients)
 
-        pair = (terms, Terms(PartitionSpec(), self.rows, self.rows))  # type: ignore[arg-type]
-        return self.run_and_sum(pass_, self.rows, inputs, options, pair)
+        found = self.run(pass_, inputs, options, terms[1:], None, terms.objective)
+        return found.rows, found.gradients
 
-    @property
-    def rows(self) -> PartitionSpec:
-        """The layout of arrays [N, ...]."""
-        return PartitionSpec(self.sharding.tokens)
+    def work(self, inputs: Inputs, options: Options) -> HeadSharding:
+        """How devices share the work, for the fewest bytes exchanged: without `features`, which nobody shares.
 
-    @property
-    def _saved(self) -> PartitionSpec:
-        """The layout of saved arrays: each shard of the vocabulary has its own."""
-        return PartitionSpec(self.sharding.vocabulary, self.sharding.tokens)
-
-    def _specs(self, inputs: Inputs) -> Any:
-        """The layout of a pass's arguments."""
-        replicated: Any = PartitionSpec()
-        states, weight = self.sharding.hidden_spec, self.sharding.weight_spec
-        columns, teacher = None if inputs.columns is None else replicated, None
-        if inputs.teacher is not None:
-            teacher = Teacher(states, weight, replicated)  # type: ignore[arg-type]
-        return Inputs(states, weight, self.rows, self.rows, replicated, columns, teacher)  # type: ignore[arg-type]
+        Devices that store different features of W take different rows of W, for all tokens that they have between
+        them. Where these are more than rows of W, they gather W, and each takes its own tokens.
+        """
+        at = self.sharding
+        if at.features is None:
+            return at
+        others = tuple(axis for axis in at.tokens if axis != at.features)
+        heads: list[Any] = [inputs] if inputs.teacher is None else [inputs, inputs.teacher]
+        # Each side is gathered, and its gradient scattered in float32.
+        tokens = sum(x.hidden.size * (x.hidden.dtype.itemsize + 4 * options.wants_hidden) for x in heads)
+        words = sum(x.weight.size * (_exchanged(x.weight, options).itemsize + 4 * options.wants_weight) for x in heads)
+        fewer = tokens // at.devices(*others) <= words // at.devices(*at.vocabulary_axes)
+        if fewer or at.features not in at.tokens:
+            return HeadSharding(at.mesh, others, (*at.vocabulary_axes, at.features))
+        return dataclasses.replace(at, features=None)
 
     def run(
-        self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *pairs: tuple[Any, Any]
-    ) -> Any:
-        """`pass_(inputs, options, *arguments)` on each device's part; `pairs` have each argument and its specs.
+        self,
+        pass_: Callable[..., Results],
+        inputs: Any,
+        options: Options,
+        given: Any = (),
+        saved: Any = None,
+        shared: Any = (),
+    ) -> Results:
+        """`pass_(inputs, options, given, saved, shared)` on each device's part, and gradients summed over devices.
 
-        Where the vocabulary is spread, the rows of both weights are cut to what both have, and padded to a multiple of
-        its devices; and so are the rows of a dW that is returned.
+        Passes with gradients are `given` arrays [N, ...], results that an earlier pass saved, and arrays that devices
+        share. Where rows of the weights are spread, they are cut to the rows that both weights have, and padded to a
+        multiple of their devices; and so are the rows of a dW that is returned.
         """
-        shards, teacher = self.sharding.devices(*self.sharding.vocabulary_axes), inputs.teacher
-        rows = len(inputs.weight) if teacher is None else min(len(inputs.weight), len(teacher.weight))
+        stored, at, teacher, words = self.sharding, self.work(inputs, options), inputs.teacher, len(inputs.weight)
+        shards = stored.devices(*stored.vocabulary_axes, stored.features)
+        rows = words if teacher is None else min(words, len(teacher.weight))
+        dtypes = gradient_dtypes(inputs, options)
 
         def even(weight: Array) -> Array:
             weight = weight if len(weight) == rows else weight[:rows]
@@ -103,69 +118,107 @@ class Sharded:
             if teacher is not None:
                 inputs = inputs._replace(teacher=teacher._replace(weight=even(teacher.weight)))
 
-        def on_device(part: Inputs, *arguments: Any) -> Any:
-            return pass_(*self._prepared(part, options, rows), *arguments)
+        def on_device(part: Inputs, given: Any, saved: Any, shared: Any) -> Results:
+            part, local = self._prepared(part, options, at, rows)
+            number, own = len(part.labels), next((x for x in at.vocabulary_axes if x in stored.tokens), None)
+            blocks = 1 if own is None or self.engine is full_logits else -(-number * at.devices(own) // _MOST_GATHERED)
+            size = -(-number // blocks)
 
-        arguments, specs = [x for x, _ in pairs], [spec for _, spec in pairs]
-        in_specs = self._specs(inputs), *specs
-        return jax.shard_map(
-            on_device, mesh=self.sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-        )(inputs, *arguments)
+            def of_block(dw: Array | None, i: Any) -> tuple[Array | None, Results]:
+                """Gathers a block of tokens, if it has to; dh and rows are of the device's own tokens."""
 
-    def run_and_sum(
-        self, pass_: Callable[..., Any], out_specs: Any, inputs: Any, options: Options, *pairs: tuple[Any, Any]
-    ) -> tuple[Any, Gradients]:
-        """What `pass_` gives, with the gradients in it summed over the devices that have a part of the sum."""
-        at, dtypes, rows = self.sharding, gradient_dtypes(inputs, options), len(inputs.weight)
+                def take(x: Array) -> Array:
+                    x = jnp.pad(x, ((0, blocks * size - number), *[(0, 0)] * (x.ndim - 1)))
+                    x = x.reshape(blocks, size, *x.shape[1:])[i]
+                    return x if own is None else lax.all_gather(x, own, tiled=True)
 
-        def summed(*arguments: Any) -> tuple[Any, Gradients]:
-            beside, (dh, dw) = pass_(*arguments)
-            if dh is not None:
-                dh = (dh if at.vocabulary is None else lax.psum(dh, at.vocabulary)).astype(dtypes[0])
-            return beside, (dh, None if dw is None else self._weight_summed(dw, dtypes[1]))
+                block = jax.tree.map(take, given), jax.tree.map(lambda x: x[0, i], saved)
+                mine = part.each_row(take)
+                mine = mine._replace(labels=mine.labels - lax.axis_index(at.vocabulary_axes) * len(part.weight))
+                found = pass_(mine, local, *block, shared)
+                (dh, more), mine = found.gradients, found.rows
+                if own is not None:
+                    mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(own) * size, size), mine)
+                dh = None if dh is None else _summed(dh, at.vocabulary_axes, own).astype(dtypes[0])
+                return more if dw is None or more is None else dw + more, Results(mine, found.saved, (dh, None))
 
-        beside, (dh, dw) = self.run(summed, (out_specs, (at.hidden_spec, at.weight_spec)), inputs, options, *pairs)
-        return beside, (dh, None if dw is None else jnp.pad(dw[:rows], ((0, max(0, rows - len(dw))), (0, 0))))
+            if blocks == 1:
+                dw, found = of_block(None, 0)
+                found = jax.tree.map(lambda x: x[None], found)
+            else:
+                nothing = jnp.zeros(part.weight.shape) if given and options.wants_weight else None
+                dw, found = lax.scan(of_block, nothing, jnp.arange(blocks))
+            mine, dh = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], (found.rows, found.gradients[0]))
+            dw = None if dw is None else self._weight_summed(dw, at, dtypes[1])
+            if dw is not None and stored.features in at.tokens:
+                # XLA would sum dW up at the end of the backward pass, and hold all of it until then.
+                dh, dw = lax.optimization_barrier((dh, dw))
+            return Results(mine, jax.tree.map(lambda x: x[None], found.saved), (dh, dw))
 
-    def _prepared(self, part: Inputs, options: Options, vocabulary: int) -> tuple[Inputs, Options]:
-        """The engine's arguments on one device: W's features gathered, labels counted from its first row of W."""
-        at, labels, columns, teacher = self.sharding, part.labels, part.columns, part.teacher
-        weight = self._with_features(part.weight, options)
+        everywhere: Any = PartitionSpec()
+        token, states, weight = PartitionSpec(stored.tokens), stored.hidden_spec, stored.weight_spec
+        columns = None if inputs.columns is None else everywhere
+        of_teacher = None if teacher is None else Teacher(states, weight, everywhere)  # type: ignore[arg-type]
+        of_inputs = Inputs(states, weight, token, token, everywhere, columns, of_teacher)  # type: ignore[arg-type]
+        of_saved = PartitionSpec(at.vocabulary, None, at.tokens)  # each shard of the vocabulary has its own, in blocks
+        found = jax.shard_map(
+            on_device,
+            mesh=at.mesh,
+            in_specs=(of_inputs, token, of_saved, everywhere),
+            out_specs=Results(token, of_saved, (states, weight)),  # type: ignore[arg-type]
+            check_vma=False,
+        )(inputs, given, saved, shared)
+        dh, dw = found.gradients
+        dw = None if dw is None else jnp.pad(dw[:words], ((0, max(0, words - len(dw))), (0, 0)))
+        return found._replace(gradients=(dh, dw))
+
+    def _prepared(self, part: Inputs, options: Options, at: HeadSharding, vocabulary: int) -> tuple[Inputs, Options]:
+        """The engine's arguments on one device, but for tokens: W with all features, and its share of the columns."""
+        columns, teacher, axes = part.columns, part.teacher, at.vocabulary_axes
+        weight = self._with_features(part.weight, at, options)
         if teacher is not None:
-            teacher = teacher._replace(weight=self._with_features(teacher.weight, options))
-        axes = at.vocabulary_axes
-        if axes:
+            teacher = teacher._replace(weight=self._with_features(teacher.weight, at, options))
+        if axes or len(weight) > vocabulary:
             first = lax.axis_index(axes) * len(weight)
-            labels = labels - first
             columns = jnp.clip((vocabulary if columns is None else columns) - first, 0, len(weight))
         wide, (dh, dw) = jnp.dtype(jnp.float32), gradient_dtypes(part, options)
-        dtypes = wide if axes else dh, wide if at.tokens else dw
+        dtypes = wide if axes else dh, wide if self.sharding.tokens else dw
         options = dataclasses.replace(
             options, vocabulary_axis=axes or None, token_axes=at.tokens, gradient_dtypes=dtypes
         )
-        return part._replace(weight=weight, labels=labels, columns=columns, teacher=teacher), options
+        return part._replace(weight=weight, columns=columns, teacher=teacher), options
 
-    def _with_features(self, weight: Float[Array, "V d"], options: Options) -> Float[Array, "V D"]:
-        """All features of a weight, of which each device stores some."""
-        if self.sharding.features is None:
+    def _with_features(self, weight: Float[Array, "V d"], at: HeadSharding, options: Options) -> Float[Array, "W D"]:
+        """All features of a device's rows of a weight, of which it stores some features.
+
+        Features are exchanged for rows, and then rows gathered: a gather of features would copy the whole weight.
+        """
+        axis = self.sharding.features
+        if axis is None:
             return weight
-        if options.dtype.itemsize < weight.dtype.itemsize:
-            weight = weight.astype(options.dtype)
-        return lax.all_gather(weight, self.sharding.features, axis=1, tiled=True)
+        weight = weight.astype(_exchanged(weight, options))
+        weight = lax.all_to_all(weight, axis, split_axis=0, concat_axis=1, tiled=True)
+        return weight if axis in at.vocabulary_axes else lax.all_gather(weight, axis, tiled=True)
 
-    def _weight_summed(self, dw: Float[Array, "V D"], dtype: Any) -> Float[Array, "V d"]:
-        """dW summed over the tokens' axes: the features of it that this device stores."""
-        at = self.sharding
-        axes = tuple(axis for axis in at.tokens if axis != at.features)
-        if at.features not in at.tokens:
-            if at.features is not None:
-                width = dw.shape[1] // at.devices(at.features)
-                dw = lax.dynamic_slice_in_dim(dw, lax.axis_index(at.features) * width, width, 1)
-            return (lax.psum(dw, axes) if axes else dw).astype(dtype)
-        # The sums are scattered by rows, and the rows exchanged for features: scattered by features, XLA for TPUs would
-        # add up the whole on every device, and in bfloat16.
-        rows = len(dw)
-        dw = jnp.pad(dw, ((0, -rows % at.devices(at.features)), (0, 0)))
-        dw = lax.psum_scatter(dw, at.features, scatter_dimension=0, tiled=True)
-        dw = (lax.psum(dw, axes) if axes else dw).astype(dtype)
-        return lax.all_to_all(dw, at.features, split_axis=1, concat_axis=0, tiled=True)[:rows]
+    def _weight_summed(self, dw: Float[Array, "W D"], at: HeadSharding, dtype: Any) -> Float[Array, "V d"]:
+        """dW summed over the tokens' axes: the features of it that this device stores.
+
+        The sums are scattered by rows, and the rows exchanged for features: scattered by features, XLA for TPUs would
+        add up the whole on every device, and in bfloat16.
+        """
+        axis = self.sharding.features
+        dw = _summed(dw, at.tokens, axis if axis in at.tokens else None).astype(dtype)
+        return dw if axis is None else lax.all_to_all(dw, axis, split_axis=1, concat_axis=0, tiled=True)
+
+
+def _exchanged(weight: Any, options: Options) -> jnp.dtype:
+    """The dtype in which devices exchange a weight."""
+    return min(weight.dtype, options.dtype, key=lambda dtype: dtype.itemsize)
+
+
+def _summed(part: Float[Array, "R D"], axes: tuple[str, ...], scattered: str | None) -> Float[Array, "r D"]:
+    """The sum over axes of the mesh: along one of them, each device may have its own rows of it."""
+    if scattered is not None:
+        part = lax.psum_scatter(part, scattered, scatter_dimension=0, tiled=True)
+    rest = tuple(axis for axis in axes if axis != scattered)
+    return lax.psum(part, rest) if rest else part

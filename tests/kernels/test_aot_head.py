@@ -50,7 +50,7 @@ CASES = [
         *entry,
         VOCABULARIES[(2 * i + j) % 9],
         features,
-        CHIPS[(i + 2 * j) % 4],
+        "v5e" if entry is ENTRIES[4] else CHIPS[(i + 2 * j) % 4],  # a v6e takes no small waves
         marks=[slow] * (i != j or entry not in DAILY),
     )
     for i, entry in enumerate(ENTRIES)
@@ -58,7 +58,7 @@ CASES = [
     if features <= 2048 or entry[1] is not FLOAT32
 ]
 # Gemma 3 270M and 1B
-CASES += [pytest.param(*ENTRIES[4], 262144, features, "v6e", marks=slow) for features in (640, 1152)]
+CASES += [pytest.param(*ENTRIES[4][:2], IN_TWO_PASSES, 262144, features, "v6e", marks=slow) for features in (640, 1152)]
 
 
 def compiled(chip: str, program: str, **options: Any) -> jax.stages.Compiled:

@@ -6,7 +6,7 @@ several of them.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import cases
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import exact
 
-from lm_head import HeadSharding, token_logprobs, token_loss, xla
+from lm_head import HeadSharding, sharded, token_logprobs, token_loss, xla
 from lm_head.tpu import tiles
 
 N, V, D = 80, 131, 16
@@ -34,6 +34,7 @@ CLIPPED, CUBE = OBJECTIVES["clipped ratio"], (2, 2, 2)
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(xla, "_MOST_WAVE", 8)
+    monkeypatch.setattr(sharded, "_MOST_GATHERED", 16)  # on the cube three blocks, the last with a row of padding
     with XLA.strictly():
         yield
     pltpu.reset_tpu_interpret_mode_state()  # where kernels of one device failed, those of others wait for it no longer
@@ -52,6 +53,7 @@ WAVES, RECOMPUTED = {"workspace": 2**20}, {"workspace": 0}
 LAYOUTS = [
     ((8, 1, 1), {}),
     ((1, 1, 8), {}),
+    ((1, 2, 4), {}),  # fewer words a device than tokens: the devices gather words, not tokens
     (CUBE, {"tokens": ("dp",)}),
     (CUBE, {"tokens": (), "vocabulary": "dp"}),
     (CUBE, {"tokens": ("dp",), "vocabulary": ("tp", "fsdp"), "features": None}),
@@ -85,9 +87,14 @@ def test_a_loss_over_a_mesh_is_float64_s(shape, axes, objective, more, options):
     check_loss(problem, OBJECTIVES[objective], WEIGHTS, **options)
 
 
-@pytest.mark.slow
-def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s() -> None:
-    check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(), collision=True)
+@pytest.mark.parametrize("shape", [CUBE, pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s(shape: tuple[int, ...]) -> None:
+    check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(shape), collision=True)
+
+
+def test_a_gathered_vocabulary_that_the_devices_do_not_divide_has_no_more_words_than_before() -> None:
+    few = cases.random_problem((N, 37, D))
+    check_loss(few, OBJECTIVES["smoothed label"], WEIGHTS, impl="xla", sharding=over((1, 8, 1)), **WAVES)
 
 
 @pytest.mark.parametrize(("side", "shape"), [("hidden", (1, 1, 8)), ("weight", (4, 2, 1))])
@@ -157,35 +164,64 @@ def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards(inter
 # --- what is exchanged ---
 
 ROWS, WORDS = N // 4, 144 // 2  # a device's, on the cube, of a vocabulary that is divisible
-GATHER_W = ("all_gather", "fsdp", (WORDS, D), "bfloat16")
-MERGE = [("pmax", "tp", (ROWS,), "float32"), *[("psum", "tp", (ROWS,), "float32")] * 3]
-MERGE_A_WAVE = [(name, axes, (8,), dtype) for name, axes, _, dtype in MERGE]
 AGREE_ON_WAVES = ("pmax", "dp, fsdp", (), "int32")
-SUMS = [
-    ("psum", "tp", (ROWS, D), "float32"),
-    ("reduce_scatter", "fsdp", (WORDS // 2, D), "float32"),
-    ("psum", "dp", (WORDS // 2, D), "float32"),
-]
-EXCHANGED: dict[str, tuple[Any, list[Any]]] = {
-    "any cotangents": (None, [GATHER_W, *MERGE, GATHER_W, *SUMS]),
-    "recomputed": (0, [GATHER_W, *MERGE, *SUMS]),
-    "in waves": (2**20, [GATHER_W, AGREE_ON_WAVES, *MERGE_A_WAVE, *SUMS]),
-}
 
 
+class Exchange(NamedTuple):
+    """What devices along fsdp exchange, beside numbers of tokens."""
+
+    words: int  # a device's rows of W
+    side: list[Any]  # what they gather
+    merged: str  # the axes over which a token's softmax is spread
+    in_step: list[Any]  # before waves
+    sums: list[Any]
+
+
+TOKENS = Exchange(
+    WORDS // 2,
+    [("all_to_all", "fsdp", (WORDS // 2, D), "bfloat16"), ("all_gather", "fsdp", (2 * ROWS, D), "float32")],
+    "tp, fsdp",
+    [("pmax", "dp", (), "int32")],
+    [
+        ("reduce_scatter", "fsdp", (ROWS, D), "float32"),
+        ("psum", "tp", (ROWS, D), "float32"),
+        ("psum", "dp", (WORDS // 2, D), "float32"),
+    ],
+)
+FEW = 24 // 2  # words a device, fewer than tokens
+WEIGHT = Exchange(
+    FEW,
+    [("all_to_all", "fsdp", (FEW // 2, D), "bfloat16"), ("all_gather", "fsdp", (FEW, D), "bfloat16")],
+    "tp",
+    [("pmax", "dp, fsdp", (), "int32")],
+    [
+        ("psum", "tp", (ROWS, D), "float32"),
+        ("reduce_scatter", "fsdp", (FEW // 2, D), "float32"),
+        ("psum", "dp", (FEW // 2, D), "float32"),
+    ],
+)
+
+
+@pytest.mark.parametrize("exchange", [TOKENS, WEIGHT], ids=["tokens", "weight"])
 @pytest.mark.parametrize(
     ("way", "weight"), [("any cotangents", F32), ("recomputed", BF16), ("in waves", F32), ("in waves", BF16)]
 )
-def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_gradients(way, weight):
-    """What devices add up is float32 also where dW is bfloat16: only the sum is rounded."""
-    problem, (workspace, expected) = PROBLEM._replace(weight=jnp.zeros((2 * WORDS, D), weight)), EXCHANGED[way]
+def test_devices_exchange_tokens_or_weights_once_a_pass_and_sums_of_gradients(way, weight, exchange, monkeypatch):
+    """They exchange the side of fewer bytes, and a few numbers a token.
+
+    What devices add up is float32 also where dW is bfloat16: only the sum is rounded.
+    """
+    monkeypatch.setattr(sharded, "_MOST_GATHERED", 2**14)
+    words = 2 * WORDS if exchange is TOKENS else 2 * FEW
+    problem = PROBLEM._replace(weight=jnp.zeros((words, D), weight), labels=PROBLEM.labels % words)
     options: dict[str, Any] = {"dtype": BF16, "sharding": over()}
 
     def run(problem: Problem) -> Any:
         if way == "any cotangents":
             return cases.values_and_gradients(problem, random_cotangents(N), where=LIVE, **options)
         operands = cases.operands_for(PROBLEM, CLIPPED)
-        return cases.loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=workspace, **options)
+        room = 2**20 if way == "in waves" else 0
+        return cases.loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=room, **options)
 
     found = []
     for equation in cases.equations(jax.make_jaxpr(run)(problem).jaxpr):
@@ -193,8 +229,23 @@ def test_devices_exchange_weights_once_a_pass_a_few_numbers_a_token_and_sums_of_
         if equation.primitive.name in ("all_gather", "pmax", "psum", "reduce_scatter", "all_to_all"):
             names = axes if isinstance(axes, str) else ", ".join(axes)
             found += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
-    whole = ("all_to_all", "fsdp", (WORDS, D // 2), jnp.dtype(weight).name)
-    assert sorted(found) == sorted([*expected, whole])
+    found = [x for x in found if (x[0], len(x[2])) != ("all_gather", 1)]  # a few numbers a token
+    tokens = 8 if way == "in waves" else ROWS if exchange is WEIGHT else 2 * ROWS
+    merge = [("pmax", exchange.merged, (tokens,), "float32"), *[("psum", exchange.merged, (tokens,), "float32")] * 3]
+    passes = 2 if way == "any cotangents" else 1
+    in_step = exchange.in_step if way == "in waves" else []
+    whole = ("all_to_all", "fsdp", (words // 2, D // 2), jnp.dtype(weight).name)
+    assert sorted(found) == sorted([*exchange.side * passes, *merge, *in_step, *exchange.sums, whole])
+
+
+def test_a_gathered_weight_s_gradient_is_summed_before_dh_goes_on() -> None:
+    """XLA for TPUs would hold all of a device's dW until the backward pass of the layers ends."""
+    few = Problem(PROBLEM.hidden, jnp.zeros((2 * FEW, D)), PROBLEM.labels % (2 * FEW))
+    run = functools.partial(
+        cases.loss_and_gradients, objective=OBJECTIVES["cross-entropy"], weights=WEIGHTS, sharding=over()
+    )
+    found = [x for x in cases.equations(jax.make_jaxpr(run)(few).jaxpr) if x.primitive.name == "optimization_barrier"]
+    assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in found]
 
 
 # --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---

@@ -9,7 +9,7 @@ import math
 import re
 
 import pytest
-from compiled_program import FOR_TPUS, arrays, kernels, text
+from compiled_program import FOR_TPUS, arrays, exchanged, kernels, text
 
 from mllm.config import load as configs
 from mllm.model.presets import PRESETS
@@ -20,12 +20,12 @@ from mllm.plan.programs import Programs
 pytestmark = [*FOR_TPUS, pytest.mark.slow]
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B")
 SPLASH = {"splash_mha_fwd", "splash_mha_dq", "splash_mha_dkv"}
-HEAD = {"head_forward_mean_keep", "head_kept_weight_gradient"}
-"""The kernels of the head's single pass, in waves of tokens."""
+HEAD = {"head_forward_mean", "head_weight_gradient"}
+"""The kernels of the head's two passes: small waves would take a v6e longer."""
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_update_on_eight_v6e_has_kernels_and_fits_and_keeps_no_logits(model):
+def test_an_update_on_eight_v6e_has_kernels_and_gathers_no_vocabulary(model):
     """Random parameters need no files, and here none are made."""
     overrides = ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.init=random", f"model.source={model}"]
     settings, sizes = configs.load("qwen25_0p5b_grpo.yaml", overrides), PRESETS[model]
@@ -44,6 +44,18 @@ def test_an_update_on_eight_v6e_has_kernels_and_fits_and_keeps_no_logits(model):
         sizes_of.output_size_in_bytes - sizes_of.alias_size_in_bytes < 2**20
     )  # the new state takes the place of the old
     assert max(math.prod(array.shape) for array in arrays(text(program))) < tokens * weight[0]
+
+    # A micro-batch has fewer tokens than the vocabulary has: tokens are gathered. The embedding is looked up in shards.
+    gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
+    assert not [shape for shape in gathered if weight[0] in shape]
+
+
+def test_the_head_of_3b_on_eight_v6e_takes_little_memory_whatever_the_micro_batch():
+    """8 rows of 1,536 tokens a device: with a gathered weight it took 2 GiB."""
+    settings = configs.load("qwen25_3b_grpo.yaml", ["mesh.fsdp=8", "model.init=random", "micro_batch_size=64"])
+    mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
+    found = targets.account(*Programs(settings, mesh).head_of_update(), mesh)
+    assert found.temporaries < 0.6 * 2**30
 
 
 def test_gemma_s_update_on_a_v6e_has_attention_kernels_with_and_without_a_window():

@@ -182,4 +182,14 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
     if rows < cores * tile.rows:
         tile = dataclasses.replace(tile, rows=max(tiles.LANES, rows // cores // tiles.LANES * tiles.LANES))
     rows = rows // tile.rows * tile.rows
-    return (tile, rows) if rows > 0 else None
+    return (tile, rows) if rows == needed or (rows > 0 and _are_faster(inputs, options, mean, tile, rows)) else None
+
+
+def _are_faster(inputs: Inputs, options: Options, mean: Any, tile: Tiles, rows: int) -> bool:
+    """Whether several waves, each of which reads and writes a float32 dW, take no longer than all logits twice."""
+    in_two_passes = (case_of(inputs, options, "forward", mean), case_of(inputs, options, "weight"))
+    float32 = dataclasses.replace(options, gradient_dtypes=(jnp.dtype(jnp.float32),) * 2)
+    in_waves = (case_of(inputs, options, "forward", mean, keep=True), case_of(inputs, float32, "kept"))
+    a_wave = sum(tiles.seconds(dataclasses.replace(case, tokens=rows), tile) for case in in_waves)
+    recomputed = sum(tiles.seconds(case, tiles.choose(case)) for case in in_two_passes)
+    return -(-len(inputs.labels) // rows) * a_wave <= recomputed

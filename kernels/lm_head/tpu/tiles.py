@@ -123,20 +123,30 @@ def terms(case: Case, tiles: Tiles) -> dict[str, int]:
 
 
 def traffic(case: Case, tiles: Tiles) -> int:
-    """Bytes that a kernel with this tiling moves between HBM and VMEM."""
+    """Bytes that a kernel with this tiling moves between HBM and VMEM; waves add to a dW that they read."""
     by_rows, by_columns = case.tokens * case.features, case.vocabulary * case.features
     hidden, weight = by_rows * case.hidden.itemsize, by_columns * case.weight.itemsize
     kept = case.tokens * case.vocabulary * case.product.itemsize
     if case.by_rows:
         result = by_rows * case.gradient.itemsize if case.mean or case.kernel == "hidden" else 0
         return hidden + -(-case.tokens // tiles.rows) * weight + result + case.keep * kept
-    result = by_columns * case.gradient.itemsize
+    result = by_columns * case.gradient.itemsize * (1 + (case.kernel == "kept"))
     return (kept if case.kernel == "kept" else weight) + -(-case.vocabulary // tiles.columns) * hidden + result
 
 
 def products(case: Case) -> int:
     """Number of matrix products of 2 N V D flops each."""
     return {"forward": 1 + case.mean, "hidden": 2, "weight": 2, "kept": 1}[case.kernel]
+
+
+def seconds(case: Case, tiles: Tiles) -> float:
+    """A kernel's time by arithmetic: that of its products, or of what it moves; 0 where the TPU isn't known."""
+    if (info := _info()) is None:
+        return 0.0
+    passes = 6 if case.product == jnp.float32 else 1  # of the matrix units, for a product
+    flops = 2 * passes * products(case) * case.tokens * case.vocabulary * case.features
+    moved = traffic(case, tiles)
+    return max(flops / info.bf16_ops_per_second, moved / info.mem_bw_bytes_per_second) / info.num_cores
 
 
 def choose(case: Case) -> Tiles:
