@@ -16,7 +16,8 @@ from jaxtyping import Float, Float32, Int
 
 from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture
-from mllm.model.delta_net import FEW, DeltaState, Rule, chunked, convolve, documents_of, recurrent
+from mllm.model.attention import platform
+from mllm.model.delta_net import FEW, DeltaState, Precisions, Rule, chunked, convolve, documents_of, recurrent
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
@@ -219,7 +220,8 @@ class DeltaLayer(Layer):
             beta=by_heads(beta, group_size),
             documents=documents_of(segments),
         )
-        run = recurrent if shape[1] <= FEW else chunked
+        devices = "cpu" if layout is None else platform(layout.mesh)
+        run = recurrent if shape[1] <= FEW else partial(chunked, precisions=Precisions.of(self.dtype, devices))
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)
