@@ -14,6 +14,7 @@ Letters: B rows, T tokens, S taps before the last, C channels; K key heads, G va
 a key and a value; N chunks, I and J tokens of a chunk.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from mllm.model.architecture import DeltaNet
 
 CHUNK = 64
 GROUP = 16
-"""Chunks whose systems are solved at once; the backward pass computes them again, group by group."""
+"""Chunks whose systems are solved at once."""
 EPSILON = 1e-6
 """Added to the square of a length."""
 FEW = 8
@@ -160,9 +161,12 @@ def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B 
 
 
 def chunked(
-    rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT
+    rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT, recomputed: bool = False
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """The same as `recurrent` gives, computed one chunk after the other."""
+    """The same as `recurrent` gives, computed one chunk after the other.
+
+    The backward pass computes each of several groups again, unless the whole layer is `recomputed`.
+    """
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
     groups = -(-chunks // GROUP)
@@ -177,7 +181,8 @@ def chunked(
     parts = jax.tree.map(grouped, rule)
     ends = parts.documents[..., -1].reshape(-1, batch)
     entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, chunks_each, batch)
-    run = jax.checkpoint(partial(run_group, precisions))
+    run: Callable[..., Any] = partial(run_group, precisions)
+    run = run if recomputed or groups == 1 else jax.checkpoint(run)
     memory, outputs = jax.lax.scan(run, memory, (parts, entering))
     outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
     return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory

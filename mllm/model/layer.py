@@ -5,6 +5,7 @@ R pairs that are rotated; I and O the input and output size of a product.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -191,11 +192,13 @@ class DeltaLayer(Layer):
         segments: Int[jax.Array, "B T"],
         before: DeltaState,
         layout: Layout | None = None,
+        recomputed: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
         """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
 
         The first document of a row goes on from the state `before`. Tokens of segment 0 are padding: they leave the
-        state as it is, and their outputs are meaningless.
+        state as it is, and their outputs are meaningless. `recomputed` says that the backward pass computes the whole
+        layer again, so that nothing in here needs to.
         """
         net, shape = self.config.delta_net, hidden.shape[:2]
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
@@ -221,7 +224,9 @@ class DeltaLayer(Layer):
             documents=documents_of(segments),
         )
         devices = "cpu" if layout is None else platform(layout.mesh)
-        run = recurrent if shape[1] <= FEW else partial(chunked, precisions=Precisions.of(self.dtype, devices))
+        run: Callable[..., tuple[jax.Array, jax.Array]] = recurrent
+        if shape[1] > FEW:
+            run = partial(chunked, precisions=Precisions.of(self.dtype, devices), recomputed=recomputed)
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)
