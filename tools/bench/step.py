@@ -68,7 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = [f"{key}={value}" for key, value in chosen.items() if value is not None]
     config = configs.load(options.config, ["model.init=random", *settings, *options.overrides])
     config, devices = find_devices(config, None)
-    print(report(with_micro_batch(config, devices), devices, options.repeats, 1 if options.full else DOCUMENTS))
+    config, _ = with_micro_batch(config, devices)
+    print(report(config, devices, options.repeats, 1 if options.full else DOCUMENTS))
     return 0
 
 
