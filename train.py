@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from mllm.plan.targets import find_devices
 
         config, devices = find_devices(config, options.target)
-        plan(with_micro_batch(config, devices), devices)
+        config, update = with_micro_batch(config, devices)
+        plan(config, devices, update=update)
         return 0
 
     group = options.coordinator, options.processes, options.process

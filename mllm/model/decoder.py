@@ -151,7 +151,7 @@ class Decoder(nnx.Module):
             kept: Any
             if isinstance(layer, DeltaLayer):
                 state = empty_state(len(hidden), config.delta_net, self.dtype)
-                hidden, kept = layer.add_delta(hidden, segments, state, layout)
+                hidden, kept = layer.add_delta(hidden, segments, state, layout, self.remat != "none")
             else:
                 *projected, gate = layer.project(hidden, rotations[kind])
                 queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))

@@ -7,10 +7,14 @@ chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, sectio
 
 Documents packed in a row are told apart exactly: no decay, product or input of the convolution crosses a border.
 
+float32 products at the highest precision have no matrix units on a GPU and six passes of them on a TPU. Where the model
+computes in bfloat16, `chunked` takes `Precisions` that are cheaper and still finer than the rounding of its operands.
+
 Letters: B rows, T tokens, S taps before the last, C channels; K key heads, G value heads of each, D and E the sizes of
 a key and a value; N chunks, I and J tokens of a chunk.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,13 +29,36 @@ from mllm.model.architecture import DeltaNet
 
 CHUNK = 64
 GROUP = 16
-"""Chunks whose systems are solved at once; the backward pass computes them again, group by group."""
+"""Chunks whose systems are solved at once."""
 EPSILON = 1e-6
 """Added to the square of a length."""
 FEW = 8
 """Up to so many tokens the recurrence is the faster way."""
 
-einsum = partial(jnp.einsum, precision=precision_of(jnp.float32))
+Precision = jax.lax.Precision | jax.lax.DotAlgorithmPreset
+
+
+class Precisions(NamedTuple):
+    """How products of float32 operands are computed; sums are float32."""
+
+    products: Precision = precision_of(jnp.float32)
+    inverse: Precision = precision_of(jnp.float32)
+    """Of the triangular systems, whose inverse may be as large as its error is small."""
+
+    @classmethod
+    def of(cls, dtype: DTypeLike, platform: str) -> "Precisions":
+        """The precisions for a compute dtype and the kind of the devices, as "tpu" or "gpu"."""
+        if jnp.dtype(dtype) != jnp.bfloat16 or platform not in ("gpu", "tpu"):
+            return EXACT
+        if platform == "tpu":
+            return cls(jax.lax.Precision.HIGH)  # three passes
+        # Eleven bits of each operand; bfloat16's eight would take trainer and sampler further apart (docs/log.md). Six
+        # products of bfloat16 parts are as exact as float32.
+        algorithms = jax.lax.DotAlgorithmPreset
+        return cls(algorithms.TF32_TF32_F32, algorithms.BF16_BF16_F32_X6)
+
+
+EXACT = Precisions()
 
 
 class DeltaState(NamedTuple):
@@ -134,9 +161,12 @@ def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B 
 
 
 def chunked(
-    rule: Rule, memory: Float32[jax.Array, "B K G D E"]
+    rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT, recomputed: bool = False
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """The same as `recurrent` gives, computed one chunk after the other."""
+    """The same as `recurrent` gives, computed one chunk after the other.
+
+    The backward pass computes each of several groups again, unless the whole layer is `recomputed`.
+    """
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
     groups = -(-chunks // GROUP)
@@ -151,16 +181,21 @@ def chunked(
     parts = jax.tree.map(grouped, rule)
     ends = parts.documents[..., -1].reshape(-1, batch)
     entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, chunks_each, batch)
-    memory, outputs = jax.lax.scan(jax.checkpoint(run_group), memory, (parts, entering))
+    run: Callable[..., Any] = partial(run_group, precisions)
+    run = run if recomputed or groups == 1 else jax.checkpoint(run)
+    memory, outputs = jax.lax.scan(run, memory, (parts, entering))
     outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
     return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory
 
 
 def run_group(
-    memory: Float32[jax.Array, "B K G D E"], group: tuple[Rule, Int[jax.Array, "N B"]]
+    precisions: Precisions,
+    memory: Float32[jax.Array, "B K G D E"],
+    group: tuple[Rule, Int[jax.Array, "N B"]],
 ) -> tuple[Float32[jax.Array, "B K G D E"], Float32[jax.Array, "N B K G I E"]]:
     """The memory after some chunks, [N, B, I, ...] each, and their outputs; `entering` is the document before each."""
     rule, entering = group
+    einsum = partial(jnp.einsum, precision=precisions.products)
     queries, keys, values, decay, beta, documents = rule.normalized
     decay, beta = (jnp.moveaxis(x, 2, -1) for x in (decay, beta))  # N B K G I
     index = jnp.arange(CHUNK)
@@ -174,7 +209,7 @@ def run_group(
     memory_factor = jnp.where(goes_on, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
     end_factor = factor[..., -1, :]
     similarity = einsum("nbikd,nbjkd->nbkij", keys, keys)[:, :, :, None]
-    solve = invert(jnp.where(later, beta[..., None] * similarity * factor, 0))
+    solve = invert(jnp.where(later, beta[..., None] * similarity * factor, 0), precisions.inverse)
     head_keys = jnp.moveaxis(keys, 2, 3)[:, :, :, None]  # N B K 1 I D
     writes = einsum("nbkgij,nbjkge->nbkgie", solve * beta[..., None, :], values)
     reads = einsum("nbkgij,nbkgjd->nbkgid", solve, (beta * memory_factor)[..., None] * head_keys)
@@ -191,8 +226,8 @@ def run_group(
     return jax.lax.scan(run_chunk, memory, (writes, reads, memory_queries, scores, end_keys, memory_factor[..., -1]))
 
 
-@jax.custom_vjp
-def invert(below: Float32[jax.Array, "*N I I"]) -> Float32[jax.Array, "*N I I"]:
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def invert(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inverse) -> Float32[jax.Array, "*N I I"]:
     """(1 + below)^-1 for strictly lower triangular matrices.
 
     Blocks of the diagonal are inverted in pairs, of 1, 2, 4, ... rows, until one is left: the sum of the powers of
@@ -206,16 +241,16 @@ def invert(below: Float32[jax.Array, "*N I I"]) -> Float32[jax.Array, "*N I I"]:
         block = index // width
         pair = (block[:, None] == block + 1) & (block % 2 == 0)
         corner = jnp.where(pair, below, 0)
-        product = partial(jnp.matmul, precision=precision_of(jnp.float32))
+        product = partial(jnp.matmul, precision=precision)
         inverse -= corner if width == 1 else product(product(inverse, corner), inverse)
         width *= 2
     return inverse
 
 
-def differentiate_inverse(inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
-    product = partial(jnp.matmul, precision=precision_of(jnp.float32))
+def differentiate_inverse(precision: Precision, inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
+    product = partial(jnp.matmul, precision=precision)
     transposed = inverse.swapaxes(-1, -2)
     return (-jnp.tril(product(product(transposed, slope), transposed), -1),)
 
 
-invert.defvjp(lambda below: (invert(below),) * 2, differentiate_inverse)
+invert.defvjp(lambda below, precision: (invert(below, precision),) * 2, differentiate_inverse)

@@ -5,6 +5,7 @@ R pairs that are rotated; I and O the input and output size of a product.
 """
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,7 +17,8 @@ from jaxtyping import Float, Float32, Int
 
 from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture
-from mllm.model.delta_net import FEW, DeltaState, Rule, chunked, convolve, documents_of, recurrent
+from mllm.model.attention import platform
+from mllm.model.delta_net import FEW, DeltaState, Precisions, Rule, chunked, convolve, documents_of, recurrent
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
@@ -190,11 +192,13 @@ class DeltaLayer(Layer):
         segments: Int[jax.Array, "B T"],
         before: DeltaState,
         layout: Layout | None = None,
+        recomputed: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
         """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
 
         The first document of a row goes on from the state `before`. Tokens of segment 0 are padding: they leave the
-        state as it is, and their outputs are meaningless.
+        state as it is, and their outputs are meaningless. `recomputed` says that the backward pass computes the whole
+        layer again, so that nothing in here needs to.
         """
         net, shape = self.config.delta_net, hidden.shape[:2]
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
@@ -219,7 +223,10 @@ class DeltaLayer(Layer):
             beta=by_heads(beta, group_size),
             documents=documents_of(segments),
         )
-        run = recurrent if shape[1] <= FEW else chunked
+        devices = "cpu" if layout is None else platform(layout.mesh)
+        run: Callable[..., tuple[jax.Array, jax.Array]] = recurrent
+        if shape[1] > FEW:
+            run = partial(chunked, precisions=Precisions.of(self.dtype, devices), recomputed=recomputed)
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)

@@ -23,16 +23,18 @@ def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
     devices = at_hand(mesh)
     if config.micro_batch_size is not None or sure_to_fit(policy, config.batch_shape, devices.memory):
         return config.model_copy(update={"micro_batch_size": config.batch_shape.micro})
-    return with_micro_batch(config, devices)
+    return with_micro_batch(config, devices)[0]
 
 
-def with_micro_batch(config: RunConfig, devices: Devices) -> RunConfig:
+def with_micro_batch(config: RunConfig, devices: Devices) -> tuple[RunConfig, Phase | None]:
     """The configuration with the largest micro-batch that fits on the devices, where it leaves that open.
+
+    The second result is the phase of its update; None where nothing was compiled.
 
     UserError is raised where not even the fewest rows fit; it says the smallest change that would.
     """
     if config.micro_batch_size is not None:
-        return config
+        return config, None
     shape = config.batch_shape
     choices = [rows for rows in range(shape.shards, shape.micro + 1, shape.shards) if shape.total % rows == 0]
     tried: dict[int, Phase] = {}
@@ -54,7 +56,7 @@ def with_micro_batch(config: RunConfig, devices: Devices) -> RunConfig:
             raise UserError(f"micro_batch_size: nothing fits on {devices.name} ({missing}); {change} would")
         while fits(more := choices[choices.index(rows) + 1]):
             rows = more
-    return config.model_copy(update={"micro_batch_size": rows})
+    return config.model_copy(update={"micro_batch_size": rows}), tried[rows]
 
 
 def compiled_update(config: RunConfig, devices: Devices) -> Phase:

@@ -62,8 +62,8 @@ def subject(shapes: Programs) -> Iterator[str]:
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
 
-def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
-    """Print what is planned, what each phase takes, and whether all phases fit.
+def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase | None = None) -> None:
+    """Print what is planned, what each phase takes, and whether all phases fit. A known `update` is not compiled again.
 
     UserError is raised if a phase does not fit; the message names the nearest setting that does.
     """
@@ -82,10 +82,10 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
             room = room_that_fits(shapes.policy, options, config.optimizer, held, devices.memory, shapes.teacher)
             options, tokens = options.model_copy(update={"max_slots": room.slots}), room.tokens
         rollouts = RolloutPrograms(shapes, options, tokens)
-    planned = phases(shapes, rollouts, devices, tell)
+    planned = phases(shapes, rollouts, devices, tell, update)
     tell(table(planned, devices.memory))
-    largest, update = max(planned, key=lambda phase: phase.peak), planned[-1]
-    fitting = fitting_micro_batches(update, shapes.shape, devices.memory)
+    largest = max(planned, key=lambda phase: phase.peak)
+    fitting = fitting_micro_batches(planned[-1], shapes.shape, devices.memory)
     if largest.peak > devices.memory:
         slots = rollouts.slots if rollouts else 0
         raise UserError(remedy(planned, shapes.shape.micro, slots, devices, max(fitting, default=0)))
@@ -98,8 +98,10 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print) -> None:
     tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
 
 
-def phases(shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell) -> list[Phase]:
-    """The phases prefill, decode, answers and log-prob, where the run has them, and the update, which comes last.
+def phases(
+    shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell, update: Phase | None = None
+) -> list[Phase]:
+    """The phases prefill, decode, answers and log-prob, where the run has them, and the `update`, which comes last.
 
     A line tells when each phase is compiled.
     """
@@ -140,8 +142,10 @@ def phases(shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices,
             head = account_of(*shapes.head_of_logprob(), devices).temporaries
             beside = reference + teacher + known["optimizer"]
             add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
-    add(update_phase(shapes, devices))
-    return planned
+    if update is None:
+        add(update_phase(shapes, devices))
+        return planned
+    return [*planned, update]
 
 
 def update_phase(shapes: Programs, devices: Devices) -> Phase:

@@ -3,6 +3,7 @@
 tests/model/test_model.py has the logits of a whole model against transformers'.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
+from compiled_program import FOR_GPUS, text
 from flax import nnx
 
 from mllm.model import delta_net, weights
@@ -20,6 +23,9 @@ from mllm.model.architecture import FULL, LINEAR, Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.delta_net import Rule, chunked, convolve, documents_of, empty_state, invert, recurrent
 from mllm.model.layout import parameter_name
+from mllm.parallel.mesh import AXES
+from mllm.plan import targets
+from mllm.plan.programs import Programs
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "qwen3_5"
 EPSILON = float(np.finfo(np.float32).eps)
@@ -83,6 +89,19 @@ def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
     together = jax.jit(lambda *given: chunked(*given))(rule, memory)
     for found, expected in zip(together, oracle(rule, memory), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("groups", "recomputed", "again"), [(1, False, False), (2, True, False), (2, False, True)])
+def test_a_group_of_chunks_is_computed_again_only_among_several_and_in_a_layer_that_is_not(
+    groups: int, recomputed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delta_net, "GROUP", 4 // groups)
+    rule, memory = random_rule(segments_of(200)), jnp.zeros((1, 2, 2, 6, 5))
+
+    def total(values: jax.Array) -> jax.Array:
+        return jnp.sum(chunked(rule._replace(values=values), memory, recomputed=recomputed)[0])
+
+    assert ("remat" in str(jax.make_jaxpr(jax.grad(total))(rule.values))) == again
 
 
 def test_the_system_of_alike_keys_is_solved_without_cancellation() -> None:
@@ -167,3 +186,74 @@ def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -
         added, state = add(given, jnp.asarray([[1], [int(token + 5 < 80)]]), state)
         same(added[0, 0], whole[0, token])
     jax.tree.map(same, state, last)
+
+
+# products in a bfloat16 model
+
+
+def parts_of(x: jax.Array, bits: int, count: int) -> list[jax.Array]:
+    """Numbers of so many bits, the largest first, whose sum is nearly x."""
+    parts: list[jax.Array] = []
+    for _ in range(count):
+        parts.append(jax.lax.reduce_precision(x - sum(parts), 8, bits - 1))
+    return parts
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> delta_net.Precisions:
+    """The precisions of a bfloat16 model on a GPU, by products of the parts that its matrix units would multiply."""
+    algorithms = jax.lax.DotAlgorithmPreset
+    real = jnp.einsum, jnp.matmul
+
+    def multiply(run: Any, x: Any, y: Any, bits: int, count: int) -> Any:
+        pairs = [(a, b) for i, a in enumerate(parts_of(x, bits, count)) for b in parts_of(y, bits, count)[: count - i]]
+        return sum(run(a, b) for a, b in reversed(pairs))
+
+    def einsum(spec: str, x: Any, y: Any, precision: Any) -> Any:
+        assert precision == algorithms.TF32_TF32_F32
+        return multiply(lambda a, b: real[0](spec, a, b, precision="highest"), x, y, 11, 1)
+
+    def matmul(x: Any, y: Any, precision: Any) -> Any:
+        assert precision == algorithms.BF16_BF16_F32_X6
+        return multiply(lambda a, b: real[1](a, b, precision="highest"), x, y, 8, 3)
+
+    monkeypatch.setattr(delta_net.jnp, "einsum", einsum)
+    monkeypatch.setattr(delta_net.jnp, "matmul", matmul)
+    return delta_net.Precisions.of(jnp.bfloat16, "gpu")
+
+
+def test_on_a_gpu_an_inverse_is_as_exact_as_in_float32_and_outputs_have_eleven_bits(as_on_a_gpu: Any) -> None:
+    below = np.tril(np.random.default_rng(0).uniform(0, 1, (64, 64)), -1)
+    inverse = invert(jnp.asarray(below, jnp.float32), as_on_a_gpu.inverse)
+    expected = np.linalg.inv(np.eye(64) + np.float32(below).astype(np.float64))
+    np.testing.assert_allclose(inverse, expected, rtol=0, atol=8 * EPSILON * np.abs(expected).max())
+    rule = random_rule(segments_of(65, 63), slow=1e3)
+    memory = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 6, 5)), jnp.float32)
+    outputs, after = chunked(rule, memory, as_on_a_gpu)
+    expected, expected_after = oracle(rule, memory)
+    for found, right in ((outputs, expected), (after, expected_after)):
+        off = np.abs(np.asarray(found) - right).max() / np.abs(right).max()
+        assert 2**-16 < off < 2**-9  # bfloat16 would be off by 2^-8
+
+
+def test_a_float32_model_and_a_cpu_have_exact_products() -> None:
+    exact = delta_net.Precisions(jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGHEST)
+    assert {delta_net.Precisions.of(jnp.float32, platform) for platform in ("cpu", "gpu", "tpu")} == {exact}
+    assert delta_net.Precisions.of(jnp.bfloat16, "cpu") == exact
+    assert delta_net.Precisions.of(jnp.bfloat16, "tpu") == exact._replace(products=jax.lax.Precision.HIGH)
+
+
+class TestByTheGpuCompiler:
+    pytestmark = FOR_GPUS
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+    def test_all_products_of_a_bfloat16_update_are_for_matrix_units_and_none_of_a_float32_update_is(self, dtype: str):
+        mesh = targets.mesh("h100", (1, 1, 1), AXES)
+        model = {"architecture": tiny.QWEN35, "dtype": dtype}
+        program = targets.compiled(*Programs(tiny.config("sft", model=model), mesh).update(), mesh)
+        wide = re.findall(r"= f32\S* dot\((.*)", text(program))
+        algorithms = {found[1] if (found := re.search(r"algorithm=(\w+)", line)) else None for line in wide}
+        expected = {"dot_tf32_tf32_f32", "dot_bf16_bf16_f32_x6"}
+        assert algorithms >= expected if dtype == "bfloat16" else not algorithms & expected
+        assert dtype == "float32" or not any("highest" in line and "algorithm" not in line for line in wide)

@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import pytest
+import tiny
 
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
 from tools import tune
 from tools.bench import __main__ as bench
-from tools.bench import head, logits, methods, rollout
+from tools.bench import head, logits, methods, rollout, step
 from tools.bench.head import Problem
 from tools.bench.methods import Method, fused, value_and_gradients
 
@@ -63,6 +64,47 @@ def test_a_rollout_s_table_counts_what_the_engine_did(capsys):
     assert (name, figures[0]) == ("engine", "1.00 (1.00 to 1.00)")
     assert 8 <= found["tokens"] <= 64
     assert 0 < found["useful"] <= 1 <= found["bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+def test_a_step_s_parts_are_an_update_s_and_where_it_samples_a_rollout_s(algorithm, capsys):
+    model = "{" + ", ".join(f"{name}: {value}" for name, value in tiny.QWEN35.items()).replace("'", "") + "}"
+    settings = [f"model.architecture={model}", "model.tokenizer=bytes", "batch_size=16"]
+    settings += ["model.source=null", "micro_batch_size=8"] if algorithm == "grpo" else ["--full"]
+    assert bench.main(["step", "--config", f"tiny_{algorithm}.yaml", "--repeats", "1", *settings]) == 0
+    said = capsys.readouterr().out
+    found = {name: float(ms) for name, ms, *_ in cells(said)[2:]}
+    update = [found.pop(name) for name in ("update", "forward", "head", "backward", "optimizer")]
+    assert update[0] == pytest.approx(sum(update[1:]), abs=0.03)
+    assert [*found] == (["log-prob", "prefill", "decode"] if algorithm == "grpo" else [])
+    rows, length = 16, 32
+    assert said.splitlines()[1].startswith(f"{rows} rows of {length} tokens")
+    assert float(said.splitlines()[2].split()[0].replace(",", "")) == pytest.approx(
+        1e3 * rows * length / update[0], rel=0.02
+    )
+
+
+def test_the_kernels_of_a_decode_loop_are_counted_in_the_branches_of_its_conditionals():
+    program = """
+%other (p: f32[]) -> f32[] {
+  %a = f32[] fusion(%p), kind=kLoop
+}
+%yes (p: f32[]) -> f32[] {
+  %b = f32[] fusion(%p), kind=kLoop
+  %c = f32[] custom-call(%b), custom_call_target="__cublas$gemm"
+}
+%step (p: f32[]) -> f32[] {
+  %d = f32[] fusion(%p), kind=kLoop
+  %e = f32[] bitcast(%d)
+  %f = f32[] conditional(%q, %e, %e), true_computation=%yes, false_computation=%other
+}
+ENTRY %main (p: f32[]) -> f32[] {
+  %g = f32[] fusion(%p), kind=kLoop
+  %h = f32[] while(%g), condition=%more, body=%step
+}
+"""
+    assert step.kernels_of_loop(program) == 4
 
 
 # tools/tune.py

@@ -3,6 +3,7 @@
     head      the LM head beside the bare matrix products and other implementations
     logits    a loss of logits that exist beside plain JAX
     rollout   the rollout engine beside google-tunix's sampler
+    step      an update by part, and a decode step
 
 `python tools/bench COMMAND --help` describes a command's figures and options.
 """
@@ -18,7 +19,7 @@ if not __package__:  # `python tools/bench`: the checkout's root in place of thi
     sys.path[:1] = [str(root), str(root / "kernels")]
 from mllm import errors
 
-COMMANDS = ("head", "logits", "rollout")
+COMMANDS = ("head", "logits", "rollout", "step")
 
 
 @errors.command
