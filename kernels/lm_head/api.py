@@ -153,7 +153,8 @@ def token_loss(
             products. The float32 sum of a narrower weight's gradient over several waves is workspace as well. None:
             room for 1024 tokens (mosaic_gpu: 2048; xla on a CPU: 256), and no room for such a sum, except for xla on
             GPUs. mosaic_tpu uses none where the weight is frozen, the objective uses the entropy, or several
-            waves would take longer; chunked_logits keeps in it the logits of one chunk, 64 tokens at least; full_logits ignores it.
+            waves would take longer; chunked_logits keeps in it the logits of one chunk, 64 tokens at least; full_logits
+            ignores it.
     """
     if (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError("teacher_hidden and teacher_weight must be given together")
