@@ -108,7 +108,7 @@ def train(config: RunConfig, change: bool = False) -> int:
                 watch = Stopwatch()
 
                 # Data: SFT reads a batch; GRPO samples completions, scores them, and packs any that teach something.
-                data = source.next(joined(state.train.params), state.step, watch, run.fixed)
+                data = source.next(joined(state.train.params), state.step, watch, run.frozen_models)
 
                 # Update: loss, gradients and optimizer in one compiled program.
                 with watch.phase("update"):

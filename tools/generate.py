@@ -188,7 +188,7 @@ def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet
     from mllm.model.tokenizer import Renderer, encode, encode_prompt, warn_of_mismatch
     from mllm.sampler.completion import RolloutWork
     from mllm.sampler.sampler import Sampler
-    from mllm.sampler.schedule import Room
+    from mllm.sampler.schedule import DecodeLimits
     from mllm.stopwatch import COMPILING
 
     policy, are_texts = model.policy, not options.environment and all(len(chat) == 1 for chat in chats)
@@ -216,7 +216,7 @@ def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet
         (*policy.stop_ids, *stops),
         RolloutConfig(temperature=options.temperature or 1.0, **settings),
         options.seed,
-        room=lambda: Room(SLOTS),
+        room=lambda: DecodeLimits(SLOTS),
         work=work,
         stop_texts=(*policy.stop_texts, *options.stop),
     )
@@ -262,7 +262,7 @@ def converse(
         played = talk.finish()
     answers = []
     for game in played:
-        kind, reward, *_ = game.played.reward
+        kind, reward, *_ = game.result.reward
         told = reward if kind == "value" else f"{kind} {reward}"
         shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {told}"]
         line = {"messages": game.prompt, "turns": game.messages, "reward": reward if kind == "value" else None}

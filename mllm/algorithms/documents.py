@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 CACHED_DOCUMENTS = 2**16
 """How many documents of a task, which are made to know their sizes, are kept until they are read."""
 
-MOST_PAIRS = 2**17
+MAX_PAIRS = 2**17
 """The most pairs of a task: the reference's log-probabilities of every pair are computed at every start."""
 
 
@@ -80,8 +80,8 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
 
     UserError is raised then where a problem has no solution.
     """
-    if pairs and len(task.train) > MOST_PAIRS:
-        fault = f"task {task.name} has {len(task.train)} problems, and at most {MOST_PAIRS} pairs can be compared"
+    if pairs and len(task.train) > MAX_PAIRS:
+        fault = f"task {task.name} has {len(task.train)} problems, and at most {MAX_PAIRS} pairs can be compared"
         raise UserError(f"data.source: {fault}: give a file")
     needed = {"chosen": "solution", "rejected": "rejected"} if pairs else {"completion": "solution"}
     encode = encode_pair if pairs else encode_document

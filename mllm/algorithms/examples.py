@@ -12,7 +12,7 @@ from mllm.algorithms.rows import RowBatches
 from mllm.config.run import ExampleRun
 from mllm.config.section import LARGEST_NUMBER
 from mllm.data.batch import Batch
-from mllm.data.source import WAY_OUT, Evaluate, Fixed, Step
+from mllm.data.source import WAY_OUT, Evaluate, FrozenModels, Step
 from mllm.errors import UserError
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, raise_everywhere
@@ -67,7 +67,7 @@ class ExampleSource(Generic[Rows]):
         heldout = f", {len(self.heldout.documents):,} for validation" if self.heldout else ""
         return f"{len(self.batches.documents):,} examples to train on{heldout}"
 
-    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, frozen: FrozenModels) -> Step:
         begin = self.data.position
         with watch.phase("data"), raise_everywhere():
             batch = next(self.data)

@@ -22,7 +22,7 @@ from mllm.algorithms.grpo.losses import sequence_weights
 from mllm.algorithms.grpo.settings import RolloutRun
 from mllm.data.batch import Batch, Trajectory
 from mllm.data.prompts import PromptIterator
-from mllm.data.source import Evaluate, Fixed, Step
+from mllm.data.source import Evaluate, FrozenModels, Step
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
 from mllm.sampler import trajectories
@@ -57,7 +57,7 @@ class ScoredRollout(NamedTuple):
     """The share of the sampled groups which are learned from and have a signal."""
 
 
-Opinions = Callable[[Batch, Params, Fixed, bool], tuple[Batch, dict[str, float]]]
+Opinions = Callable[[Batch, Params, FrozenModels, bool], tuple[Batch, dict[str, float]]]
 """(batch, policy's parameters, other parameters, whether it is a rollout's first batch) -> the batch with the
 log-probabilities of further policies, and metrics. All batches of a rollout have the same shapes."""
 
@@ -103,23 +103,23 @@ class RolloutSource:
         tested = f", {len(self.task.test):,} in the test set" if self.task.test else ""
         return f"{len(self.task.train):,} problems to train on, {len(self.task.heldout):,} held out{tested}"
 
-    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, frozen: FrozenModels) -> Step:
         """The data of update `step`. Raises StepError where rewards failed for too many completions."""
         update = step % self.config.updates_per_rollout
         first = update == 0 or not self.parts
         if first:
-            self.parts = self.roll_out(params, fixed, step, watch)
+            self.parts = self.roll_out(params, frozen, step, watch)
         part = self.parts[update % len(self.parts)]
         self.updates_without_gradient += part.metrics["frac_without_gradient"] == 1
         metrics = part.metrics | {"updates_without_gradient": self.updates_without_gradient}
         return replace(part, metrics=metrics, samples=part.samples if first else [])
 
-    def roll_out(self, params: Params, fixed: Fixed, step: int, watch: Stopwatch) -> list[Step]:
+    def roll_out(self, params: Params, frozen: FrozenModels, step: int, watch: Stopwatch) -> list[Step]:
         """The data of all updates that share a rollout: completions are sampled, scored, and packed into batches."""
         rollout = self.sample(params, step, watch)
         if self.learning.compares_rewards and groups.equal_rewards(rollout.rewards).all():
             self.warn_without_signal(step)
-        return self.pack_updates(rollout, self.learning.score(rollout), params, fixed, watch)
+        return self.pack_updates(rollout, self.learning.score(rollout), params, frozen, watch)
 
     def sample(self, params: Params, step: int, watch: Stopwatch) -> Rollout:
         """Sample and score completions of all processes.
@@ -145,7 +145,7 @@ class RolloutSource:
                 watch=watch,
                 group=self.config.num_generations,
             )
-            limit = trajectories.MOST_FAILED if self.learning.compares_rewards else 1.0
+            limit = trajectories.MAX_FAILED_SHARE if self.learning.compares_rewards else 1.0
             rewards = trajectories.group_rewards(sampled, self.rewards, self.config.num_generations, limit)
             missing = wanted - int(np.count_nonzero(~groups.equal_rewards(rewards)))
             if missing <= 0 or rounds == self.config.dynamic_sampling:
@@ -154,7 +154,7 @@ class RolloutSource:
         return Rollout(sampled, rewards, rounds)
 
     def pack_updates(
-        self, rollout: Rollout, scored: ScoredRollout, params: Params, fixed: Fixed, watch: Stopwatch
+        self, rollout: Rollout, scored: ScoredRollout, params: Params, frozen: FrozenModels, watch: Stopwatch
     ) -> list[Step]:
         """The data of each update: its part of the completions in packed rows, with further policies' opinions."""
         chosen, counts = scored.trajectories, scored.counts
@@ -175,7 +175,7 @@ class RolloutSource:
                 advantages = [scored.advantages[i] for i in part[learned]]
                 whole = pack(sequences, weights[learned], advantages, self.shape)
                 batch = jax.tree.map(lambda array: array[local_rows], whole)
-                batch, more = self.learning.ask_policies(batch, params, fixed, not steps)
+                batch, more = self.learning.ask_policies(batch, params, frozen, not steps)
                 batch = jax.block_until_ready(batch)
             without = {"frac_without_gradient": float(1 - learned.mean())}
             steps.append(Step(batch, metrics | without | more, samples, sum(len(chosen[i].tokens) for i in part)))

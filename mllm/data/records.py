@@ -26,7 +26,7 @@ T = TypeVar("T")
 Record = dict[str, Any]
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
-MOST_BAD = 10_000
+MAX_BAD_LINES = 10_000
 """How many bad lines are looked for."""
 LISTED = 5
 """How many kinds of faults an error lists, and lines of each."""
@@ -106,14 +106,14 @@ def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
     """The records that aren't bad, with their places.
 
-    After the last line, or `MOST_BAD` bad lines, all bad lines are raised as one UserError, which names the setting
-    `key`.
+    After the last line, or `MAX_BAD_LINES` bad lines, all bad lines are raised as one UserError, which names the
+    setting `key`.
     """
     bad: list[tuple[str, UserError]] = []
     for location, record in records:
         if isinstance(record, UserError):
             bad.append((location, record))
-            if len(bad) == MOST_BAD:
+            if len(bad) == MAX_BAD_LINES:
                 break
         else:
             yield location, record

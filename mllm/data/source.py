@@ -31,7 +31,7 @@ class Step:
     """Tokens in the whole batch, prompts included."""
 
 
-class Fixed(NamedTuple):
+class FrozenModels(NamedTuple):
     """Parameters that no update changes, beside the policy's own; None where the algorithm has none."""
 
     reference: Params | None = None
@@ -52,7 +52,7 @@ class Source(Protocol):
     def summary(self) -> str:
         """The number of examples, for the first line of a run."""
 
-    def next(self, params: Params, step: int, watch: Stopwatch, fixed: Fixed) -> Step:
+    def next(self, params: Params, step: int, watch: Stopwatch, frozen: FrozenModels) -> Step:
         """The data of update `step`, counted from 0 and below `steps`; `params` are the policy's."""
 
     def position(self) -> dict[str, Any]:

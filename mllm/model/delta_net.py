@@ -32,7 +32,7 @@ GROUP = 16
 """Chunks whose systems are solved at once."""
 EPSILON = 1e-6
 """Added to the square of a length."""
-FEW = 8
+SHORT_SEQUENCE = 8
 """Up to so many tokens the recurrence is the faster way."""
 
 Precision = jax.lax.Precision | jax.lax.DotAlgorithmPreset

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int
 
 from lm_head.precision import precision_of
 
-MOST = 127
+INT8_MAX = 127
 
 
 @jax.tree_util.register_dataclass
@@ -73,9 +73,9 @@ multiply.defvjp(lambda dtype, x, matrix: (multiply(dtype, x, matrix), matrix), d
 def quantize(matrix: Float[Array, "*L O I"]) -> Int8Matrix:
     """The nearest matrix in int8; each row keeps its largest number."""
     wide = matrix.astype(jnp.float32)
-    scales = jnp.abs(wide).max(axis=-1) / MOST
+    scales = jnp.abs(wide).max(axis=-1) / INT8_MAX
     steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[..., None])
-    return Int8Matrix(jnp.clip(steps, -MOST, MOST).astype(jnp.int8), scales)
+    return Int8Matrix(jnp.clip(steps, -INT8_MAX, INT8_MAX).astype(jnp.int8), scales)
 
 
 def is_int8(x: Any) -> bool:

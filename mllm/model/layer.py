@@ -18,7 +18,16 @@ from jaxtyping import Float, Float32, Int
 from lm_head.precision import precision_of
 from mllm.model.architecture import Architecture
 from mllm.model.attention import platform
-from mllm.model.delta_net import FEW, DeltaState, Precisions, Rule, chunked, convolve, documents_of, recurrent
+from mllm.model.delta_net import (
+    SHORT_SEQUENCE,
+    DeltaState,
+    Precisions,
+    Rule,
+    chunked,
+    convolve,
+    documents_of,
+    recurrent,
+)
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
@@ -225,7 +234,7 @@ class DeltaLayer(Layer):
         )
         devices = "cpu" if layout is None else platform(layout.mesh)
         run: Callable[..., tuple[jax.Array, jax.Array]] = recurrent
-        if shape[1] > FEW:
+        if shape[1] > SHORT_SEQUENCE:
             run = partial(chunked, precisions=Precisions.of(self.dtype, devices), recomputed=recomputed)
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)

@@ -27,7 +27,7 @@ from mllm.model.presets import PRESETS
 from mllm.model.tokenizer import Tokenizer, check_fits, load_tokenizer, stop_ids, stop_strings
 from mllm.storage import is_bucket
 
-MOST_PARAMETERS = 10**13
+MAX_PARAMETERS = 10**13
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
     dithered = model.compute_rounding == "dithered"
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
-    if count(params) > MOST_PARAMETERS:
+    if count(params) > MAX_PARAMETERS:
         where = "model.architecture" if folder is None else folder / "config.json"
         raise UserError(f"{where}: {count(params):,} parameters are more than any model has: correct its sizes")
     tokenizer = find_tokenizer(model, folder)

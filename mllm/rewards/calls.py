@@ -28,7 +28,7 @@ LONGEST_MESSAGE, LONGEST_TEXT = 300, 1000
 """The most characters of an error, and of a text that a function logs."""
 
 
-class Played(NamedTuple):
+class ConversationResult(NamedTuple):
     """The outcome of a conversation with an environment or tools."""
 
     messages: list[dict[str, Any]]
@@ -50,12 +50,12 @@ class Sample(NamedTuple):
     """Whether it was cut off by `rollout.max_completion_length`."""
     thinks: bool = False
     """Whether the prompt has opened a thought (`<think>`)."""
-    played: Played | None = None
+    result: ConversationResult | None = None
 
     @property
     def failed(self) -> bool:
         """Whether the completion is a conversation with a failed environment."""
-        return self.played is not None and failed(self.played.reward)
+        return self.result is not None and failed(self.result.reward)
 
 
 class Lost:
@@ -68,7 +68,7 @@ class Lost:
 
 def environment_of(sample: Sample) -> Any:
     """The public attributes of a conversation's environment at its end."""
-    return Lost() if sample.failed else SimpleNamespace(**sample.played.values) if sample.played else None
+    return Lost() if sample.failed else SimpleNamespace(**sample.result.values) if sample.result else None
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
@@ -83,8 +83,8 @@ def fields_of(task: Task) -> tuple[str, ...]:
 
 
 def batched_completion(sample: Sample) -> Any:
-    if sample.played and sample.example.conversational:
-        return sample.played.messages
+    if sample.result and sample.example.conversational:
+        return sample.result.messages
     return [{"role": "assistant", "content": sample.completion}] if sample.example.conversational else sample.completion
 
 
@@ -114,12 +114,12 @@ BATCHED: dict[str, Reader] = {
     "answers": lambda sample: sample.example.answer,
 }
 """Arguments by name: of every function, of unbatched functions, of batched functions."""
-PLAYED: dict[str, Reader] = {
-    "messages": lambda sample: sample.played.messages if sample.played else [],
-    "tool_errors": lambda sample: sample.played.tool_errors if sample.played else 0,
+OF_CONVERSATIONS: dict[str, Reader] = {
+    "messages": lambda sample: sample.result.messages if sample.result else [],
+    "tool_errors": lambda sample: sample.result.tool_errors if sample.result else 0,
     "environment": environment_of,
 }
-PLAYED["environments"] = PLAYED["environment"]  # TRL's name, in a batched function
+OF_CONVERSATIONS["environments"] = OF_CONVERSATIONS["environment"]  # TRL's name, in a batched function
 """Further fields of a conversation's sample."""
 LOGS = ("log_extra", "log_metric")
 """The functions that any function may be given."""
@@ -196,7 +196,7 @@ def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) 
     declared = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     takes_all = any(p.kind == p.VAR_KEYWORD for p in parameters)
     batched = bool(declared & {*BATCHED, "environments"}) or (takes_all and not declared & SINGLE.keys())
-    readers = {field: PLAYED.get(field, partial(data_field, name=field)) for field in fields}
+    readers = {field: OF_CONVERSATIONS.get(field, partial(data_field, name=field)) for field in fields}
     own = (BATCHED if batched else SINGLE) | EITHER
     readers |= {key: read for key, read in own.items() if "answer" in fields or key not in ("answer", "answers")}
     constants = {"max_completion_length": limit} | dict.fromkeys(LOGS)

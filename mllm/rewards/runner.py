@@ -16,7 +16,7 @@ import numpy as np
 from mllm.config.task import ENVIRONMENT, TaskConfig
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rewards.calls import PLAYED, Sample, bind_all, fields_of
+from mllm.rewards.calls import OF_CONVERSATIONS, Sample, bind_all, fields_of
 from mllm.rewards.environments import Move, players
 from mllm.rewards.scores import FAILURES, NOT_APPLICABLE, NOTHING, Answer
 from mllm.rewards.worker import TICK, Call, Workers
@@ -45,7 +45,7 @@ class RewardRunner:
         self.timeout = config.reward_timeout
         self.poll = poll
         rewards = [(reward.name, reward.args) for reward in config.rewards]
-        fields = (*fields_of(task), *(PLAYED if converses else ()))
+        fields = (*fields_of(task), *(OF_CONVERSATIONS if converses else ()))
         self.workers = Workers(partial(bind_all, rewards, fields, max_completion_length), config.reward_workers)
         self.kinds: list[str] = []
         self.warned: set[tuple[str, str]] = set()
@@ -124,7 +124,7 @@ class Scoring:
 
     def __init__(self, runner: RewardRunner, count: int) -> None:
         self.runner = runner
-        self.found: list[list[Answer]] = [[NOTHING] * len(runner.names) for _ in range(count)]
+        self.answers: list[list[Answer]] = [[NOTHING] * len(runner.names) for _ in range(count)]
         self.samples: dict[int, Sample] = {}
         self.calls: list[tuple[Sequence[int], Sequence[int], Call]] = []
         """Calls with their functions and samples, by their numbers."""
@@ -155,12 +155,12 @@ class Scoring:
         for functions, members, call in self.calls:
             for (function, member), answer in zip(product(functions, members), call.result(), strict=True):
                 if not samples[member].failed:
-                    self.found[member][function] = answer
-        for row, sample in zip(self.found, samples, strict=True):
-            if sample.played:
-                row[-1] = sample.played.reward
-        self.runner.warn(self.found)
-        return self.found
+                    self.answers[member][function] = answer
+        for row, sample in zip(self.answers, samples, strict=True):
+            if sample.result:
+                row[-1] = sample.result.reward
+        self.runner.warn(self.answers)
+        return self.answers
 
 
 def short_names(names: Sequence[str]) -> list[str]:

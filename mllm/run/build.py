@@ -27,7 +27,7 @@ from mllm.config.load import for_devices
 from mllm.config.run import RunConfig
 from mllm.config.task import Form
 from mllm.data.prompts import task_renderer
-from mllm.data.source import Fixed, ReferencedSource, Source
+from mllm.data.source import FrozenModels, ReferencedSource, Source
 from mllm.data.tasks.load import load as load_task
 from mllm.data.turns import check_turns, with_tools
 from mllm.errors import CommonError, UserError, need
@@ -51,11 +51,11 @@ from mllm.run.signals import Interrupt
 from mllm.run.source_run import load_own_policy, load_policy, load_teacher, pin_all
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
-from mllm.sampler.schedule import Usual
+from mllm.sampler.schedule import TypicalBatch
+from mllm.training.decode_limits import decode_limits
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.recipe import Parts, Sampling
-from mllm.training.room import room_that_fits
 from mllm.training.step import abstract_state, init_state, make_train_step
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Run:
         config = for_devices(config, jax.device_count())
         self.mesh = make_mesh(config.mesh)
         keep_programs()
-        self.store, config = stack.enter_context(folder.claim(config, change))
+        self.store, config = stack.enter_context(folder.open_run(config, change))
         if config.log.wandb and is_writer():
             need("wandb", "wandb", "log.wandb")
         begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
@@ -115,14 +115,14 @@ class Run:
         self.trained, self.frozen = policy.split(initial)
         """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
         held = initial if demands.reference == "held" else None
-        self.fixed = Fixed(held, teacher.initial_params() if teacher else None)
-        scored = {"teacher": self.fixed.teacher} if demands.teacher_in_update else {}
+        self.frozen_models = FrozenModels(held, teacher.initial_params() if teacher else None)
+        scored = {"teacher": self.frozen_models.teacher} if demands.teacher_in_update else {}
         self.train_step = partial(train_step, **scored)
         position, *others = gather_objects(self.source.position())
         if any(other != position for other in others):
             raise CommonError("data: the processes have different examples: give all the same data")
-        fixed: Any = self.fixed.reference or self.frozen
-        fixed = {"student": fixed, "teacher": self.fixed.teacher} if self.fixed.teacher else fixed
+        fixed: Any = self.frozen_models.reference or self.frozen
+        fixed = {"student": fixed, "teacher": self.frozen_models.teacher} if self.frozen_models.teacher else fixed
         known = dependencies(policy, Renderer(policy.tokenizer, config.chat_template), self.task)
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed, known)))
         folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
@@ -193,8 +193,8 @@ class Run:
             rollout,
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
-            cache(partial(room_that_fits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
-            Usual(completions // demands.group, completions) if completions else None,
+            cache(partial(decode_limits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
+            TypicalBatch(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
         )
@@ -238,7 +238,7 @@ class Run:
         if state is not None:
             self.source.seek(state.position)
         else:
-            if self.fixed.reference is not None:  # which the first update must not reuse
+            if self.frozen_models.reference is not None:  # which the first update must not reuse
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, trained)
                 trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
             pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None

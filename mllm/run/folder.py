@@ -16,7 +16,7 @@ from mllm.config.model import LoraConfig
 from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.parallel.processes import from_writer, is_writer
-from mllm.run.store import CONFIG, Damaged, RunStore, hold
+from mllm.run.store import CONFIG, Damaged, RunStore, lock_run
 
 FREE = {
     *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
@@ -45,7 +45,7 @@ FIXED = {
 
 
 @contextmanager
-def claim(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, RunConfig]]:
+def open_run(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, RunConfig]]:
     """Hold the place of a run; yields it, and the configuration to go on or begin with, with the record of its changes.
 
     All processes must enter this. `change` permits settings to differ as `check_changes` says. UserError is raised if
@@ -54,8 +54,8 @@ def claim(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, R
     store = RunStore(config.run_dir)
     with ExitStack() as stack:
         if is_writer():
-            stack.enter_context(hold(store))
-        if (existing := from_writer(partial(look, store))) is not None:
+            stack.enter_context(lock_run(store))
+        if (existing := from_writer(partial(read_run, store))) is not None:
             config = check_changes(store, config, change, *existing)
         elif change:
             raise UserError(f"--change: {store} holds no run; leave it out to begin one")
@@ -64,7 +64,7 @@ def claim(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, R
         yield store, config
 
 
-def look(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]] | None:
+def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]] | None:
     """The settings of the run that is there as its newest checkpoint has them, that checkpoint's step, and the changes
     that config.yaml permits after it; None where no run has begun."""
     entries = store.entries()

@@ -161,7 +161,7 @@ class RunStore:
 
 
 @contextmanager
-def hold(store: RunStore) -> Iterator[None]:
+def lock_run(store: RunStore) -> Iterator[None]:
     """Hold a run against other processes: by a lock on a disk, which the system releases when the process ends.
 
     A file system without locks, and a bucket, leave it to the user that no two processes write the same run. A run in

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mllm.config.rollout import RolloutConfig
 from mllm.model.tokenizer import Renderer, decode
-from mllm.sampler.schedule import Room, Usual
+from mllm.sampler.schedule import DecodeLimits, TypicalBatch
 from mllm.sampler.slots import CHUNK
 
 
@@ -82,9 +82,9 @@ class SamplerSettings:
     stop_ids: Sequence[int]
     options: RolloutConfig
     seed: int
-    room: Callable[[], Room | None] = lambda: None
+    room: Callable[[], DecodeLimits | None] = lambda: None
     """Returns the limits of a decode batch; None: no limits. It is called where `options.max_slots` is None."""
-    usual: Usual | None = None
+    typical: TypicalBatch | None = None
     """The size of a training step's rollout; rollouts of up to twice its size reuse its programs."""
     poll: Callable[[], object] = lambda: None
     """Called by all processes after each call of the decode program; its exceptions end the rollout."""

@@ -22,7 +22,7 @@ from mllm.data.turns import observation_tokens, opens_thought, prompt_tokens
 from mllm.errors import CommonError, UserError
 from mllm.model.tokenizer import Message, Renderer, stop_ids
 from mllm.parallel.processes import ALL_ROWS, RowShare, gather_objects
-from mllm.rewards.calls import Played, Sample
+from mllm.rewards.calls import ConversationResult, Sample
 from mllm.rewards.environments import Move, Turn
 from mllm.rewards.runner import RewardRunner
 from mllm.rewards.scores import NOTHING, Answer, judge
@@ -32,7 +32,7 @@ Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
 """Moves for a worker, and where its answers are put."""
 
 
-class Left(Exception):
+class RolloutLeft(Exception):
     """The rollout was left while an environment made a move."""
 
 
@@ -57,13 +57,13 @@ class Conversation:
     def sample(self, example: Example) -> Sample:
         """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
-        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.thinks, self.played)
+        return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.thinks, self.result)
 
     def add(self, tokens: Sequence[int], sampled: bool) -> None:
         self.tokens += tokens
         self.sampled += [sampled] * len(tokens)
 
-    def took(self, answer: Any) -> Turn | None:
+    def record(self, answer: Any) -> Turn | None:
         """The turn that a move brought, None where it failed; its reward is added to the last turn's."""
         match answer:
             case (("value" | "not_applicable") as kind, reward, ("turn", *fields)):
@@ -79,12 +79,12 @@ class Conversation:
         return [message for message in self.messages if "reward" in message]
 
     @property
-    def played(self) -> Played:
+    def result(self) -> ConversationResult:
         """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
         total: Answer = judge(float(sum(rewards))) if rewards else NOTHING
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
-        return Played(self.messages, self.values, errors, self.failure or total)
+        return ConversationResult(self.messages, self.values, errors, self.failure or total)
 
 
 class Conversations:
@@ -116,7 +116,7 @@ class Conversations:
         self.seeds = None if fixed else f"{seed} {step} {first_sequence}"
         self.tools = [*runner.tools] or None
         self.closing = stop_ids(renderer.tokenizer)
-        self.found: list[Conversation] = []
+        self.conversations: list[Conversation] = []
         self.mine = range(0)
         self.ends: list[int] = []
         """The conversations that the trainer ends."""
@@ -135,7 +135,7 @@ class Conversations:
 
     def check_left(self) -> None:
         if self.left.is_set():
-            raise Left
+            raise RolloutLeft
 
     def serve(self, workers: Workers, waiting: Waiting) -> None:
         """Have a process make all the moves that wait for it by now."""
@@ -156,15 +156,15 @@ class Conversations:
 
         A conversation that fails at once is given its own prompt, and ends after its first turn.
         """
-        self.found = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
+        self.conversations = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
         self.mine = range(len(prompts))[self.rows.part_of(len(prompts), self.group)]
         for number, prompt in enumerate(prompts):
             name = f"{self.seeds} {number // self.group}" if self.seeds else prompt_hash(prompt.example, fields=True)
             seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 1
             self.move(Move(number, prompt.example, seed))
         for number, answer in self.collect(range(len(prompts))).items():
-            conversation, limit = self.found[number], self.options.max_prompt_length
-            if (turn := conversation.took(answer)) is not None:
+            conversation, limit = self.conversations[number], self.options.max_prompt_length
+            if (turn := conversation.record(answer)) is not None:
                 try:
                     if not turn.messages:
                         raise UserError("task.environment: reset left no message of the prompt")
@@ -175,7 +175,7 @@ class Conversations:
                 except UserError as error:
                     self.end(number, error)
             conversation.sampled = [False] * len(conversation.tokens)
-        return [[*conversation.tokens] for conversation in self.found]
+        return [[*conversation.tokens] for conversation in self.conversations]
 
     def send(self, ended: Mapping[int, Any]) -> None:
         """Send turns that have ended, by their conversations' numbers, to the environments.
@@ -183,7 +183,7 @@ class Conversations:
         Each has the `tokens`, `text` and `finished` of a completion.
         """
         for number, turn in ended.items():
-            conversation = self.found[number]
+            conversation = self.conversations[number]
             conversation.thinks = opens_thought(self.renderer, conversation.tokens)
             conversation.add(turn.tokens, sampled=True)
             conversation.messages.append({"role": "assistant", "content": turn.text, "reward": None})
@@ -194,12 +194,12 @@ class Conversations:
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
         """The token ids that follow the last turns of these conversations, None for conversations that are over."""
-        answers = self.collect([number for number in sequences if self.found[number].failure is None])
+        answers = self.collect([number for number in sequences if self.conversations[number].failure is None])
         return {number: self.follow(number, answers[number]) if number in answers else None for number in sequences}
 
     def follow(self, number: int, answer: Any) -> list[int] | None:
-        conversation, assistant = self.found[number], self.found[number].messages[-1]
-        if (turn := conversation.took(answer)) is None:
+        conversation, assistant = self.conversations[number], self.conversations[number].messages[-1]
+        if (turn := conversation.record(answer)) is None:
             return None
         if turn.calls:
             assistant["tool_calls"] = [{"type": "function", "function": call} for call in turn.calls]
@@ -227,14 +227,14 @@ class Conversations:
         """All conversations, once each is over."""
         if self.ends:  # the same in all processes
             for number, answer in self.collect(self.ends).items():
-                conversation = self.found[number]
-                if conversation.failure is None and (turn := conversation.took(answer)) is not None:
+                conversation = self.conversations[number]
+                if conversation.failure is None and (turn := conversation.record(answer)) is not None:
                     conversation.values = turn.values
-        return self.found
+        return self.conversations
 
     def end(self, number: int, error: UserError | None = None) -> None:
         """End a conversation, which fails if there is an error."""
-        self.found[number].failure = ("raised", str(error)) if error else None
+        self.conversations[number].failure = ("raised", str(error)) if error else None
         self.ends.append(number)
         self.move(Move(number))
 

@@ -35,8 +35,8 @@ from mllm.sampler.schedule import (
     PREFILL_TOKENS,
     PREFILLED_BATCHES,
     WIDTHS,
-    Room,
-    Usual,
+    DecodeLimits,
+    TypicalBatch,
     assign_prompts,
     prompts_a_batch,
     slot_buckets,
@@ -69,10 +69,10 @@ class RolloutEngine:
         self.layout = self.model.layout
         self.shards = 1 if self.layout is None else self.layout.row_shards
         self.queues = assign_prompts(prompts, self.shards)
-        share = Usual(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
-        self.most_prompts, most = share if sampler.usual is None else sampler.usual.serve(share, self.shards)
+        share = TypicalBatch(max(map(len, self.queues)), max(sum(map(len, queue)) for queue in self.queues))
+        self.most_prompts, most = share if sampler.typical is None else sampler.typical.serve(share, self.shards)
         slots = self.options.max_slots
-        room = sampler.room() if slots is None else Room(slots)
+        room = sampler.room() if slots is None else DecodeLimits(slots)
         self.most_slots = most if room is None else max(1, min(most, room.slots // self.shards))
         tokens = None if room is None or room.tokens is None else room.tokens // self.shards
         self.cache = PagedCache(self.model, self.options, self.weights, self.most_slots, tokens)
@@ -111,7 +111,7 @@ class RolloutEngine:
         kept = np.array([[*part, *[-1] * (slots - len(part))] for part in held])
         self.sequences = np.where(np.arange(slots) < [[len(part)] for part in decoded], kept, -1)
         spans = [{number: self.span(number) for number in self.holding(shard)} for shard in range(self.shards)]
-        self.cache.hold(spans, slots)
+        self.cache.fit_pages(spans, slots)
         self.cache.states.arrange(kept)
         self.insert(entering)
         self.extend(resumed)
@@ -304,7 +304,7 @@ class RolloutEngine:
         """At the end of a rollout, compile the decode programs for numbers of slots without a program."""
         for slots in sorted({*self.slot_sizes} - {slots for slots, *_ in self.work.programs}):
             self.sequences = np.full((self.shards, slots), -1)
-            self.cache.hold([{}] * self.shards, slots)
+            self.cache.fit_pages([{}] * self.shards, slots)
             self.cache.states.arrange(self.sequences)
             pages, places, lengths = self.begin_chunk()
             self.run_decode(pages, begun=0, steps=0, stop_after=1)

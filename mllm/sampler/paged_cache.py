@@ -69,7 +69,7 @@ class PagedCache:
         grown = np.minimum(needed + growing, pool_pages(self.model, self.options, growing))
         return bool((np.maximum(needed, grown) > self.limits).any())
 
-    def hold(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
+    def fit_pages(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
         """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
         for table in self.tables:
             for shard, held in enumerate(spans):

@@ -35,6 +35,6 @@ class Sampler(SamplerSettings):
         while (rows := engine.admit()) or engine.waiting:
             finished = engine.decode_chunk() if rows else {}
             ended(engine.answer(conversations, finished) if conversations else engine.release(finished))
-        if self.usual and self.options.turns > 1:  # in later rollouts conversations may end earlier
+        if self.typical and self.options.turns > 1:  # in later rollouts conversations may end earlier
             engine.compile_rest()
         return engine.completions

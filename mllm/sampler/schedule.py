@@ -30,7 +30,7 @@ LOGITS = 3
 """Arrays of a decode step's logits in float32 at a time: logits, noise, and top-p's copy."""
 
 
-class Room(NamedTuple):
+class DecodeLimits(NamedTuple):
     """The limits of a decode batch over all devices, which share it evenly."""
 
     slots: int
@@ -39,16 +39,16 @@ class Room(NamedTuple):
     """Their tokens, where pages that they have begun to fill count as full; None: as many as they may have."""
 
 
-class Usual(NamedTuple):
+class TypicalBatch(NamedTuple):
     """The typical numbers of distinct prompts and sequences, over all devices or on one device."""
 
     prompts: int
     sequences: int
 
-    def serve(self, share: "Usual", shards: int) -> "Usual":
+    def serve(self, share: "TypicalBatch", shards: int) -> "TypicalBatch":
         """The numbers for a device's programs, for its share of a rollout: the typical numbers if they cost little."""
-        usual = Usual(-(-self.prompts // shards), -(-self.sequences // shards))
-        return usual if share.sequences <= 2 * usual.sequences else share
+        typical = TypicalBatch(-(-self.prompts // shards), -(-self.sequences // shards))
+        return typical if share.sequences <= 2 * typical.sequences else share
 
 
 def assign_prompts(prompts: Sequence[Sequence[int]], shards: int) -> list[deque[list[int]]]:

@@ -22,7 +22,7 @@ from mllm.sampler.conversations import Conversation, Conversations
 from mllm.sampler.sampler import Sampler
 from mllm.stopwatch import Stopwatch
 
-MOST_FAILED = 0.5
+MAX_FAILED_SHARE = 0.5
 """The share of a step's completions with a failed reward that is allowed; more stop the run."""
 
 
@@ -56,7 +56,7 @@ def sample_trajectories(
     def sample_of(i: int, reply: Completion) -> Sample:
         prompt = prompts[i]
         if talk:
-            return talk.found[i].sample(prompt.example)
+            return talk.conversations[i].sample(prompt.example)
         return Sample(prompt.example, reply.text, reply.tokens, not reply.finished, prompt.thinks)
 
     with rewards.scoring(len(local)) as scoring, ExitStack() as stack:
@@ -107,7 +107,7 @@ def trajectory(
 
 
 def group_rewards(
-    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MOST_FAILED
+    trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MAX_FAILED_SHARE
 ) -> Float[np.ndarray, "G n"]:
     """The reward of each completion, as in `Totals`, by groups of `group` one after the other.
 

@@ -13,7 +13,7 @@ from mllm.algorithms.distill.algorithm import SampledDivergence, make_teacher_pa
 from mllm.algorithms.distill.algorithm import divergence as divergence_loss
 from mllm.algorithms.grpo.algorithm import PolicyPasses
 from mllm.algorithms.recipes import recipe_of
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.source_run import load_teacher
@@ -133,7 +133,7 @@ def test_the_sampled_term_stands_beside_the_log_probabilities_that_several_updat
     passes = PolicyPasses(settings.grpo, forward)
     passes.logprobs = lambda params, batch: np.full(batch.tokens.shape, -0.25, np.float32)
     bare = BATCH._replace(inputs=BATCH.inputs._replace(advantages=0 * BATCH.inputs.advantages, old_logprobs=None))
-    batch, _ = SampledDivergence(passes, forward)(bare, params, Fixed(teacher=teacher), first=False)
+    batch, _ = SampledDivergence(passes, forward)(bare, params, FrozenModels(teacher=teacher), first=False)
     np.testing.assert_array_equal(batch.inputs.old_logprobs, np.full(BATCH.tokens.shape, -0.25))
     assert np.any(batch.inputs.advantages)
 

@@ -10,13 +10,13 @@ from rollouts import GROUP, LIMIT, SquareRewards, grpo_source, linear_logprobs, 
 from mllm.algorithms.grpo.groups import advantages as advantages_of
 from mllm.algorithms.grpo.groups import token_advantages
 from mllm.algorithms.rollouts import telling_samples
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.errors import StepError
 from mllm.parallel.processes import RowShare
 from mllm.stopwatch import Stopwatch
 
 REFERENCE = np.float32(7)
-NONE = Fixed()
+NONE = FrozenModels()
 
 
 def next_of(source, step=0, params=0, frozen=NONE):
@@ -27,7 +27,7 @@ def roll_out(bad=(), weight=1.0, **options):
     """The first step's data, and the prompts and completions that it was made of."""
     source = grpo_source(rewards=SquareRewards(bad, weight), **options)
     position = source.position()
-    step = next_of(source, frozen=Fixed(REFERENCE))
+    step = next_of(source, frozen=FrozenModels(REFERENCE))
     source.seek(position)
     prompts = [prompt.tokens for prompt in islice(source.prompts, 2) for _ in range(GROUP)]
     return step, prompts, source.sampler.complete(None, prompts, step=0)
@@ -174,7 +174,7 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
         calls = []
         counted = lambda params, batch, calls=calls: calls.append(1) or linear_logprobs(params, batch)  # noqa: E731
         source = grpo_source(updates_per_generation=2, logprobs=counted, **settings)
-        first, second = (next_of(source, step, frozen=Fixed(REFERENCE)).batch for step in range(2))
+        first, second = (next_of(source, step, frozen=FrozenModels(REFERENCE)).batch for step in range(2))
         assert len(calls) == passes == source.config.passes
         assert (first.inputs.is_current is not None and first.inputs.is_current.all()) == source.config.first_is_current
         assert second.inputs.is_current is None or not second.inputs.is_current.any()

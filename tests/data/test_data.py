@@ -16,7 +16,7 @@ from mllm.config.data import DataConfig
 from mllm.config.task import TaskConfig
 from mllm.data.batch import Batch
 from mllm.data.dataset import mixed_order, training_order
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
@@ -277,7 +277,7 @@ def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(t
         return document_source(settings, Parts(mesh, forward_of(None, mesh, settings), Renderer(BYTES), None))
 
     def next_of(source):
-        return source.next(NONE_FROZEN, 0, Stopwatch(), Fixed())
+        return source.next(NONE_FROZEN, 0, Stopwatch(), FrozenModels())
 
     whole, resumed, steps = source(), source(), []
     for number in range(4):

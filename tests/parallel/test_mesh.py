@@ -32,7 +32,7 @@ from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
 from mllm.sampler.slots import CHUNK, insert, resize
 from mllm.training import room
-from mllm.training.room import room_that_fits
+from mllm.training.decode_limits import decode_limits
 from mllm.training.step import accumulate, make_logprob_pass
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
@@ -119,7 +119,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
 
 def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    fitting_room = partial(room_that_fits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
+    fitting_room = partial(decode_limits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
     least, most = (fitting_room(memory) for memory in (2**20, 2**30))
     assert least.slots == 4  # one for each device that has rows of its own, with its tokens
     assert least.tokens >= 4 * MOST

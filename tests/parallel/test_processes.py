@@ -37,7 +37,7 @@ from mllm.config.data import DataConfig
 from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.errors import RESTART, StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
@@ -48,7 +48,7 @@ from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.parallel.processes import RowShare, gather_objects, local_rows, raise_everywhere
 from mllm.run.checkpoint import by_name
 from mllm.run.checksum import checksums
-from mllm.run.store import RunStore, hold, tool_run
+from mllm.run.store import RunStore, lock_run, tool_run
 from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 
@@ -181,9 +181,9 @@ def check_rows_and_reading(path):
     scored = trajectories.sample_trajectories(source.sampler, SquareRewards(), three, np.float32(0), **given)
     assert [one.rewards for one in scored] == [[("value", i)] for i in (0, 1, 4)]
     with pytest.raises(StepError, match=r"exact_match raised 5 times, first: too many"):
-        source.next(np.float32(0), 0, Stopwatch(), Fixed())
+        source.next(np.float32(0), 0, Stopwatch(), FrozenModels())
     source.rewards = SquareRewards()
-    own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), Fixed()).batch))
+    own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), FrozenModels()).batch))
     assert sum(gather_objects(own)) == 2 * GROUP
 
     sizes = weights.read_config(FIXTURE)
@@ -195,7 +195,7 @@ def check_rows_and_reading(path):
     assert loaded[0] == loaded[1] == loaded[2]
 
     store = RunStore(path)
-    with hold(store) if process == 0 else nullcontext():
+    with lock_run(store) if process == 0 else nullcontext():
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
         for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
             with opened(store) as checkpoints:

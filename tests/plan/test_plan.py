@@ -18,7 +18,7 @@ from mllm.plan import memory, targets
 from mllm.plan.memory import subject
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
-from mllm.training.room import room_that_fits
+from mllm.training.decode_limits import decode_limits
 
 MIB = 2**20
 
@@ -188,7 +188,7 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
     arguments = config.rollout, config.optimizer, False, 2**23
-    assert room_that_fits(shapes.policy, *arguments, shapes.teacher) < room_that_fits(shapes.policy, *arguments)
+    assert decode_limits(shapes.policy, *arguments, shapes.teacher) < decode_limits(shapes.policy, *arguments)
 
 
 # Conversations
@@ -207,6 +207,6 @@ def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_wai
     prompts = 2 * 8 * (state + 16 * token)
     assert found["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
     # What a slot takes beside its tokens is its state, its tail and three arrays of logits.
-    room = partial(room_that_fits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
+    room = partial(decode_limits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
     more = 2**26 * 0.92 / (room(2**27).slots - room(2**26).slots)
     assert more == pytest.approx(state + token * (16 + 20 / 4) + 3 * 4 * 260, rel=0.01)

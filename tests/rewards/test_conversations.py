@@ -103,7 +103,7 @@ def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(g
     assert [token for token, own in zip(whole, found.sampled, strict=True) if own] == [*chain(*sampled)]
     assert [message["role"] for message in found.messages] == ["assistant", "user"] * 3
     assert [message["reward"] for message in found.assistant] == [0, 0, -0.75]
-    assert found.played.reward == ("value", -0.75)
+    assert found.result.reward == ("value", -0.75)
     assert found.values["tried"] == ["0", "99", "x"]
     assert found.finished
     scored = found.sample(prompt("Guess.").example)
@@ -115,7 +115,7 @@ def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room(guess):
     for total, turns in ((limit, 2), (limit - 1, 1)):
         (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
         assert (len(found.assistant), found.finished) == (turns, False)
-        assert found.played.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+        assert found.result.reward == ("value", -turns / 4)  # what the environment gives at the end, too
 
 
 def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others(guess):
@@ -182,7 +182,7 @@ def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_be
         with pytest.raises(KeyboardInterrupt):
             play(talk, [prompt()], [["time.sleep(600)"]])
         talk.runner.poll = lambda: None
-        assert play(made(), [prompt()], [["pass"]])[0].played.reward == ("value", 3)
+        assert play(made(), [prompt()], [["pass"]])[0].result.reward == ("value", 3)
 
 
 def speaker(*says, **limits):
@@ -250,8 +250,8 @@ def test_the_rewards_of_a_turn_are_added():
     """An environment gives one with its answer, and one for a conversation that has ended."""
     found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
     for reward in (0.5, -2.0):
-        found.took(("value", reward, ("turn", [], True, {})))
-    assert found.played.reward == ("value", -1.5)
+        found.record(("value", reward, ("turn", [], True, {})))
+    assert found.result.reward == ("value", -1.5)
 
 
 @pytest.mark.slow
@@ -308,7 +308,7 @@ def test_a_hostile_environment_is_counted():
     expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
     for said, pattern in zip(counted(found), expected, strict=True):
         assert said is pattern is None or re.fullmatch(pattern, said)
-    assert {one.played.reward for one in found if one.failure is None} == {("value", 3)}
+    assert {one.result.reward for one in found if one.failure is None} == {("value", 3)}
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from mllm.run.build import Run
 from mllm.run.checkpoint import by_name
 from mllm.run.checksum import checksums
 from mllm.run.signals import Interrupted
-from mllm.sampler.schedule import Usual
+from mllm.sampler.schedule import TypicalBatch
 
 SEED = 7
 ROWS = RowShare(0, 1)
@@ -64,13 +64,13 @@ def test_each_part_knows_what_it_must_know_of_the_others(built):
     grpo = None if built.config.examples else built.config.grpo
     batch, sampler = built.config.batch_size, built.sampling.sampler
     assert (built.source.steps < built.config.steps) == (grpo is None)
-    assert sampler.usual == (Usual(batch // grpo.num_generations, batch) if grpo else None)
+    assert sampler.typical == (TypicalBatch(batch // grpo.num_generations, batch) if grpo else None)
     assert built.forward.head.options["temperature"] == (0.7 if grpo else 1.0)
     assert sampler.stop_texts == built.policy.stop_texts == ("+",)
     assert sampler.stop_ids == built.policy.stop_ids
     assert ord("+") in sampler.stop_ids
     # A run is known again by the reference of its policy.
-    assert built.checkpoints.frozen == (checksums(by_name(built.fixed.reference)) if grpo else {})
+    assert built.checkpoints.frozen == (checksums(by_name(built.frozen_models.reference)) if grpo else {})
     assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])
 
 

@@ -19,7 +19,7 @@ from mllm.plan.programs import Programs
 from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.source_run import check_tokens, load_policy, load_teacher
-from mllm.sampler.schedule import Room
+from mllm.sampler.schedule import DecodeLimits
 from mllm.stopwatch import Stopwatch
 
 HELD_OUT = {"share": 0.2, "every": 2}
@@ -60,7 +60,7 @@ def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its
     with Run.build(one) as begun:
         assert all(batches.share is rows for batches in (begun.source.batches, begun.source.heldout))
         assert begun.source.position().get("reference", begun.source.checksum) == begun.source.checksum
-        batch = begun.source.next(begun.trained, 0, Stopwatch(), begun.fixed).batch
+        batch = begun.source.next(begun.trained, 0, Stopwatch(), begun.frozen_models).batch
         planned = Programs(one, begun.mesh).batch(one.batch_shape.total)
     assert jax.tree.structure(batch) == jax.tree.structure(planned)
 
@@ -88,7 +88,7 @@ def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorde
     frozen, a, b = (np.asarray(layers[f"q_{name}"]) for name in ("weight", "a", "b"))
     settings = distilled(run_dir=str(tmp_path / "run"), teacher={"source": taught.run_dir, "dtype": "float32"})
     with Run.build(settings) as begun:
-        merged = np.asarray(begun.fixed.teacher["layers"]["q_weight"])
+        merged = np.asarray(begun.frozen_models.teacher["layers"]["q_weight"])
     assert np.abs(merged - frozen).max() > 1e-3
     atol = 4 * 2**-24 * np.abs(merged).max()  # four roundings of numbers of this size: two products, two sums
     np.testing.assert_allclose(merged, frozen + policy.lora.scale * b @ a, rtol=0, atol=atol)
@@ -109,9 +109,9 @@ def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
 
 def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "room_that_fits", lambda *parts, teacher: asked.append(teacher) or Room(8))
+    monkeypatch.setattr(build, "decode_limits", lambda *parts, teacher: asked.append(teacher) or DecodeLimits(8))
     with Run.build(distilled(run_dir=str(tmp_path / "run"))) as begun:
-        assert begun.sampling.sampler.room() == Room(8)
+        assert begun.sampling.sampler.room() == DecodeLimits(8)
         assert asked == [begun.teacher]
 
 

@@ -194,7 +194,7 @@ def test_a_model_that_is_only_written_down_otherwise_is_the_same_and_so_is_one_w
 @pytest.mark.parametrize("name", ["train.log", "slurm-1.out", "lost+found", ".DS_Store", "lock"])
 def test_a_new_run_may_begin_beside_other_files(tmp_path, name):
     (tmp_path / name).touch()
-    with folder.claim(config(run_dir=str(tmp_path))):
+    with folder.open_run(config(run_dir=str(tmp_path))):
         pass
 
 
@@ -203,7 +203,7 @@ def test_a_new_run_does_not_begin_in_another_s_checkpoints_or_weights(tmp_path, 
     (tmp_path / name).mkdir(parents=True)
     with (
         pytest.raises(UserError, match=r"holds checkpoints or weights and no config\.yaml; give another folder"),
-        folder.claim(config(run_dir=str(tmp_path))),
+        folder.open_run(config(run_dir=str(tmp_path))),
     ):
         pass
 
@@ -223,7 +223,7 @@ def settings(tmp_path):
 
 def check(place, settings, change=False):
     """The configuration with which the run in a folder goes on."""
-    with folder.claim(changed(settings, run_dir=str(place)), change) as (_, found):
+    with folder.open_run(changed(settings, run_dir=str(place)), change) as (_, found):
         return found
 
 

@@ -65,7 +65,7 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
         np.testing.assert_array_equal(mine, compute_copy(theirs, rounding, name))
     Path(settings.run_dir).mkdir()
     run_dir.write(RunStore(settings.run_dir), begun)
-    with run_dir.claim(settings) as (_, resumed):
+    with run_dir.open_run(settings) as (_, resumed):
         assert resumed == begun
 
 

@@ -14,7 +14,7 @@ from runs import spawn
 
 from mllm.errors import RESTART, TemporaryError, UserError, ending
 from mllm.run.metrics import RunLog
-from mllm.run.store import CONFIG, LOCK, RunStore, hold, tool_run
+from mllm.run.store import CONFIG, LOCK, RunStore, lock_run, tool_run
 from mllm.storage import bucket_path, failing
 
 real_sleep = asyncio.sleep
@@ -26,7 +26,7 @@ google = pytest.mark.parametrize("place", ["gs"], indirect=True)
 
 def test_files_are_written_whole_and_read_by_others(store):
     assert (store.entries(), store.is_run()) == ([], False)
-    with hold(store):
+    with lock_run(store):
         for name in ("skipped/step_2.npz", CONFIG):
             store.write(name, name.encode())
             store.write(name, name.encode() * 2)
@@ -58,7 +58,7 @@ def test_lines_that_do_not_parse_are_left_out(tmp_path):
 
 @google
 def test_a_bucket_has_the_logs_with_each_checkpoint_and_at_the_end(store, server):
-    with hold(store):
+    with lock_run(store):
         store.write(CONFIG, b"{}")
         log = RunLog(store, -1, 2)
         log.write(1, {"loss": 1.0})
@@ -66,7 +66,7 @@ def test_a_bucket_has_the_logs_with_each_checkpoint_and_at_the_end(store, server
         assert log.sync()["metrics.jsonl"] == len((store.place / "metrics.jsonl").read_bytes())
         log.write(2, {"loss": 1.0})
         log.close()
-    with hold(again := RunStore(store.url)):
+    with lock_run(again := RunStore(store.url)):
         assert [record["step"] for record in again.records("metrics.jsonl")] == [1, 2]
 
 
@@ -86,8 +86,8 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
 
 HOLDER = """
 import sys, time
-from mllm.run.store import RunStore, hold
-with hold(RunStore(sys.argv[1])):
+from mllm.run.store import RunStore, lock_run
+with lock_run(RunStore(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -99,11 +99,11 @@ def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(stor
     try:
         assert process.stdout.readline() == "held\n"
         with pytest.raises(UserError, match=r"^run_dir: .* is in use by another process; wait for"):
-            hold(store).__enter__()
+            lock_run(store).__enter__()
     finally:
         process.kill()
         process.communicate()
-    with hold(store):
+    with lock_run(store):
         pass
 
 
@@ -113,7 +113,7 @@ def test_a_file_system_without_locks_is_warned_of_and_written(store, monkeypatch
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with caplog.at_level(logging.WARNING), hold(store):
+    with caplog.at_level(logging.WARNING), lock_run(store):
         store.write(CONFIG, b"{}")
         assert tool_run(store.url).read(CONFIG) == b"{}"
     assert f"can't be locked ({os.strerror(errno.ENOLCK)}): let no other run write it" in caplog.text
@@ -128,7 +128,7 @@ def test_a_bucket_needs_gcsfs(monkeypatch):
 @google
 def test_a_bucket_that_refuses_is_one_line_and_not_taken_for_an_empty_one(store, server):
     """Else a run in it would begin anew."""
-    with hold(store):
+    with lock_run(store):
         store.write(CONFIG, b"{}")
     looks = (store.steps, store.entries, store.is_run, lambda: tool_run(store.url))
     server.fault = lambda method, path: "403"

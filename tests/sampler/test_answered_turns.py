@@ -17,7 +17,7 @@ from mllm.parallel.mesh import bytes_on_device, make_mesh
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.sampler import engine
 from mllm.sampler.sampler import Sampler
-from mllm.sampler.schedule import Room, Usual
+from mllm.sampler.schedule import DecodeLimits, TypicalBatch
 from mllm.sampler.slots import CHUNK
 
 
@@ -40,9 +40,9 @@ class Answers:
 @pytest.mark.parametrize(
     ("sizes", "room"),
     [
-        pytest.param(ARCHITECTURE, Room(5, 4 * 32), id="few pages"),  # the longest conversation has 4
-        pytest.param(WINDOWS, Room(5), id="windows", marks=pytest.mark.nightly),
-        pytest.param(QWEN35, Room(1, 5 * 32), id="states, one slot", marks=pytest.mark.nightly),
+        pytest.param(ARCHITECTURE, DecodeLimits(5, 4 * 32), id="few pages"),  # the longest conversation has 4
+        pytest.param(WINDOWS, DecodeLimits(5), id="windows", marks=pytest.mark.nightly),
+        pytest.param(QWEN35, DecodeLimits(1, 5 * 32), id="states, one slot", marks=pytest.mark.nightly),
     ],
 )
 def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(sizes, room):
@@ -60,7 +60,7 @@ def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on
         assert [one.tokens[a:b].tolist() for a, b in turns] == talk.turns[sequence]
         assert [one.tokens[a:b].tolist() for a, b in one.given] == texts[sequence]
     if sizes is ARCHITECTURE:
-        again = complete(chosen, prompts, room=Room(3), conversations=Answers(texts), **given)
+        again = complete(chosen, prompts, room=DecodeLimits(3), conversations=Answers(texts), **given)
         assert [one.tokens for one in again] == [one.tokens for one in found]
 
 
@@ -69,8 +69,8 @@ def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_com
     """Where all conversations of the first last equally long, later ones need fewer slots in the end."""
     chosen = made(ARCHITECTURE)
     options = RolloutConfig(max_prompt_length=4, max_completion_length=3, max_turns=2, max_total_length=16)
-    prompts, usual = [[number] for number in range(1, 5)], Usual(4, 4)
-    sampler = Sampler(nnx.split(chosen)[0], Renderer(bytes_tokenizer()), (-1,), options, 0, usual=usual)
+    prompts, typical = [[number] for number in range(1, 5)], TypicalBatch(4, 4)
+    sampler = Sampler(nnx.split(chosen)[0], Renderer(bytes_tokenizer()), (-1,), options, 0, typical=typical)
     for texts, programs in (([[[7]]] * 4, 2), ([[[7]], [], [], []], 0)):
         caplog.clear()
         with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -102,7 +102,7 @@ def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text
     def talk(*stop_texts, stop=-1):
         prefilled.clear()
         given = {"stops": (stop,), "conversations": Answers(answers), "stop_texts": stop_texts}
-        found = complete(mixed, prompts, options, room=Room(3), **given)
+        found = complete(mixed, prompts, options, room=DecodeLimits(3), **given)
         check(mixed, prompts, found, length=64)
         return found
 

@@ -18,14 +18,17 @@ from mllm.sampler.completion import RolloutWork
 from mllm.sampler.decoding import DecodingWeights
 from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.pages import PageTable, page_size
-from mllm.sampler.schedule import Usual, assign_prompts, pool_pages
+from mllm.sampler.schedule import TypicalBatch, assign_prompts, pool_pages
 from mllm.sampler.slots import CHUNK, written
 
 
 def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and_shards_share_the_usual_ones():
-    usual, own = Usual(2, 8), Usual(17, 17)
-    assert (usual.serve(Usual(16, 16), 1), usual.serve(own, 1)) == (usual, own)
-    assert (usual.serve(Usual(3, 4), 4), Usual(2, 6).serve(Usual(1, 1), 4)) == (Usual(1, 2), Usual(1, 2))
+    typical, own = TypicalBatch(2, 8), TypicalBatch(17, 17)
+    assert (typical.serve(TypicalBatch(16, 16), 1), typical.serve(own, 1)) == (typical, own)
+    assert (typical.serve(TypicalBatch(3, 4), 4), TypicalBatch(2, 6).serve(TypicalBatch(1, 1), 4)) == (
+        TypicalBatch(1, 2),
+        TypicalBatch(1, 2),
+    )
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))

@@ -28,13 +28,13 @@ from mllm.parallel.mesh import make_mesh
 from mllm.sampler import engine, sampling, schedule
 from mllm.sampler.completion import Completion, RolloutWork
 from mllm.sampler.sampler import Sampler
-from mllm.sampler.schedule import Room, Usual
+from mllm.sampler.schedule import DecodeLimits, TypicalBatch
 from mllm.sampler.slots import CHUNK
 
 VOCABULARY, STOPS = 40, (3, 11, 12, 20, 33)
 NO_STOPS = (-1,) * len(STOPS)  # as many as STOPS, so that the same programs serve
 LIMIT = 6
-FIVE_SLOTS = Room(5)
+FIVE_SLOTS = DecodeLimits(5)
 OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, temperature=0.8, top_k=25, top_p=0.9)
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
@@ -211,7 +211,7 @@ def sample_groups(sizes, mesh, slots):
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
     renderer, stops = Renderer(bytes_tokenizer()), range(0, 260, 20)
-    sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: Room(slots if mesh else 99))
+    sampler = Sampler(policy.graphdef, renderer, stops, options, 1, lambda: DecodeLimits(slots if mesh else 99))
     result = sampler.complete(policy.initial_params(), GROUPS, step=2)
     assert sampler.work.slot_steps <= slots * sampler.work.steps  # over all devices
     assert len({rows for rows, *_ in sampler.work.programs}) == 1
@@ -238,7 +238,10 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
 @pytest.mark.slow
 def test_a_stop_text_cuts_tokens_behind_it_and_the_text_before_it_whatever_the_clock(model, prompts, monkeypatch):
     """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
-    options, given = RolloutConfig(max_prompt_length=12, max_completion_length=160), {"stops": (3,), "room": Room(16)}
+    options, given = (
+        RolloutConfig(max_prompt_length=12, max_completion_length=160),
+        {"stops": (3,), "room": DecodeLimits(16)},
+    )
     decode = bytes_tokenizer().decode
     whole = complete(model, prompts[:8] * 8, options, **given)
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
@@ -272,7 +275,7 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
 @pytest.mark.slow
 def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
-    complete(model, prompts[:8] * 8, options, stops=(3,), room=Room(16), work=work)
+    complete(model, prompts[:8] * 8, options, stops=(3,), room=DecodeLimits(16), work=work)
     assert work.prefilled == 8 * 12
     assert 20 < work.tokens / 64 < 60
     assert work.tokens / work.slot_steps >= 0.85
@@ -284,7 +287,7 @@ def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplo
     settings = config()
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=4, max_completion_length=2 * CHUNK + 3, max_slots=4)
-    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0, usual=Usual(2, 4))
+    sampler = Sampler(policy.graphdef, Renderer(bytes_tokenizer()), (-1,), options, 0, typical=TypicalBatch(2, 4))
     training, evaluation = [[1, 2]] * 2 + [[3]] * 2, [[number] for number in range(7)]
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for prompts, greedy in ((evaluation, True), (training, False), (evaluation[:3], True)):
@@ -307,7 +310,7 @@ def test_greedy_completions_are_those_of_transformers(name):
     graphdef, _ = nnx.split(Decoder.abstract(architecture, dtype=jnp.float32))
     prompts = [[token for token in row.tolist() if token >= 0] for row in expected["prompts"]]
     options = RolloutConfig(max_prompt_length=9, max_completion_length=expected["completions"].shape[1])
-    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), (5, 71), options, 0, lambda: Room(4))
+    sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), (5, 71), options, 0, lambda: DecodeLimits(4))
     result = sampler.complete(load_weights(folder), prompts, step=0, greedy=True)
     assert [one.tokens.tolist() for one in result] == [row[row >= 0].tolist() for row in expected["completions"]]
     assert not any(any(one.logprobs) for one in result)  # each token was certain
@@ -317,7 +320,10 @@ def test_greedy_completions_are_those_of_transformers(name):
 def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(prompts):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
     chosen, work = made(WINDOWS), [RolloutWork(), RolloutWork()]
-    options, rooms = RolloutConfig(max_prompt_length=12, max_completion_length=100), [Room(12), Room(12, 10 * 32)]
+    options, rooms = (
+        RolloutConfig(max_prompt_length=12, max_completion_length=100),
+        [DecodeLimits(12), DecodeLimits(12, 10 * 32)],
+    )
     many, few = (
         complete(chosen, prompts, options, stops=(-1,), room=r, work=w) for r, w in zip(rooms, work, strict=True)
     )

@@ -70,7 +70,7 @@ def engine(options: Sizes) -> Rollout:
     from mllm.sampler.completion import RolloutWork
     from mllm.sampler.decoding import abstract_cache
     from mllm.sampler.sampler import Sampler
-    from mllm.sampler.schedule import Room
+    from mllm.sampler.schedule import DecodeLimits
 
     architecture = Architecture.from_hf(qwen2_config(options["hidden"], options["layers"]), "bench")
     model = Decoder(architecture, rngs=nnx.Rngs(0), dtype=jnp.float32)
@@ -82,7 +82,7 @@ def engine(options: Sizes) -> Rollout:
 
     def roll_out(seed: int) -> Figures:
         slots, work, tokens = options["slots"], RolloutWork(), Renderer(bytes_tokenizer())
-        sampler = Sampler(graphdef, tokens, STOPS, config, seed, room=lambda: Room(slots), work=work)
+        sampler = Sampler(graphdef, tokens, STOPS, config, seed, room=lambda: DecodeLimits(slots), work=work)
         completions = sampler.complete(params, rows, step=0)
         total = sum(len(row) + len(completion.tokens) for row, completion in zip(rows, completions, strict=True))
         return {

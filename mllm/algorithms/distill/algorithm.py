@@ -22,7 +22,7 @@ from mllm.algorithms.grpo.losses import MAX_LOG_RATIO
 from mllm.algorithms.rollouts import Learning, Rollout, RolloutSource, ScoredRollout
 from mllm.algorithms.sft.algorithm import document_source
 from mllm.data.batch import Batch
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.model.layout import Params
 from mllm.parallel.mesh import shard_batch
 from mllm.training.head import Head, HeadInputs
@@ -58,7 +58,7 @@ def make_own(config: OwnDistillRun) -> Recipe[Comparison] | Recipe[TokenLogprobs
 def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
     """The divergence over the whole vocabulary, over the student's own completions."""
 
-    def as_they_are(batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
+    def as_they_are(batch: Batch, params: Params, frozen: FrozenModels, first: bool) -> tuple[Batch, dict[str, float]]:
         return batch, {}
 
     def inputs(tokens: Shape, rows: Shape) -> PolicyInputs:
@@ -151,9 +151,11 @@ class SampledDivergence:
     def __init__(self, passes: grpo.PolicyPasses, forward: Forward) -> None:
         self.passes, self.mesh, self.teacher_pass = passes, forward.mesh, make_teacher_pass(forward)
 
-    def __call__(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
-        batch, metrics = self.passes(batch, params, fixed, first)
-        advantages, divergence = self.teacher_pass(fixed.teacher, shard_batch(self.mesh, batch))
+    def __call__(
+        self, batch: Batch, params: Params, frozen: FrozenModels, first: bool
+    ) -> tuple[Batch, dict[str, float]]:
+        batch, metrics = self.passes(batch, params, frozen, first)
+        advantages, divergence = self.teacher_pass(frozen.teacher, shard_batch(self.mesh, batch))
         return batch._replace(inputs=batch.inputs._replace(advantages=advantages)), metrics | {"kl": float(divergence)}
 
 

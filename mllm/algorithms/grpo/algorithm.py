@@ -16,7 +16,7 @@ from mllm.algorithms.grpo.inputs import PolicyInputs
 from mllm.algorithms.grpo.settings import GrpoConfig, GrpoRun, RolloutRun
 from mllm.algorithms.rollouts import Learning, Rollout, RolloutSource, ScoredRollout
 from mllm.data.batch import Batch
-from mllm.data.source import Fixed
+from mllm.data.source import FrozenModels
 from mllm.model.layout import Params
 from mllm.training.head import Head, HeadInputs
 from mllm.training.recipe import Demands, Parts, Pass, Recipe, Shape
@@ -105,7 +105,9 @@ class PolicyPasses:
     def __init__(self, config: GrpoConfig, forward: Forward) -> None:
         self.config, self.logprobs = config, logprobs_of(forward)
 
-    def __call__(self, batch: Batch, params: Params, fixed: Fixed, first: bool) -> tuple[Batch, dict[str, float]]:
+    def __call__(
+        self, batch: Batch, params: Params, frozen: FrozenModels, first: bool
+    ) -> tuple[Batch, dict[str, float]]:
         """The batch with old log-probabilities. A rollout's batches have equal shapes: one program serves them."""
         config, inputs = self.config, batch.inputs
         if config.needs_old_logprobs:
@@ -115,5 +117,5 @@ class PolicyPasses:
             if config.first_is_current:
                 inputs = inputs._replace(is_current=zeros + current)
         if config.beta > 0:
-            inputs = inputs._replace(reference_logprobs=self.logprobs(fixed.reference, batch))
+            inputs = inputs._replace(reference_logprobs=self.logprobs(frozen.reference, batch))
         return batch._replace(inputs=inputs), {}

@@ -50,7 +50,7 @@ def gated(config: GrpoConfig, ratio: Array, logprob: Array, advantage: Array) ->
     return 4 / temperature * jax.nn.sigmoid(temperature * (ratio - 1)) * advantage
 
 
-def of_completions(tokens: Int[np.ndarray, "B"], longest: int) -> Int[np.ndarray, "B"]:
+def completion_lengths(tokens: Int[np.ndarray, "B"], longest: int) -> Int[np.ndarray, "B"]:
     """The mean over each completion's tokens, then over completions (DeepSeekMath, eq. 3), as in TRL."""
     return tokens.size * tokens
 
@@ -83,12 +83,12 @@ class PolicyLoss(NamedTuple):
 
 
 LOSSES: dict[LossType, PolicyLoss] = {
-    "grpo": PolicyLoss(clipped, of_completions),
+    "grpo": PolicyLoss(clipped, completion_lengths),
     "dapo": PolicyLoss(clipped, of_tokens),
     "dr_grpo": PolicyLoss(clipped, of_constant),
-    "gspo": PolicyLoss(clipped, of_completions),
+    "gspo": PolicyLoss(clipped, completion_lengths),
     "cispo": PolicyLoss(capped, of_tokens, lambda below, above: {"cispo_clip_ratio": above}),
-    "sapo": PolicyLoss(gated, of_completions, lambda below, above: {}),
+    "sapo": PolicyLoss(gated, completion_lengths, lambda below, above: {}),
 }
 
 

@@ -17,7 +17,7 @@ from mllm.sampler.schedule import (
     PREFILL_TOKENS,
     PREFILLED_BATCHES,
     PREFILLED_STATES,
-    Room,
+    DecodeLimits,
     pool_pages,
 )
 from mllm.sampler.slots import CHUNK
@@ -29,14 +29,14 @@ SHARE = 0.92
 """The share of a device's memory that programs may use; fragments and the compiler need the rest."""
 
 
-def room_that_fits(
+def decode_limits(
     policy: Policy,
     rollout: RolloutConfig,
     optimizer: OptimizerConfig,
     holds_reference: bool,
     memory: int | None = None,
     teacher: Policy | None = None,
-) -> Room:
+) -> DecodeLimits:
     """The limits of decoding beside training in `memory` bytes a device; None: the memory of the devices at hand.
 
     There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
@@ -68,4 +68,4 @@ def room_that_fits(
     kept += bytes_on_device(teacher.params) if teacher else 0
     free = SHARE * memory - kept - (weights - shared) - waiting
     slots = max(1, int(free // (fixed + MEAN_LENGTH * longest * token)))
-    return Room(slots * shards, max(longest + size, int((free - slots * fixed) // max(token, 1))) * shards)
+    return DecodeLimits(slots * shards, max(longest + size, int((free - slots * fixed) // max(token, 1))) * shards)
