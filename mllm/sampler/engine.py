@@ -1,12 +1,11 @@
 """The rollout engine: decides which sequences decode when, and in which pages of the cache.
 
-A distinct prompt is prefilled once, attending to itself alone, and serves all of its sequences. Sequences are decoded
-in slots, and have pages of the cache's pool for their own tokens. After every chunk (`CHUNK` tokens, or fewer where an
-eighth of the sequences has ended), waiting sequences take the slots of ended ones; where none wait, and rows cost
-time (`slot_buckets`), the batch shrinks to fewer. The pool grows and shrinks with the tokens of all sequences. When it
-is full, the shortest sequence is evicted and prefilled again later. In a conversation a sequence keeps its pages while
-its turn is answered, and the answer is prefilled behind them; with delta nets it also keeps its slot, which has its
-states. Numbers of slots and pages come from few buckets, so that few programs are compiled.
+Each distinct prompt is prefilled once and shared by its sequences. Sequences decode in slots, with pages of the cache's
+pool. After every chunk (`CHUNK` tokens, or fewer where an eighth of the sequences has ended), waiting sequences take
+freed slots; when none wait, and rows cost time (`slot_buckets`), the batch shrinks. The pool grows and shrinks with the
+tokens of all sequences. When it is full, the shortest sequence is evicted and prefilled again later. In a conversation
+a sequence keeps its pages while its turn is answered, and the answer is prefilled behind them; with delta nets it also
+keeps its slot, which has its states. Numbers of slots and pages come from few buckets, so that few programs compile.
 
 Scheduling depends on counted tokens and turns only, never on time, so runs are reproducible. The rest of a batch
 changes a token only by rounding (with int8 weights also by their rounding, since prompts are prefilled without it). On

@@ -49,6 +49,14 @@ def test_an_update_on_eight_v6e_has_kernels_and_gathers_no_vocabulary(model):
     gathered = [array.shape for array in exchanged(program) if array.kind == "all-gather"]
     assert not [shape for shape in gathered if weight[0] in shape]
 
+    # Sums of activations over tp have a dim of tokens; the sums of vectors are also how short ones are gathered.
+    sums = [array for array in exchanged(program) if array.kind in ("all-reduce", "reduce-scatter")]
+    matrices = [one for one in sums if len(one.shape) == 2 and not any(size % length == 0 for size in one.shape)]
+    # Qwen3-0.6B's feed-forward matrices have, on a device, as many rows as a sequence has tokens.
+    rows = {sizes.intermediate_size, sizes.num_attention_heads * sizes.head_dim}
+    assert {(count // 2, sizes.hidden_size // 2) for count in rows} & {array.shape for array in matrices}
+    assert {array.dtype for array in matrices} == {"f32"}
+
 
 def test_the_head_of_3b_on_eight_v6e_takes_little_memory_whatever_the_micro_batch():
     """8 rows of 1,536 tokens a device: with a gathered weight it took 2 GiB."""
