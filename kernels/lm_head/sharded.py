@@ -57,17 +57,17 @@ class Sharded:
         return self.run(lambda part, local, *_: Results(*self.engine.forward(part, local)), inputs, options)[:2]
 
     def gradients(self, inputs: Any, softmax: Any, saved: Any, slopes: Any, options: Options) -> Gradients:
-        def pass_(part: Inputs, local: Options, given: Any, saved: Any, _: Any) -> Results:
+        def pass_(part: Inputs, local: Options, given: Any, saved: Any) -> Results:
             return Results(gradients=self.engine.gradients(part, given[0], saved, given[1], local))
 
         return self.run(pass_, inputs, options, (softmax, slopes), saved).gradients
 
     def loss_and_gradients(self, inputs: Any, terms: Terms, options: Options) -> tuple[Any, Gradients]:
-        def pass_(part: Inputs, local: Options, given: Any, _: Any, objective: Any) -> Results:
-            softmax, gradients = self.engine.loss_and_gradients(part, Terms(objective, *given), local)
+        def pass_(part: Inputs, local: Options, given: Any, _: Any) -> Results:
+            softmax, gradients = self.engine.loss_and_gradients(part, Terms(terms.objective, *given), local)
             return Results(softmax, None, gradients)
 
-        found = self.run(pass_, inputs, options, terms[1:], None, terms.objective)
+        found = self.run(pass_, inputs, options, terms[1:])
         return found.rows, found.gradients
 
     def work(self, inputs: Inputs, options: Options) -> HeadSharding:
@@ -90,19 +90,12 @@ class Sharded:
         return dataclasses.replace(at, features=None)
 
     def run(
-        self,
-        pass_: Callable[..., Results],
-        inputs: Any,
-        options: Options,
-        given: Any = (),
-        saved: Any = None,
-        shared: Any = (),
+        self, pass_: Callable[..., Results], inputs: Any, options: Options, given: Any = (), saved: Any = None
     ) -> Results:
-        """`pass_(inputs, options, given, saved, shared)` on each device's part, and gradients summed over devices.
+        """`pass_(inputs, options, given, saved)` on each device's part, and gradients summed over devices.
 
-        Passes with gradients are `given` arrays [N, ...], results that an earlier pass saved, and arrays that devices
-        share. Where rows of the weights are spread, they are cut to the rows that both weights have, and padded to a
-        multiple of their devices; and so are the rows of a dW that is returned.
+        Passes with gradients are `given` arrays [N, ...], and what an earlier pass saved. Where rows of the weights are
+        spread, they are cut to the rows that both weights have, and padded to a multiple of their devices.
         """
         stored, at, teacher, words = self.sharding, self.work(inputs, options), inputs.teacher, len(inputs.weight)
         shards = stored.devices(*stored.vocabulary_axes, stored.features)
@@ -118,7 +111,7 @@ class Sharded:
             if teacher is not None:
                 inputs = inputs._replace(teacher=teacher._replace(weight=even(teacher.weight)))
 
-        def on_device(part: Inputs, given: Any, saved: Any, shared: Any) -> Results:
+        def on_device(part: Inputs, given: Any, saved: Any) -> Results:
             part, local = self._prepared(part, options, at, rows)
             number, own = len(part.labels), next((x for x in at.vocabulary_axes if x in stored.tokens), None)
             blocks = 1 if own is None or self.engine is full_logits else -(-number * at.devices(own) // _MOST_GATHERED)
@@ -135,7 +128,7 @@ class Sharded:
                 block = jax.tree.map(take, given), jax.tree.map(lambda x: x[0, i], saved)
                 mine = part.each_row(take)
                 mine = mine._replace(labels=mine.labels - lax.axis_index(at.vocabulary_axes) * len(part.weight))
-                found = pass_(mine, local, *block, shared)
+                found = pass_(mine, local, *block)
                 (dh, more), mine = found.gradients, found.rows
                 if own is not None:
                     mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(own) * size, size), mine)
@@ -149,10 +142,13 @@ class Sharded:
                 nothing = jnp.zeros(part.weight.shape) if given and options.wants_weight else None
                 dw, found = lax.scan(of_block, nothing, jnp.arange(blocks))
             mine, dh = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], (found.rows, found.gradients[0]))
-            dw = None if dw is None else self._weight_summed(dw, at, dtypes[1])
-            if dw is not None and stored.features in at.tokens:
-                # XLA would sum dW up at the end of the backward pass, and hold all of it until then.
-                dh, dw = lax.optimization_barrier((dh, dw))
+            if dw is not None:
+                axis, gathers = stored.features, stored.features in at.tokens
+                # Scattered by features, XLA for TPUs would add up the whole on every device, and in bfloat16.
+                dw = _summed(dw, at.tokens, axis if gathers else None).astype(dtypes[1])
+                dw = dw if axis is None else lax.all_to_all(dw, axis, split_axis=1, concat_axis=0, tiled=True)
+                if gathers:  # else XLA sums dW up at the end of the backward pass, and holds all of it until then
+                    dh, dw = lax.optimization_barrier((dh, dw))
             return Results(mine, jax.tree.map(lambda x: x[None], found.saved), (dh, dw))
 
         everywhere: Any = PartitionSpec()
@@ -164,10 +160,10 @@ class Sharded:
         found = jax.shard_map(
             on_device,
             mesh=at.mesh,
-            in_specs=(of_inputs, token, of_saved, everywhere),
+            in_specs=(of_inputs, token, of_saved),
             out_specs=Results(token, of_saved, (states, weight)),  # type: ignore[arg-type]
             check_vma=False,
-        )(inputs, given, saved, shared)
+        )(inputs, given, saved)
         dh, dw = found.gradients
         dw = None if dw is None else jnp.pad(dw[:words], ((0, max(0, words - len(dw))), (0, 0)))
         return found._replace(gradients=(dh, dw))
@@ -199,16 +195,6 @@ class Sharded:
         weight = weight.astype(_exchanged(weight, options))
         weight = lax.all_to_all(weight, axis, split_axis=0, concat_axis=1, tiled=True)
         return weight if axis in at.vocabulary_axes else lax.all_gather(weight, axis, tiled=True)
-
-    def _weight_summed(self, dw: Float[Array, "W D"], at: HeadSharding, dtype: Any) -> Float[Array, "V d"]:
-        """dW summed over the tokens' axes: the features of it that this device stores.
-
-        The sums are scattered by rows, and the rows exchanged for features: scattered by features, XLA for TPUs would
-        add up the whole on every device, and in bfloat16.
-        """
-        axis = self.sharding.features
-        dw = _summed(dw, at.tokens, axis if axis in at.tokens else None).astype(dtype)
-        return dw if axis is None else lax.all_to_all(dw, axis, split_axis=1, concat_axis=0, tiled=True)
 
 
 def _exchanged(weight: Any, options: Options) -> jnp.dtype:
