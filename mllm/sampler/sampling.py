@@ -7,6 +7,8 @@ arXiv:2407.01082. All as in transformers.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -37,6 +39,29 @@ def sequence_keys(
     # The generator is named because the default one is a setting of the process.
     key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), step)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, sequences)
+
+
+def draw(
+    logits: Float[jax.Array, "B V"],
+    keys: Key[jax.Array, "B"],
+    positions: Int[jax.Array, "B"],
+    likeliest: Bool[jax.Array, ""],
+    options: RolloutConfig,
+) -> Draw:
+    """The likeliest token of each row as by `greedy`, or one as by `sample`.
+
+    Both are in one program: evaluation takes the likeliest tokens with the programs that training has compiled. A GPU
+    computes both, because its host would wait for the choice at every token.
+    """
+    run: tuple[Callable[[jax.Array], Draw], ...] = (
+        lambda logits: greedy(logits, options),
+        lambda logits: sample(logits, keys, positions, options),
+    )
+    return jax.lax.platform_dependent(
+        logits,
+        cuda=lambda logits: jax.tree.map(partial(jnp.where, likeliest), *(one(logits) for one in run)),
+        default=lambda logits: jax.lax.cond(likeliest, *run, logits),
+    )
 
 
 def sample(

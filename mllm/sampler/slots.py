@@ -189,13 +189,7 @@ def decode(
         hidden, tail, states = apply_tokens(graphdef, weights, cache, pages, tail, *rows)
         positions = slots.counts + done
         logits = logits_of(model, hidden[:, 0])
-        # Both in one program: evaluation takes the likeliest tokens with the programs that training compiled.
-        drawn = jax.lax.cond(
-            stream.greedy,
-            lambda logits: sampling.greedy(logits, options),
-            lambda logits: sampling.sample(logits, keys, positions, options),
-            logits,
-        )
+        drawn = sampling.draw(logits, keys, positions, stream.greedy, options)
         stopped = (drawn.tokens[:, None] == stream.stop_ids).any(-1) | (positions + 1 >= slots.limits)
         chunk = jax.tree.map(lambda array, new: array.at[:, done].set(new), chunk, drawn)
         return chunk, done + 1, tail, states, drawn.tokens, live & ~stopped

@@ -53,7 +53,7 @@ class Model:
         """The sampler's log-probabilities, where it draws these tokens."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampling, "sequence_keys", lambda seed, step, sequences: sequences)
-            patch.setattr(sampling, "sample", draw)
+            patch.setattr(sampling, "draw", draw)
             sampler = Sampler(self.policy.graphdef, Renderer(bytes_tokenizer()), (-1,), self.settings.rollout, 0)
             found = sampler.complete(params, ROWS.tokens[:, :PROMPT].tolist(), step=0)
         return np.array([one.logprobs for one in found])[COUNTED]
@@ -62,7 +62,7 @@ class Model:
 model = cache(Model)
 
 
-def draw(logits, sequences, positions, options):
+def draw(logits, sequences, positions, likeliest, options):
     tokens = jnp.asarray(ROWS.tokens)[sequences, PROMPT + positions]
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return sampling.Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], None, jnp.zeros(len(tokens)))

@@ -7,7 +7,7 @@ import pytest
 from rollouts import sampling_logprobs
 
 from mllm.config.rollout import RolloutConfig
-from mllm.sampler.sampling import exclude, gumbel_noise, sample, sequence_keys
+from mllm.sampler.sampling import draw, exclude, greedy, gumbel_noise, sample, sequence_keys
 
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
@@ -103,3 +103,20 @@ def test_keys_do_not_depend_on_the_process_s_default_generator():
     keys = sequence_keys(0, 0, jnp.arange(3))
     with jax.default_prng_impl("rbg"):
         assert (sequence_keys(0, 0, jnp.arange(3)) == keys).all()
+
+
+@pytest.mark.parametrize("on_a_gpu", [True, False])
+def test_a_flag_chooses_the_likeliest_tokens_or_drawn_ones_and_no_branch_on_a_gpu(on_a_gpu, monkeypatch):
+    options = RolloutConfig(**LIMITS, top_p=0.7)
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
+    given = logits, sequence_keys(0, 0, jnp.arange(64)), jnp.zeros(64, jnp.int32)
+    run = jax.jit(lambda likeliest: draw(*given, likeliest, options))
+    program = run.trace(True).lower(lowering_platforms=("cuda" if on_a_gpu else "cpu",)).as_text()
+    assert program.count("stablehlo.case") == (2 if on_a_gpu else 3)  # two choose the platform: they are constant
+    if on_a_gpu:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda logits, cuda, default: cuda(logits))
+        jax.clear_caches()
+    expected = greedy(logits, options), jax.jit(lambda: sample(*given, options))()
+    for likeliest, right in zip((True, False), expected, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, run(likeliest), right)
+    assert (expected[0].tokens != expected[1].tokens).any()
