@@ -255,7 +255,7 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
     tokens, none = jnp.asarray([5, 77, 258, 0]), jnp.zeros(4, jnp.int32)
     shapes = abstract_cache(nnx.merge(policy.graphdef, policy.params), [4], 32)
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    pages = (Pages(jnp.arange(4), none),)
+    pages = (Pages(jnp.arange(4), none, jnp.arange(4)[:, None]),)
     step = jax.jit(lambda x: apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0])
     found, expected = step(weights), step(plain)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
