@@ -162,8 +162,7 @@ class RolloutPrograms:
         stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
         # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.rollout)
-        tables = [self.array((count,), jnp.int32, ("batch",)) for count in counts]
-        pages, tail = tuple(Pages(x, x) for x in tables), abstract_cache(self.model, [rows] * len(tables), slots.CHUNK)
+        pages, tail = self.tables(), abstract_cache(self.model, [rows] * len(counts), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
         caches = tail, self.states(), self.cache(), pages
         arguments = (self.weights()[0], *caches, state, stream, scalar, scalar, scalar)
@@ -172,12 +171,11 @@ class RolloutPrograms:
     def extend(self) -> Program:
         """A piece of an answer in all slots, with the largest cache and the states, which it reuses."""
         ints = self.array((self.slots,), jnp.int32, ("batch",))
-        tables = [self.array((count,), jnp.int32, ("batch",)) for count in self.pages()]
         shapes = (self.slots, (PIECE - 2) // page_size(self.rollout.total_length) + 2), (self.slots, PIECE)
         places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
         function = partial(slots.extend, decoding_graphdef(self.model))
-        pages, caches = tuple(Pages(x, x) for x in tables), (self.cache(), self.states())
-        arguments = self.weights()[0], *caches, pages, (places,) * len(tables), ints, tokens, ints, ints
+        pages, caches = self.tables(), (self.cache(), self.states())
+        arguments = self.weights()[0], *caches, pages, (places,) * len(pages), ints, tokens, ints, ints
         return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def pages(self) -> list[int]:
@@ -185,6 +183,12 @@ class RolloutPrograms:
         tokens = None if self.tokens is None else self.tokens // self.shards
         counts = pool_pages(self.model, self.rollout, self.slots // self.shards, tokens)
         return [self.shards * count for count in counts]
+
+    def tables(self) -> tuple[Pages, ...]:
+        """What the pages of each kind of layers hold."""
+        counts = zip(self.pages(), pool_pages(self.model, self.rollout, slots=1), strict=True)
+        shapes = [((count,), (count,), (self.slots, most)) for count, most in counts]
+        return tuple(Pages(*(self.array(shape, jnp.int32, ("batch",)) for shape in each)) for each in shapes)
 
     def cache(self) -> Cache:
         return abstract_cache(self.model, self.pages(), page_size(self.rollout.total_length))

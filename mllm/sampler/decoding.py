@@ -8,8 +8,9 @@ in place, by products that all compilers have, and shapes depend on the number o
 of the steps just before, which no page has yet, are in the tail, to which all rows write at one place. A layer with a
 delta net has one state a row in place of keys and values.
 
-Letters: B rows, Q new tokens of each, P pages, T places of a page, C places of the tail, X shards of rows and pages;
-D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that share a key.
+Letters: B rows, Q new tokens of each, P pages, M pages that a row may have, T places of a page, C places of the tail, X
+shards of rows and pages; D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that
+share a key.
 """
 
 from collections.abc import Sequence
@@ -67,6 +68,8 @@ class Pages(NamedTuple):
     """The row of the page's shard whose tokens it has; -1 where no query reads it."""
     starts: Int[Any, " P"]
     """The position of its first token in the row's sequence."""
+    of_row: Int[Any, "B M"]
+    """Each row's pages that its next token sees; the number of pages stands for none."""
 
 
 class DecodingWeights(NamedTuple):
@@ -278,6 +281,8 @@ class View(NamedTuple):
 
     rows: Int[jax.Array, "X P"]
     """The page's row among the shard's; as many as there are rows where no query reads it."""
+    of_row: Int[jax.Array, "X B M"]
+    """Each row's pages; as many as there are pages for none."""
     pages: Bool[jax.Array, "X P #Q T"]
     tail: Bool[jax.Array, "Q C"]
 
@@ -293,7 +298,7 @@ class View(NamedTuple):
         shards: int,
     ) -> "View":
         """What tokens see that stand in the tail at `offsets`, behind `lengths` tokens of their row in pages."""
-        rows, starts = (x.reshape(shards, -1) for x in pages)
+        rows, starts = (x.reshape(shards, -1) for x in (pages.rows, pages.starts))
         length = jnp.take_along_axis(lengths.reshape(shards, -1), jnp.maximum(rows, 0), axis=1)
         token = (starts[..., None] + jnp.arange(cache.keys.shape[2]))[:, :, None]
         seen = (rows[..., None, None] >= 0) & (token < length[..., None, None])
@@ -301,7 +306,8 @@ class View(NamedTuple):
         if window is not None:
             seen &= token > (length[..., None] + offsets)[..., None] - window
             recent &= jnp.arange(places) > offsets[:, None] - window
-        return cls(jnp.where(rows < 0, lengths.shape[0] // shards, rows), seen, recent)
+        of_row = pages.of_row.reshape(shards, -1, pages.of_row.shape[1])
+        return cls(jnp.where(rows < 0, lengths.shape[0] // shards, rows), of_row, seen, recent)
 
     def attend(
         self, queries: Float[jax.Array, "B Q N H"], cache: LayerCache, tail: LayerCache
@@ -339,7 +345,8 @@ class View(NamedTuple):
     ) -> Float[jax.Array, "X B *R"]:
         """The largest of each row's pages, -inf without one, or their sum.
 
-        A TPU takes pages one by one where they are scattered, a GPU adds them in any order, a CPU would multiply zeros.
+        A GPU gathers each row's pages: scattered, they would be added in any order. A CPU scatters them. A TPU would
+        take pages one by one either way. Its product with zeros and ones grows with the square of the rows.
         """
         belongs = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
 
@@ -348,6 +355,11 @@ class View(NamedTuple):
                 return jnp.where(belongs.reshape(*belongs.shape, *[1] * (x.ndim - 2)), x[:, None], -jnp.inf).max(2)
             return jnp.einsum("xbp,xp...->xb...", belongs.astype(x.dtype), x, precision="highest")
 
+        def gathered(x: jax.Array) -> jax.Array:
+            none = -jnp.inf if name == "max" else 0
+            taken = jax.vmap(lambda x, pages: x.at[pages].get(mode="fill", fill_value=none))(x, self.of_row)
+            return taken.max(2) if name == "max" else taken.sum(2)
+
         segment = {"max": jax.ops.segment_max, "sum": jax.ops.segment_sum}[name]
         scattered = jax.vmap(partial(segment, num_segments=rows))
-        return jax.lax.platform_dependent(of_pages, cpu=lambda x: scattered(x, self.rows), default=dense)
+        return jax.lax.platform_dependent(of_pages, cpu=lambda x: scattered(x, self.rows), cuda=gathered, default=dense)

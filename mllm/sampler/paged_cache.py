@@ -40,7 +40,8 @@ class PagedCache:
         # A program more costs more than pages that are empty.
         self.short = max(self.limits) <= SHORT * slots
         slack = 2 * CHUNK  # the chunk with the end of a stop text is taken back
-        self.tables = [PageTable(self.shards, self.page, kind.window, slack) for kind in model.config.kinds]
+        kinds = zip(model.config.kinds, pool_pages(model, options, slots=1), strict=True)
+        self.tables = [PageTable(self.shards, self.page, kind.window, slack, most) for kind, most in kinds]
         self.layers: list[LayerCache] = []
         self.states = SlotStates(model)
         # A pool of less than a sixteenth of the weights' bytes saves little, and is a program more.
@@ -153,5 +154,5 @@ class PagedCache:
     ) -> tuple[tuple[Pages, ...], tuple[Int[np.ndarray, "X M S"], ...]]:
         """The pages' contents for the rows' sequences, and the pages for the given numbers of further tokens."""
         count = (tokens - 2) // self.page + 2
-        rows = tuple(table.of_rows(sequences) for table in self.tables)
+        rows = tuple(table.of_rows(sequences, lengths) for table in self.tables)
         return rows, tuple(table.places(sequences, lengths, count) for table in self.tables)

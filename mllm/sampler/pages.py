@@ -16,9 +16,9 @@ FREE = -1
 class PageTable:
     """The pages of one kind of layers, numbered from 0 on each shard; `size` is the number of tokens in a page."""
 
-    def __init__(self, shards: int, size: int, window: int | None, slack: int) -> None:
-        """A window's pages are kept until `slack` more tokens have followed."""
-        self.size, self.window, self.slack = size, window, slack
+    def __init__(self, shards: int, size: int, window: int | None, slack: int, most: int) -> None:
+        """A window's pages are kept until `slack` more tokens have followed; a token sees at most `most` pages."""
+        self.size, self.window, self.slack, self.most = size, window, slack, most
         self.owners: Int[np.ndarray, "X P"] = np.full((shards, 0), FREE)
         """The sequence that a page belongs to."""
         self.starts: Int[np.ndarray, "X P"] = np.zeros((shards, 0), np.int64)
@@ -68,13 +68,18 @@ class PageTable:
             self.held[owners[shard, page]][starts[shard, page] // self.size] = int(page)
         return sources
 
-    def of_rows(self, sequences: Int[np.ndarray, "X B"]) -> Pages:
-        """The pages' contents if the shards' rows are `sequences`, [X, P]; -1 for none."""
-        rows = np.full_like(self.owners, FREE)
+    def of_rows(self, sequences: Int[np.ndarray, "X B"], lengths: Int[np.ndarray, "X B"]) -> Pages:
+        """The pages' contents if the shards' rows have `lengths` tokens of `sequences`, [X, ...]; -1 for none."""
+        rows, of_row = np.full_like(self.owners, FREE), np.full((*sequences.shape, self.most), self.pages)
         for shard, row in enumerate(sequences):
             row_of = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}
             rows[shard] = [row_of.get(owner, FREE) for owner in self.owners[shard].tolist()]
-        return Pages(rows, self.starts)
+            for sequence, index in row_of.items():
+                length, held = int(lengths[shard, index]), self.held[sequence]
+                first = 0 if self.window is None else max(0, length + 1 - self.window)
+                seen = [held[number] for number in range(first // self.size, -(-length // self.size))]
+                of_row[shard, index, : len(seen)] = seen
+        return Pages(rows, self.starts, of_row)
 
     def places(
         self, sequences: Int[np.ndarray, "X M"], lengths: Int[np.ndarray, "X M"], count: int

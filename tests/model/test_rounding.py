@@ -53,7 +53,7 @@ class Model:
         """The sampler's log-probabilities, where it draws these tokens."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sampling, "sequence_keys", lambda seed, step, sequences: sequences)
-            patch.setattr(sampling, "sample", draw)
+            patch.setattr(sampling, "draw", draw)
             sampler = Sampler(self.policy.graphdef, Renderer(bytes_tokenizer()), (-1,), self.settings.rollout, 0)
             found = sampler.complete(params, ROWS.tokens[:, :PROMPT].tolist(), step=0)
         return np.array([one.logprobs for one in found])[COUNTED]
@@ -62,7 +62,7 @@ class Model:
 model = cache(Model)
 
 
-def draw(logits, sequences, positions, options):
+def draw(logits, sequences, positions, likeliest, options):
     tokens = jnp.asarray(ROWS.tokens)[sequences, PROMPT + positions]
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32))
     return sampling.Draw(tokens, jnp.take_along_axis(logprobs, tokens[:, None], 1)[:, 0], None, jnp.zeros(len(tokens)))
@@ -255,7 +255,7 @@ def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, mod
     tokens, none = jnp.asarray([5, 77, 258, 0]), jnp.zeros(4, jnp.int32)
     shapes = abstract_cache(nnx.merge(policy.graphdef, policy.params), [4], 32)
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    pages = (Pages(jnp.arange(4), none),)
+    pages = (Pages(jnp.arange(4), none, jnp.arange(4)[:, None]),)
     step = jax.jit(lambda x: apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0])
     found, expected = step(weights), step(plain)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

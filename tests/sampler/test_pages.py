@@ -15,7 +15,7 @@ from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.presets import PRESETS
 from mllm.sampler.completion import RolloutWork
-from mllm.sampler.decoding import DecodingWeights
+from mllm.sampler.decoding import DecodingWeights, View
 from mllm.sampler.paged_cache import PagedCache
 from mllm.sampler.pages import PageTable, page_size
 from mllm.sampler.schedule import TypicalBatch, assign_prompts, pool_pages
@@ -55,7 +55,7 @@ def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
 def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
     """They grow, and others enter and leave, in pools that grow and shrink around what they have."""
     window = data.draw(st.sampled_from([None, 5, 70]))
-    table, lengths = PageTable(2, 8, window, slack=4), dict[int, int]()
+    table, lengths = PageTable(2, 8, window, slack=4, most=46 if window is None else 10), dict[int, int]()
     for _ in range(data.draw(st.integers(1, 12))):
         grown = data.draw(st.dictionaries(st.integers(0, 5), st.integers(1, 30)))
         lengths = {one: lengths.get(one, 0) + more for one, more in grown.items()}
@@ -69,7 +69,10 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
             assert not kept.any() or (np.take_along_axis(old, sources, 1)[kept] == new[kept]).all()
         for one, numbers in wanted.items():
             table.reserve(one % 2, {one: numbers})
-        rows = table.of_rows(np.array([[0, 2, 4], [5, 3, 1]]))
+        sequences = np.array([[0, 2, 4], [5, 3, 1]])
+        sequences = np.where(np.isin(sequences, [*lengths]), sequences, -1)
+        counts = [[lengths.get(one, 0) for one in row] for row in sequences.tolist()]
+        rows = table.of_rows(sequences, np.array(counts))
         for one, length in lengths.items():
             row = {0: 0, 2: 1, 4: 2, 5: 0, 3: 1, 1: 2}[one]
             mine = np.flatnonzero(rows.rows[one % 2] == row)
@@ -77,8 +80,26 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
             first = 0 if window is None else max(0, length - window + 1)
             assert {*range(first, length + 3)} <= tokens
             assert len(mine) == len(wanted[one])
+            seen = rows.of_row[one % 2, row][rows.of_row[one % 2, row] < table.pages]
+            assert {*seen} <= {*mine}
+            assert [*rows.starts[one % 2, seen]] == [*range(first // 8 * 8, length, 8)]
             place = table.places(np.array([[one]] * 2), np.array([[length]] * 2), 2)[one % 2, 0]
             assert rows.starts[one % 2, place[0]] == length // 8 * 8
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "default"])
+def test_on_every_platform_the_pages_of_a_row_are_merged_and_no_others(platform, monkeypatch):
+    chosen = lambda x, **ways: ways[platform](x)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
+    rows, none = np.array([[2, 3, 0, 2, 3, 0], [1, 1, 3, 3, 1, 2]]), 6  # of three rows; 3 is none
+    of_row = np.array([[[2, 5, none], [none] * 3, [0, 3, none]], [[none] * 3, [0, 1, 4], [5, none, none]]])
+    x = np.random.default_rng(0).normal(size=(2, 6, 2, 4)).astype(np.float32)
+    seen = {"pages": jnp.ones((2, 6, 1, 4), bool), "tail": jnp.ones((1, 4), bool)}
+    view = View(*map(jnp.asarray, (rows, of_row)), **seen)
+    for name, merge, start in (("max", np.max, -np.inf), ("sum", np.sum, 0.0)):
+        expected = [[merge(x[s][rows[s] == row], 0, initial=start) for row in range(3)] for s in (0, 1)]
+        found = view.merged(name, jnp.asarray(x), 3)
+        np.testing.assert_allclose(found, np.array(expected), rtol=1e-6)
 
 
 def test_tokens_are_written_into_their_pages_from_an_offset_on_and_nothing_else_changes():

@@ -171,9 +171,12 @@ def decode_calls(rollouts: RolloutPrograms) -> tuple[Calls, int]:
 
     def half_full(like: Pages) -> Pages:
         """Each row's pages for half of the longest sequence's tokens."""
-        turn, row = jnp.divmod(jnp.arange(like.rows.size // rollouts.shards), rollouts.slots // rollouts.shards)
-        arrays = jnp.where(turn * size < longest // 2, row, -1), turn * size
-        found = (jnp.tile(x, rollouts.shards).astype(jnp.int32) for x in arrays)
+        rows = rollouts.slots // rollouts.shards
+        turn, row = jnp.divmod(jnp.arange(like.rows.size // rollouts.shards), rows)
+        of_row = jnp.arange(rows)[:, None] + rows * jnp.arange(like.of_row.shape[1])
+        of_row = jnp.where((of_row < row.size) & (of_row // rows * size < longest // 2), of_row, row.size)
+        arrays = jnp.where(turn * size < longest // 2, row, -1), turn * size, of_row
+        found = (jnp.concatenate([x] * rollouts.shards).astype(jnp.int32) for x in arrays)
         return Pages(*(jax.device_put(x, y.sharding) for x, y in zip(found, like, strict=True)))
 
     held = filled(slots)._replace(lengths=filled(slots.lengths, longest // 2), limits=filled(slots.limits, longest))
