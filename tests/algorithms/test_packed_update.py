@@ -42,7 +42,7 @@ def hidden_of(graphdef, params, tokens, positions):
         pytest.param("cispo", "token_mask", marks=pytest.mark.nightly),
     ],
 )
-def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_paper_has_it(loss_type, mode):
+def test_two_sampled_turns_are_learned_as_in_the_paper(loss_type, mode):
     """The oracle has each trajectory alone, the model's logits in float64, and a loop over the tokens of the mask."""
     objective = make_config(loss_type, mode, num_generations=GROUP, row_length=32)
     settings = config(

@@ -166,7 +166,7 @@ def undisturbed_two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_all_processes_and_the_same_command_loses_nothing(fault, undisturbed_two, tmp_path):
+def test_a_fault_ends_all_processes_and_loses_nothing(fault, undisturbed_two, tmp_path):
     settings = changed(TWO, run_dir=str(tmp_path / "run"))
     processes = strike(fault, settings, random.Random(fault), tmp_path / "code")
     while left := [process for process in processes if process.poll() is None]:

@@ -70,7 +70,7 @@ def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.nightly)])
-def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) -> None:
+def test_a_sharded_vocabulary_gives_the_same_as_one_device(impl: Any) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     logits = logits_of(3)
 

@@ -68,7 +68,7 @@ def off(found: jax.Array, right: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
-def test_at_qwens_size_the_results_are_those_of_the_xla_engine_and_the_same_again_and_again(workspace: int) -> None:
+def test_results_at_qwens_size_match_xla_and_repeat(workspace: int) -> None:
     """Half of the rows have the entropy's gradient alone: elsewhere the label's part hides all others."""
     tokens, features, vocabulary = 8192, 2048, 151936
     keys = jax.random.split(jax.random.key(0), 3)

@@ -56,7 +56,7 @@ def test_it_knows_a_coin() -> None:
     np.testing.assert_allclose(coin.collision, [10 / 16])
 
 
-def test_an_answer_with_a_nan_an_error_or_another_shape_is_refused() -> None:
+def test_the_oracle_refuses_nan_errors_and_other_shapes() -> None:
     right = exact(HIDDEN, WEIGHT, LABELS, lambda _: SLOPES._replace(divergence=None))
     assert_as_accurate_as_rounding(right.answer, right)
     wrong = {"lse": right.answer.lse + 1e-4, "hidden": right.answer.hidden * np.nan, "weight": right.answer.weight[:-1]}
@@ -133,7 +133,7 @@ def test_each_statistic_alone_has_its_gradient(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU), parameter(TPU_F32, nightly=True)])
-def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:
+def test_likelihoods_have_gradients_without_entropy_on_tpus(engine: Engine) -> None:
     """dh comes from the expectation of W. Where that is bfloat16, dh's largest error may be more than rounding's."""
     options: dict[str, Any] = {"temperature": 0.7, "softcap": 20.0, "largest": SLACK if engine is TPU_F32 else 0}
     cotangents = random_cotangents(300)._replace(entropy=None)
@@ -143,7 +143,7 @@ def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Eng
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU_F32), parameter(TPU, nightly=True)])
-def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus(engine: Engine) -> None:
+def test_a_near_certain_label_keeps_its_gradient_on_tpus(engine: Engine) -> None:
     """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
     hidden, weight, labels = engine.problem(1.0)
     at_label = weight[labels].astype(F32)
@@ -209,7 +209,7 @@ def test_logits_of_any_size_lose_nothing_to_the_temperature(engine, temperature,
 
 
 @pytest.mark.parametrize("engine", [parameter(XLA), parameter(TPU_F32, slow=True)])
-def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(engine: Engine) -> None:
+def test_a_steep_entropy_slope_meets_no_infinity(engine: Engine) -> None:
     """A mask's log-probability times this slope is beyond float32, and 0 times infinity is not 0."""
     small, steep = engine._replace(shape=(16, 100, 128)), np.full(16, 100, np.float32)
     problem, slopes, heat = small.problem(3e-6), Slopes(0 * steep, 0 * steep, steep), np.float32(1e-6)
@@ -223,7 +223,7 @@ def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(en
 
 
 @pytest.mark.slow
-def test_labels_of_every_integer_dtype_are_the_same_labels_and_none_is_taken_for_another() -> None:
+def test_labels_are_the_same_in_every_integer_dtype() -> None:
     """The vocabulary is larger than some of the dtypes reach; 64 bits are NumPy's own."""
     hidden, weight, labels = XLA.problem()
 
@@ -244,7 +244,7 @@ def test_labels_of_every_integer_dtype_are_the_same_labels_and_none_is_taken_for
     np.testing.assert_array_equal(ignored[156], narrow == 156)
 
 
-def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions() -> None:
+def test_where_weights_and_ignore_index_agree_on_what_counts() -> None:
     problem, live = XLA.problem(), jnp.asarray(XLA.live("most"))
     labels = jnp.where(live, problem.labels, -100)
     ways: list[dict[str, Any]] = [{"where": live}, {"weights": live.astype(F32)}, {"ignore_index": -100}]
@@ -267,7 +267,7 @@ def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions()
 
 
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
-def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
+def test_outputs_are_float32_and_gradients_as_their_inputs(leading: tuple[int, ...]) -> None:
     hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
     problem = Problem(hidden, weight, jnp.zeros(leading, int))
     rows = values_and_gradients.eval_shape(problem, Slopes(row, row, row))
@@ -278,7 +278,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 
 
 @pytest.mark.parametrize("engine", every((*NARROW, GPU), kernels="nightly"))
-def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
+def test_a_weight_copy_is_multiplied_and_the_weight_learns(engine: Engine) -> None:
     """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
     narrow, live = engine.problem(), engine.live("most")
     weights, cotangents = jnp.where(live, 0.7, 0.0), random_cotangents(len(live))

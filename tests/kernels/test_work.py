@@ -149,9 +149,7 @@ TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes
     ("chip", "workspace", "wave"),
     [("v6e", None, None), ("v6e", 640, 2048), ("v6e", 2560, 8192), ("v5e", None, 1024)],
 )
-def test_a_loss_on_tpus_takes_waves_where_they_save_more_than_reading_and_writing_dw_s_sum_costs(
-    chip, workspace, wave, monkeypatch
-):
+def test_tpu_waves_are_taken_where_they_save_time(chip, workspace, wave, monkeypatch):
     """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e, where a product of theirs takes 0.7."""
     info = SimpleNamespace(num_cores=1, vmem_capacity_bytes=128 * MIB)
     info.bf16_ops_per_second, info.mem_bw_bytes_per_second = TPUS[chip]

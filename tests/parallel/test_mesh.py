@@ -38,7 +38,7 @@ from mllm.training.step import accumulate, make_logprob_pass
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
 
-def test_a_mesh_of_fewer_devices_than_the_processes_have_is_refused(monkeypatch):
+def test_a_mesh_that_leaves_devices_unused_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
         make_mesh(MeshConfig(dp=2, fsdp=1, tp=2))
@@ -52,13 +52,13 @@ def test_a_mesh_of_fewer_devices_than_the_processes_have_is_refused(monkeypatch)
         ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
     ],
 )
-def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
+def test_an_indivisible_size_is_refused_with_the_nearest_fit(axes, change, message):
     with pytest.raises(UserError, match=message):
         Layout.of(make_mesh(MeshConfig(**{"fsdp": 1, **axes})), replace(SIZES, **change))
 
 
 @pytest.mark.parametrize(("tp", "axis"), [(2, "tp"), (4, None)])
-def test_heads_of_keys_and_values_are_whole_on_every_device_where_tp_does_not_divide_them(tp, axis):
+def test_kv_heads_are_whole_where_tp_does_not_divide_them(tp, axis):
     assert SIZES.num_key_value_heads == 2
     layout = Layout.of(make_mesh(MeshConfig(fsdp=1, tp=tp)), SIZES)
     assert layout.sharding(("kv_heads", "head_dim")).spec[0] == axis
@@ -117,7 +117,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(policy, monkeypatch):
+def test_decode_room_takes_what_training_leaves_of_memory(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
     fitting_room = partial(decode_limits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
     least, most = (fitting_room(memory) for memory in (2**20, 2**30))
@@ -134,7 +134,7 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(po
 
 
 @pytest.mark.slow
-def test_the_log_prob_pass_returns_the_rows_where_they_are_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
+def test_the_log_prob_pass_keeps_rows_and_runs_forward_only(policy, monkeypatch):
     called = []
     for name in ("forward", "gradients", "loss_and_gradients"):
         own = getattr(xla, name)
@@ -191,7 +191,7 @@ def compute_results(family, shape):
         pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.nightly),
     ],
 )
-def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
+def test_loss_gradients_and_log_probs_match_one_device(family, shape):
     loss, gradients, logprobs = compute_results(family, shape)
     expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
@@ -224,7 +224,8 @@ def compute_copies(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
-def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
+def test_compute_copies_match_one_device_to_the_bit(shape):
+    """The copies are those of the sampler and of the trainer."""
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
     of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
     for one, other in ((compute_copies(shape), expected), of_both):

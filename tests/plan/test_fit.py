@@ -72,7 +72,7 @@ def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
 
 
-def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled):
+def test_a_line_says_the_smallest_change_that_would_fit(compiled):
     least = peak(changed(ONE, micro_batch_size=1))
     with pytest.raises(UserError, match=r"micro_batch_size: nothing fits on .* too much .*; model.remat=full would"):
         fit.with_micro_batch(ONE, devices_with(least - 1))
@@ -84,7 +84,7 @@ def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled)
 
 
 @pytest.mark.slow
-def test_a_run_on_all_devices_notes_its_rows_and_a_resume_keeps_them(tmp_path, monkeypatch):
+def test_a_run_on_all_devices_notes_rows_and_resume_keeps_it(tmp_path, monkeypatch):
     settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
     with Run.build(settings, False, fit.fit):

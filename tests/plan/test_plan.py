@@ -65,7 +65,8 @@ def test_a_grpo_run_has_four_phases_and_planning_makes_no_array(shapes):
     assert min(found["update"].parts[name] for name in ("head", "activations")) > 0
 
 
-def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(planned, shapes):
+def test_the_plan_counts_states_as_each_device_holds_them(planned, shapes):
+    """The states are parameters, moments and gradients."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes.policy.params)
     sharded = sum(leaf.size for path, leaf in leaves if "embed" in LOGICAL_AXES[parameter_name(path)])
     unsharded = sum(leaf.size for _, leaf in leaves) - sharded
@@ -81,7 +82,8 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
     assert all(phase.parts["optimizer"] == update["optimizer"] for phase in found.values())
 
 
-def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_that_wait_for_slots(planned, shapes):
+def test_the_cache_counts_slots_and_two_waiting_batches(planned, shapes):
+    """The batches are prompts that were prefilled and wait for slots."""
     slots, places, prompts = 8 // 2, 32, 2 * 4 * 16  # a page holds 16 + 4 tokens
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
     found = planned(shapes)
@@ -106,9 +108,7 @@ def planned_run(folder):
         ("decode", (20, 0, 160, 0, 0), 80, "rollout.max_slots: 8 do not fit (MISSING); lower it, or raise mesh.tp"),
     ],
 )
-def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_large(
-    shapes, phase, mib, missing, message
-):
+def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, missing, message):
     columns = dict(zip(("parameters", "optimizer", "KV cache", "head", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
@@ -152,7 +152,7 @@ def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch
 # What is known without a compiler
 
 
-def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shapes):
+def test_the_subject_describes_model_batch_and_checkpoints(config, shapes):
     """An older checkpoint stays until the new one is complete."""
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     mib = 12 * count / MIB  # parameters and moments
@@ -199,7 +199,7 @@ def test_answers_to_turns_are_a_phase_of_their_own(planned):
     assert list(found) == ["prefill", "decode", "answers", "update"]
 
 
-def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_waits(planned):
+def test_delta_net_states_count_for_slots_and_waiting_prompts(planned):
     shapes = Programs(tiny.config(model={"architecture": tiny.QWEN35}), make_mesh(MeshConfig(fsdp=1)))
     found = planned(shapes)
     heads, inputs = 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)

@@ -86,7 +86,7 @@ def rendered(*texts):
     return [token for text in texts for token in (START, *text.encode(), END)]
 
 
-def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(guess):
+def test_a_conversation_is_samples_and_the_template_between(guess):
     with guess() as talk:
         (first,) = talk.start([prompt("Guess.")])
         assert first == [*rendered("Guess. Up to 9."), START]
@@ -110,7 +110,7 @@ def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(g
     assert (scored.completion, [*scored.tokens]) == ("x", [*chain(*sampled)])
 
 
-def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room(guess):
+def test_a_conversation_ends_before_a_turn_without_room(guess):
     limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
     for total, turns in ((limit, 2), (limit - 1, 1)):
         (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
@@ -118,7 +118,7 @@ def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room(guess):
         assert found.result.reward == ("value", -turns / 4)  # what the environment gives at the end, too
 
 
-def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others(guess):
+def test_group_members_begin_in_one_state_and_steps_in_others(guess):
     """Where they are fixed, as problems that are held out, each step is the same."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
     places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
@@ -131,7 +131,7 @@ def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in
 
 
 @pytest.mark.slow
-def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monkeypatch):
+def test_a_thought_opened_by_the_prompt_calls_nothing(monkeypatch):
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     monkeypatch.setitem(globals(), "RENDERER", Renderer(tokenizer, "always"))
@@ -159,7 +159,7 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
         ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
     ],
 )
-def test_an_environment_that_can_not_begin_with_the_first_problem_is_refused_at_once(environment, begins, fault):
+def test_an_environment_that_fails_on_problem_one_is_refused(environment, begins, fault):
     first = prompt(**({} if begins is None else {"begins": begins})).example
     message = f"task.environment: own_environments:{environment} fails with the first problem: {fault}"
     with pytest.raises(UserError, match=message):
@@ -172,7 +172,9 @@ def test_an_environment_that_was_tried_out_is_closed(capfd):
 
 
 @pytest.mark.slow
-def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
+def test_an_interrupted_rollout_ends_its_environments():
+    """The next rollout begins them again."""
+
     def interrupt():
         raise KeyboardInterrupt
 
@@ -208,7 +210,7 @@ def speaker(*says, **limits):
 HOW = {"step": 0, "first_sequence": 0, "rows": ALL_ROWS, "watch": Stopwatch(), "group": 2}
 
 
-def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_turns():
+def test_trajectories_have_samples_reward_sums_and_turns():
     """The environments of a group begin in the same state, and those of another in another."""
     sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
     rewards = [{"name": f"own_environments:{name}", "weight": w} for name, w in (("errors", 2), ("number", 0))]
@@ -236,7 +238,7 @@ def test_rewards_know_that_the_prompt_has_opened_a_thought():
     assert [sample.thinks for sample in rewards.samples] == [True, False]
 
 
-def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():
+def test_evaluations_begin_in_the_same_state_at_each_step():
     config = task("Guess", rewards=[{"name": "own_environments:number"}])
     problems = [prompt("Guess.", largest=10**6).example] * 2
     with RewardRunner(config, Task("", problems, []), 60) as runner:
@@ -255,7 +257,8 @@ def test_the_rewards_of_a_turn_are_added():
 
 
 @pytest.mark.slow
-def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_counted(caplog):
+def test_a_failed_environment_gives_no_reward(caplog):
+    """Calls of tools are counted."""
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
     rewards = [
         {"name": f"own_environments:{name}", "weight": w} for name, w in (("by_environment", 1), ("numbered", 0))
@@ -312,7 +315,7 @@ def test_a_hostile_environment_is_counted():
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
+def test_a_hang_costs_one_conversation_and_an_exit_its_process():
     """Even conversations are in one process, odd ones in another."""
     late = "timed_out took longer than 0.5 s"
     with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:

@@ -82,7 +82,7 @@ def test_a_bad_configuration_file_is_refused(tmp_path, refused):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
-def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name, refused):
+def test_a_missing_configuration_lists_the_shipped_ones(name, refused):
     assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
 
 
@@ -214,7 +214,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
     assert text in refused(importlib.import_module(tool), *shlex.split(command))
 
 
-def test_a_shipped_configuration_without_its_weights_says_the_ways_out(tmp_path, refused):
+def test_a_configuration_without_weights_says_the_ways_out(tmp_path, refused):
     said = refused(train, "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run")
     assert said.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     for way in ("a local folder", "a hub id", "model.init=random"):

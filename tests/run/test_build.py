@@ -89,7 +89,7 @@ def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
             poll()
 
 
-def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp_path, monkeypatch):
+def test_turns_are_checked_with_the_keep_thoughts_of_the_run(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: asked.append(keep))
     with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):

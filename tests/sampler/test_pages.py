@@ -22,7 +22,8 @@ from mllm.sampler.schedule import TypicalBatch, assign_prompts, pool_pages
 from mllm.sampler.slots import CHUNK, written
 
 
-def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and_shards_share_the_usual_ones():
+def test_a_rollout_of_over_twice_the_usual_size_recompiles():
+    """Smaller rollouts, and each shard, share the programs of the usual size."""
     typical, own = TypicalBatch(2, 8), TypicalBatch(17, 17)
     assert (typical.serve(TypicalBatch(16, 16), 1), typical.serve(own, 1)) == (typical, own)
     assert (typical.serve(TypicalBatch(3, 4), 4), TypicalBatch(2, 6).serve(TypicalBatch(1, 1), 4)) == (
@@ -32,7 +33,7 @@ def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
-def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
+def test_prompts_are_dealt_evenly_to_shards(groups, shards):
     prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
     queues = assign_prompts(prompts, shards)
     dealt = [sequence for queue in queues for group in queue for sequence in group]
@@ -44,7 +45,7 @@ def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, sha
         assert all(prompts[sequence] == prompts[group[0]] for group in queue for sequence in group)
 
 
-def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
+def test_a_window_layer_has_only_the_pages_of_its_windows():
     sizes = Decoder.abstract(weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3"))
     options = RolloutConfig(max_prompt_length=100, max_completion_length=900)
     assert page_size(options.total_length) == 64
@@ -81,7 +82,7 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
             assert rows.starts[one % 2, place[0]] == length // 8 * 8
 
 
-def test_tokens_are_written_into_their_pages_from_an_offset_on_and_nothing_else_changes():
+def test_tokens_are_written_from_an_offset_and_nowhere_else():
     rng = np.random.default_rng(0)
     pool, new = rng.normal(size=(6, 2, 4, 3)), rng.normal(size=(2, 2, 5, 3))
     places, offsets = np.array([[4, 0, 6], [6, 1, 2]]), np.array([2, 3])  # 6 is no page
@@ -104,7 +105,7 @@ class CountedCache(PagedCache):
 
 
 @pytest.mark.slow
-def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values():
+def test_long_answers_hold_little_beyond_their_cache():
     """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average."""
     rows, limit, token, nbytes = 320, 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
