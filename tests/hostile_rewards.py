@@ -1,4 +1,4 @@
-"""A reward function that runs the completion: whatever a user's function might do, and what is answered."""
+"""A reward function that runs the completion: anything that a user's function might do, and the expected answer."""
 
 import asyncio
 import ctypes

@@ -37,7 +37,7 @@ class RandomCompletions(Sampler):
 
 
 class InstantRewards(RewardRunner):
-    """Rewards whose `score` needs no process."""
+    """Rewards with a `score` that needs no process."""
 
     def scoring(self, count):
         return nullcontext(SimpleNamespace(finish=self.score))
@@ -73,8 +73,8 @@ def sequences(batch):
 
 
 def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution of a token: temperature, the k likeliest, the fewest of these that have top_p, and of these
-    those with the share min_p of the likeliest one's probability; float64."""
+    """The distribution of a token, float64: by temperature, then the k likeliest tokens, then the fewest tokens with
+    top_p in sum, then the tokens with the share min_p of the largest probability."""
     logits = np.array(logits, np.float64)
     probability = np.exp(logits / temperature)
     order = np.argsort(-probability)[: top_k or None]
@@ -87,7 +87,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, logprobs=None, algorithm="grpo", **grpo):
-    """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
+    """The source, by default with SquareRewards; `grpo` are settings of that section."""
     settings = config(
         algorithm,
         grpo={"num_generations": GROUP, **grpo},

@@ -20,7 +20,7 @@ from mllm.run.source_run import load_teacher
 from mllm.training.step import accumulate
 
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
-"""64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
+"""The teacher has 64 features and 260 tokens. The student has 32 features and four tokens more."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}
 ROWS, LENGTH, TEMPERATURE = 16, 16, 0.7
 BATCH = random_batch(ROWS, LENGTH)

@@ -259,7 +259,7 @@ def test_groups_of_equal_rewards_are_redrawn_to_fill_the_batch(limit, unequal, r
     steps = [next_of(source, number) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))
-    # Every group of the batch is one of those that were drawn, in their order.
+    # Every group of the batch was drawn, and the order stays.
     parts = [[line["prompt"] for line in part.samples[::GROUP]] for part in source.parts]
     assert parts[0] == parts[1]
     kept = [source.rewards.drawn[n] for n in learned]

@@ -66,7 +66,7 @@ def reference_surrogate(loss_type, log_ratio, current, logprob, advantage):
 
 
 def reference_weight(mode, log_ratios, t):
-    """The importance weight of token t of a sequence whose tokens have these log-ratios."""
+    """The importance weight of token t of a sequence with the log-ratios of its tokens."""
     weight = np.exp(log_ratios.sum() if mode.startswith("sequence") else log_ratios[t])
     return weight if weight <= 1.2 else {"mask": 0, "truncate": 1.2}[mode.split("_")[1]]
 
@@ -150,7 +150,7 @@ def numerical_gradient(f, x, step=1e-6):
 def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
     mask, logprob, entropy, operands = make_sequences()
     config = make_config(loss_type, mode)
-    if updates == 1:  # the current policy is the one whose ratio is 1
+    if updates == 1:  # the current policy has a ratio of 1
         operands = (operands[0], None, *operands[2:])
         kept = {"loss_type": loss_type, "importance_sampling": mode, "importance_cap": 1.2, "entropy_coef": 0.05}
         config = GrpoConfig(**kept, **KL)
@@ -309,7 +309,7 @@ def test_policy_metrics_average_counted_tokens_or_sequences(loss_type):
             "clip_ratio/region_mean": low + high,
             "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (sign < 0)),
             "sampling/masked_sequences": np.mean(np.equal(importance, 0)),
-            # The policy before the rollout's first update is compared with the sampler, not the current one.
+            # The sampler is compared with the policy before the rollout's first update, not with the current policy.
             "sampling/sampling_logp_difference/mean": np.abs(mismatch).mean(),
             "sampling/sampling_logp_difference/max": np.abs(mismatch).max(),
             "sampling/importance_sampling_ratio/mean": np.exp(mismatch).mean(),

@@ -186,7 +186,7 @@ def documents():
 
 
 def make_forward(config):
-    """The fixture's model, of which three of six rows have a sequence, two in a micro-batch."""
+    """The fixture's model. Three of six rows have a sequence, and a micro-batch has two rows."""
     mesh, rows = make_mesh(MeshConfig(fsdp=1)), BatchShape(length=24, micro=2, total=6, shards=1)
     graphdef, _ = nnx.split(Decoder.abstract(weights.read_config(FIXTURES / "tied"), dtype=jnp.float32))
     settings = {"task": None, "rollout": None, "eval": None, "dpo": config.model_dump(exclude_defaults=True)}

@@ -1,4 +1,4 @@
-"""The table of algorithms: one that is added in one file trains and is planned as all others are."""
+"""The table of algorithms: an algorithm added in one file trains and is planned like the built-in algorithms."""
 
 from pathlib import Path
 

@@ -200,7 +200,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_files_are_found_beside_the_configuration_or_in_cwd(here, ours, also, typed, meant) -> None:
-    """`ours` are the files in the configuration's folder, `also` those in the current one; found ones are absolute."""
+    """`ours` are files in the configuration's folder, `also` files in the current folder. A found path is absolute."""
     for path in (*(here / "ours" / name for name in ours.split()), *(here / name for name in also.split())):
         path.parent.mkdir(exist_ok=True)
         path.touch()

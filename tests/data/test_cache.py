@@ -1,4 +1,4 @@
-"""A source is tokenized once; a stale or unfinished cache is not used, and a damaged one is an error."""
+"""A source is tokenized once; a stale or unfinished cache is not used, and a damaged cache is an error."""
 
 from pathlib import Path
 

@@ -147,7 +147,7 @@ def test_sft_from_a_task_learns_its_solutions_alone():
 
 
 def counted(documents):
-    """The documents, and a list of those that are read."""
+    """The documents, and a list of the documents that are read."""
     given = []
     return replace(documents, read=lambda indices: given.extend(indices) or documents.read(indices)), given
 
@@ -173,7 +173,7 @@ def test_processes_split_the_batch_and_read_only_their_part(tmp_path, packing):
 
 
 def test_a_hub_split_is_read_without_nulls_also_in_a_mix(tmp_path, monkeypatch):
-    """`datasets` gives rows in which every column has a value or None, and names the files that hold them."""
+    """`datasets` gives rows with a value or None in every column, and names the files that hold the rows."""
     loaded = []
 
     class Split(list):

@@ -38,7 +38,7 @@ ENDLESS.eos_token = None
 
 
 def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -> str:
-    """The record's text, in which learned tokens are in capitals or brackets of their own kind."""
+    """The record's text. Learned tokens are in capitals or in brackets of their own kind."""
     ids, learned, _ = encode_record(Renderer(tokenizer, rule), record)
     names = [NAMES.get(token, chr(token)) for token in ids]
     return "".join(n.upper().translate({40: 91, 41: 93}) if y else n for n, y in zip(names, learned, strict=True))

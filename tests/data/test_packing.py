@@ -13,7 +13,7 @@ from mllm.data.packing import first_fit_decreasing, spread_rows
 
 
 def random_trajectories(lengths, seed=0):
-    """Trajectories of these numbers of tokens, of which any but the first may be sampled, and at least one is."""
+    """Trajectories with these numbers of tokens. Any token but the first may be sampled, and at least one token is."""
     rng = np.random.default_rng(seed)
     made = []
     for length in lengths:

@@ -1,4 +1,4 @@
-"""Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
+"""Prompts come in a random order that is resumed exactly. Unusable prompts are left out and counted."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def listed(*texts: str) -> Task:
 
 
 def on_demand(count: int, long: set[int]) -> Task:
-    """A task that makes its problems on demand, some of which are too long."""
+    """A task that makes its problems on demand. Some problems are too long."""
     return Task("made", OnDemand(lambda i: problem(LONG if i in long else f"{i}", i), range(count)), [])
 
 

@@ -1,4 +1,4 @@
-"""Tasks, built-in and listed by users: held-out problems stay held out, answers are right, what is bad is one line."""
+"""Tasks, built-in and listed by users: held-out problems stay held out, answers are right, bad input is one line."""
 
 import json
 import subprocess
@@ -74,7 +74,7 @@ def task(folder: Path, *records: Any, **settings: Any) -> Task:
 
 
 def first(folder: Path, record: Any, **settings: Any) -> Example:
-    """The example of a record that is listed beside another one."""
+    """The example of a record that is listed beside another record."""
     both = task(folder, record, {"prompt": "other", "answer": "1"}, heldout=1, **settings)
     return next(e for e in [*both.train, *both.heldout] if e.place.endswith(":1"))
 

@@ -1,4 +1,4 @@
-"""Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
+"""Conversations in tokens: nothing sampled is encoded again, and the template writes the tokens between turns."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TOOLS_LAST = (
 
 
 def public(name, old="", new="", **args):
-    """A public template, in which a part may be replaced."""
+    """A public template. A part of it may be replaced."""
     return Renderer(PUBLIC[name].tokenizer(PUBLIC[name].template.replace(old, new)), args=args)
 
 
@@ -61,7 +61,7 @@ def test_conversation_tokens_match_the_rendered_template(name, tools):
 
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"])
 def test_qwen35_turns_match_its_template(args):
-    """Its prompts open the thought, or have an empty one; sampled thoughts are dropped behind a later question."""
+    """Its prompts open the thought, or have an empty thought. A later question drops sampled thoughts."""
     given = Renderer(PUBLIC["qwen3.5"].tokenizer(), args=args)
     call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
     opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")

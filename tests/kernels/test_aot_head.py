@@ -43,8 +43,8 @@ DAILY = (ENTRIES[0], ENTRIES[3], ENTRIES[5])
 """The ways that have all kernels between them."""
 slow = pytest.mark.slow
 
-# Every entry with every size of hidden states, and by default three with one of these; chips and vocabularies take
-# turns. float32 products are for small models.
+# Every entry with every size of hidden states. By default three entries run with one size. Chips and vocabularies
+# take turns. float32 products are for small models.
 CASES = [
     pytest.param(
         *entry,

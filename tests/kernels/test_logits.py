@@ -78,7 +78,7 @@ def test_a_sharded_vocabulary_gives_the_same_as_one_device(impl: Any) -> None:
         jax.shard_map, mesh=mesh, in_specs=P(None, "tp"), out_specs=(P(), P(None, "tp")), check_vma=False
     )
     def sharded(logits: Any) -> Any:
-        """Each device has the whole of each statistic: what they pass back is not summed."""
+        """Each device has the whole of each statistic. Cotangents from the devices are not summed."""
         tokens, pull = jax.vjp(lambda x: logits_logprobs(x, LABELS, vocabulary_axis="tp", impl=impl)[:3], logits)
         return tokens, pull(tuple(map(jnp.asarray, COTANGENTS)))[0]
 

@@ -1,8 +1,8 @@
 """`token_loss` by every engine against float64: any objective, workspace, mask, teacher and incoming cotangent.
 
-Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, a small one to several waves of
-rows whose logits or exponentials are kept (on Hopper to one tile of three), a large one to a single pass. Full logits
-ignore it.
+Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, and a large workspace to a
+single pass. A small workspace leads to several waves of rows with logits or exponentials that are kept (on Hopper one
+tile of three). Full logits ignore it.
 """
 
 import dataclasses
@@ -156,7 +156,7 @@ def test_float32_masters_get_gradients_that_are_not_rounded(engine, workspace):
 @pytest.mark.parametrize("engine", [*PLAIN, *(parameter(engine, nightly=True) for engine in (TPU_F32, GPU))])
 @pytest.mark.parametrize("name", ["logprob", "lse", "entropy", "mean_logit"])
 def test_the_statistics_beside_the_loss_have_their_gradient_too(engine: Engine, name: str) -> None:
-    """A loss less a tenth of a statistic is the loss whose objective has that term, at the rows that count."""
+    """A loss less a tenth of a statistic is the loss of an objective with that term, at the rows that count."""
     problem, weights = engine.problem(), sparse_weights(engine.shape[0])
     plain = lambda logprob, entropy, *, mean_logit: -logprob - 0.2 * mean_logit  # noqa: E731
 

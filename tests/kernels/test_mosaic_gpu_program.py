@@ -22,7 +22,7 @@ N, V, D = 8192, 151936, 2048
 
 
 def kernels(program: jax.stages.Compiled) -> set[str]:
-    """Names of the kernels, by what they were traced in."""
+    """Names of the kernels, by the function that traced them."""
     calls = [line for line in (program.as_text() or "").splitlines() if 'custom_call_target="mosaic_gpu' in line]
     return {name for line in calls for name in re.findall(r"lm_head_([a-z]+)", line)}
 

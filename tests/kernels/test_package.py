@@ -1,4 +1,4 @@
-"""The head is a package of its own: what it installs, what it imports, what it needs, and what it sets for libtpu."""
+"""The head is a package of its own: its installed files, its imports, its requirements, its settings for libtpu."""
 
 import importlib
 import os
@@ -31,7 +31,7 @@ def test_libtpu_settings_are_made_without_a_tpu_if_unset(monkeypatch):
 
 @pytest.mark.nightly
 def test_readme_lines_run_with_jax_alone(tmp_path):
-    """In an interpreter that has JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
+    """The interpreter has JAX with its requirements, another package named `kernels`, and the head installed by pip."""
     site, source = tmp_path / "site", tmp_path / "kernels"  # pip builds where the source is
     (site / "kernels").mkdir(parents=True)
     (site / "kernels/__init__.py").touch()

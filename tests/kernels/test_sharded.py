@@ -1,4 +1,4 @@
-"""The head over a mesh of devices against float64; and what its devices exchange for it.
+"""The head over a mesh of devices against float64, and the exchanges between its devices.
 
 Half of the tokens don't count: they fill whole shards, so that some devices have nothing to do. The labels are those at
 the edges of the vocabulary's shards, and no mesh divides the vocabulary evenly. Tiles are made small, so that there are
@@ -110,7 +110,7 @@ def test_gradients_are_summed_over_devices_before_narrowing(side: str, shape: tu
 
 
 def of_all(hidden: Any, weight: Any, weights: Any, operand: Any, scale: Any, sharding: HeadSharding | None) -> Any:
-    """A loss of all that may have a gradient; of a copy of the weight."""
+    """A loss of every argument that may have a gradient, by a copy of the weight."""
     objective = lambda logprob, entropy, a: scale * a * logprob + entropy  # noqa: E731
     options: dict[str, Any] = {"weight_copy": (PROBLEM.weight / 2).astype(BF16), "sharding": sharding}
     return token_loss(hidden, weight, PROBLEM.labels, objective, operand, weights=weights, **options)[0]
@@ -249,7 +249,7 @@ def test_a_gathered_weight_gradient_is_summed_before_dh() -> None:
     assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in found]
 
 
-# --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
+# --- JAX's default mesh has Explicit axes: the layout comes from types, or from `HeadSharding` ---
 
 EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
 IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.labels.reshape(8, 10) % 128)

@@ -132,7 +132,7 @@ def test_they_are_those_of_full_logits_ties_by_the_lower_id(devices, dtype, voca
 
 
 def test_they_are_multiplied_in_the_dtype_that_is_told() -> None:
-    """Two tokens that are one in bfloat16: the lower id is the likeliest of equals."""
+    """Two tokens that are equal in bfloat16: of equal tokens the lower id is the likeliest."""
     hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
     found = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)
     np.testing.assert_array_equal(found, [[1], [0]])

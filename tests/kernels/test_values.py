@@ -1,7 +1,7 @@
 """Statistics and gradients of token_logprobs by every engine against float64.
 
-What is right, and how near is near enough, is said in oracle.py; what is strict in strict_tpu.py and strict_gpu.py;
-what is off which tile in engines.py. Losses are in test_losses.py.
+oracle.py has the right answers and the tolerances. strict_tpu.py and strict_gpu.py have the strict interpreters.
+engines.py has the shapes off the tiles. Losses are in test_losses.py.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def test_the_oracle_refuses_nan_errors_and_other_shapes() -> None:
 
 
 def maxima_that_move(engine: Engine) -> Problem:
-    """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
+    """The running maximum is raised in every tile, or in the first tile alone, or in the last and partial tile."""
     (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
     column = jnp.arange(float(v))
     steps = jnp.stack([column, -column, jnp.where(column > v - 5, 500.0, 0.0)])
@@ -78,7 +78,7 @@ def maxima_that_move(engine: Engine) -> Problem:
 
 
 def far_below_zero(engine: Engine) -> Problem:
-    """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
+    """A column past the vocabulary has a product of 0: its logit would be the largest."""
     hidden, weight, labels = engine.problem()
     return Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels)
 
@@ -108,7 +108,7 @@ def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows
         parameter(XLA_BF16, (5003, 37, 8)),
         *every(PLAIN, ((3, 1, 1),), ((2, 5, 1),)),
         parameter(TPU, (40, 326, 200), nightly=True),  # the last step has no column
-        parameter(TPU_F32, (1, 385, 64), nightly=True),  # the last step has one
+        parameter(TPU_F32, (1, 385, 64), nightly=True),  # the last step has one column
         parameter(TPU, (129, 2, 128), nightly=True),
         parameter(GPU, (1, 136, 64), nightly=True),
         parameter(GPU, (129, 8, 64), nightly=True),
@@ -160,7 +160,7 @@ def test_a_near_certain_label_keeps_its_gradient_on_tpus(engine: Engine) -> None
     np.testing.assert_allclose(got.logprob, right.logprob, rtol=tolerance)
 
 
-# --- whole numbers, whose products have no rounding in any dtype and order ---
+# --- whole numbers: their products have no rounding in any dtype and order ---
 
 
 def whole_numbers(engine: Engine, vocabulary: int, most: int = 3) -> Problem:
@@ -169,7 +169,7 @@ def whole_numbers(engine: Engine, vocabulary: int, most: int = 3) -> Problem:
     hidden, weight = rng.integers(-most, most + 1, (n, d)), rng.integers(-3, 4, (v, d))
     hidden, weight = (np.asarray(jnp.asarray(x, engine.dtype), np.float64) for x in (hidden, weight))
     y = hidden @ weight[:vocabulary].T
-    likeliest = [rng.choice(np.flatnonzero(row == row.max())) for row in y]  # any of those that tie
+    likeliest = [rng.choice(np.flatnonzero(row == row.max())) for row in y]  # any column that ties
     weight[vocabulary:] = 100
     labels = np.where(np.arange(n) % 2, likeliest, rng.integers(0, vocabulary, n))
     return Problem(*(jnp.asarray(x, engine.dtype) for x in (hidden, weight)), jnp.asarray(labels, jnp.int32))

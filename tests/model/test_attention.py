@@ -29,7 +29,7 @@ HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "nu
 
 
 def segments_of(rows, time):
-    """Row 0: padding at the left and two documents. The others: three documents and padding at the right."""
+    """Row 0: padding at the left and two documents. The other rows: three documents and padding at the right."""
     place = np.arange(time)
     first = (place >= 10).astype(np.int32) + (place >= time // 2)
     others = np.where(place < time - 15, 1 + (place >= 20).astype(np.int32) + (place >= 70), 0)
@@ -44,7 +44,7 @@ def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
 
 
 def differentiated(attend, queries, keys, values, weights):
-    """The outputs, and the gradients of their weighted sum for queries, keys and values, all as float32."""
+    """The outputs, and the gradients of their weighted sum for queries, keys and values, as float32."""
 
     @jax.jit
     def run(queries, keys, values):
@@ -71,7 +71,7 @@ def one_document_of(rows, time):
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.nightly), 20])
 def test_a_kernel_matches_masked_attention(kernel, mesh, packed, sizes, tolerance, window, monkeypatch):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    # A model with sliding layers has these and the others.
+    # A model with sliding layers has both kinds.
     check_against_masked(Attention(kernel, make_mesh(mesh), packed, window=20), sizes, tolerance, window)
 
 
@@ -136,7 +136,7 @@ def chosen(setting=None, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=
 
 @pytest.fixture
 def on(monkeypatch):
-    """`on("tpu")` or `on("gpu")`: from then on the devices say that they are of that kind, and JAX finds cuDNN."""
+    """`on("tpu")` or `on("gpu")`: from then on the devices report this kind, and JAX finds cuDNN."""
 
     def pretend(platform):
         monkeypatch.setattr(attention, "platform", lambda mesh: platform)

@@ -193,7 +193,7 @@ def test_tokens_go_on_from_the_state_of_a_row() -> None:
 
 
 def parts_of(x: jax.Array, bits: int, count: int) -> list[jax.Array]:
-    """Numbers of so many bits, the largest first, whose sum is nearly x."""
+    """Numbers of so many bits, the largest first. Their sum is nearly x."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(jax.lax.reduce_precision(x - sum(parts), 8, bits - 1))

@@ -55,7 +55,7 @@ def signed(value: Any, number: int) -> Any:
 
 
 def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> None:
-    """Assert what must hold of a chat's tokens and of which of them are learned."""
+    """Assert the rules of a chat's tokens, and of its learned tokens."""
     tokenizer = renderer.tokenizer
     ids, mask = encode_example(renderer, chat, first)
     text = render(renderer, chat)
@@ -76,7 +76,7 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
     for turn, (start, end) in zip(turns, runs, strict=True):
         letters = [place for place, owner in enumerate(owners) if owner == turn]
         assert start <= letters[0] <= letters[-1] < end
-        # A prompt's opening of the thought is not learned where the chat has it, too; of two thoughts one is content.
+        # A prompt's opening of the thought is not learned where the chat also has it. Of two thoughts one is content.
         twice = "<think>" in chat[turn]["content"] and chat[turn].get("reasoning_content")
         assert text[:start].endswith(opened) or text[:start].endswith(header)
         assert text[:start].endswith(opened) or twice or not text[start:].startswith(opened.removeprefix(header))

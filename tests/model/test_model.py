@@ -1,4 +1,4 @@
-"""Every family's decoder against transformers' own, and rematerialised, and what it rounds.
+"""Every family's decoder against transformers' decoder, its rematerialisation, and its rounding.
 
 Expected logits: tests/fixtures/README.md; tests/algorithms/test_packed_update.py has packed rows, and
 tests/sampler/test_rollout.py what decode steps compute.

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
+"""Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and the rest is refused.
 
 tests/fixtures/peft, peft_gemma3 and peft_qwen3_5 were written by peft (tests/fixtures/README.md).
 """

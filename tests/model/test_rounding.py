@@ -174,7 +174,7 @@ def test_other_numbers_become_a_neighbour_by_their_last_bits(bits):
 
 @pytest.mark.slow
 def test_thresholds_are_uniform_and_independent(bits):
-    """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of these."""
+    """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of the numbers."""
     assert 0.51 < len(np.unique(bits)) / 65536 < 0.55
     np.testing.assert_allclose(np.histogram(bits, 16, (0, 65536))[0] / bits.size, 1 / 16, rtol=0.1)
     others = [bits_of(name) for name in ("head", "layers.q_weight", "layers.k_weight")]

@@ -49,7 +49,7 @@ def test_a_byte_tokenizer_reloads_beside_a_qwen2_config(tmp_path: Path) -> None:
         assert loaded.chat_template == BYTES.chat_template
         assert loaded.all_special_ids == BYTES.all_special_ids
         assert stop_ids(loaded) == (END,)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())  # names that transformers 4 knows, too
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())  # names that transformers 4 also knows
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
     assert "extra_special_tokens" not in settings

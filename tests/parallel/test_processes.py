@@ -248,7 +248,7 @@ ENDS = {
     "bug": (LOST, (1, "error: KeyError: 'a key'")),
     "killed": (LOST, (-signal.SIGKILL, None)),
 }
-"""What goes wrong in process 1; the exit code and the line with which each ends."""
+"""The fault in process 1, and the exit code and the line at the end of each process."""
 
 
 def assert_all_end(what, call):

@@ -41,7 +41,7 @@ ONE = changed(OPEN, mesh={"fsdp": 1})
 
 
 def peak(config):
-    """MiB of an update: activations by rows and tokens, twice as many where all are kept."""
+    """MiB of an update: activations by rows and tokens, twice as many where every activation is kept."""
     kept = 1 if config.model.remat == "full" else 2
     return 10 + config.micro_batch_size * config.examples.max_length * kept
 
@@ -52,7 +52,7 @@ def devices_with(mib):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The numbers of rows of the updates that are compiled; what they take is `peak`, and nothing is compiled."""
+    """The numbers of rows of the updates that would be compiled. Nothing is compiled; `peak` gives the memory."""
     tried = []
 
     def update(config, devices):

@@ -1,4 +1,4 @@
-"""The plan of a run's memory, what it finds to fit, and what it says where nothing fits."""
+"""The plan of a run's memory, the settings that fit, and the line where nothing fits."""
 
 import importlib.util
 import re
@@ -153,7 +153,7 @@ def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch
 
 
 def test_the_subject_describes_model_batch_and_checkpoints(config, shapes):
-    """An older checkpoint stays until the new one is complete."""
+    """An older checkpoint stays until the new checkpoint is complete."""
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     mib = 12 * count / MIB  # parameters and moments
     model, batch, checkpoint = subject(shapes)

@@ -26,7 +26,7 @@ from mllm.stopwatch import Stopwatch
 
 RENDERER = Renderer(BYTES, "always")
 START, END = 257, 258
-"""The ids with which the bytes' template begins and ends each message."""
+"""The ids at the start and the end of each message in the bytes' template."""
 
 
 def prompt(text="Go.", **fields) -> Prompt:
@@ -115,7 +115,7 @@ def test_a_conversation_ends_before_a_turn_without_room(guess):
     for total, turns in ((limit, 2), (limit - 1, 1)):
         (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
         assert (len(found.assistant), found.finished) == (turns, False)
-        assert found.result.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+        assert found.result.reward == ("value", -turns / 4)  # the environment gives it at the end as well
 
 
 def test_group_members_begin_in_one_state_and_steps_in_others(guess):
@@ -188,7 +188,7 @@ def test_an_interrupted_rollout_ends_its_environments():
 
 
 def speaker(*says, **limits):
-    """An engine whose assistants say this, as in `play`."""
+    """An engine with assistants that say this, as in `play`."""
 
     class Speaker(Sampler):
         def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None, conversations=None):
@@ -249,7 +249,7 @@ def test_evaluations_begin_in_the_same_state_at_each_step():
 
 
 def test_the_rewards_of_a_turn_are_added():
-    """An environment gives one with its answer, and one for a conversation that has ended."""
+    """An environment gives a reward with its answer, and a reward for a conversation that has ended."""
     found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
     for reward in (0.5, -2.0):
         found.record(("value", reward, ("turn", [], True, {})))
@@ -267,7 +267,7 @@ def test_a_failed_environment_gives_no_reward(caplog):
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
     np.testing.assert_array_equal(group_rewards(found, runner, 2), [[3, np.nan], [0, 0]])
-    # A batched function may count on the order of the groups, so it gets the failed one, too.
+    # A batched function may count on the order of the groups, so it gets the failed conversation as well.
     assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
     metrics = completion_metrics(found, runner.names)
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
@@ -296,7 +296,7 @@ DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
     "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 2 s",
 }
-"""What ends the process, and the other environments in it; what moves in the same call fails as it does."""
+"""Acts that end the process with the other environments in it. Other moves of the same call fail in the same way."""
 
 
 def counted(found):

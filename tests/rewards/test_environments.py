@@ -35,7 +35,7 @@ def begun(number=0, seed=5, **fields) -> Move:
 
 
 def said(answer):
-    """The texts of an answer's messages, and what else it has."""
+    """The texts of an answer's messages, and its other fields."""
     kind, given, (_, messages, done, calls, errors, values) = answer
     return [message["content"] for message in messages], kind, given, done, [*calls], errors, values
 

@@ -1,4 +1,4 @@
-"""A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
+"""A reward function gets the arguments that it declares, by name. A missing argument is a one-line error."""
 
 import re
 from array import array

@@ -188,7 +188,7 @@ def wait_until_gone(*pids):
 
 
 def trainer(does, folder):
-    """A process whose main module scores one completion as the trainer does.
+    """A process with a main module that scores one completion as the trainer does.
 
     It would start processes without end, if they imported it.
     """

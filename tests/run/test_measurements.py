@@ -34,7 +34,7 @@ def validating(losses: list[float], patience: int | None) -> Measurements:
     ],
 )
 def test_a_run_ends_when_patience_runs_out(losses, patience, end):
-    """Then all is measured, also what was not due."""
+    """Then every measurement is made, also one that was not due."""
     measurements, now = validating(losses, patience), RunState(0, TrainState({}, {}, 0), {})
     ended = []
     for step in range(len(losses)):
@@ -64,7 +64,7 @@ def test_the_best_checkpoint_is_by_validation_or_held_out():
 
 @pytest.fixture
 def settings(tmp_path):
-    """A function that makes the configuration of a run on 40 examples, 8 of which are held out."""
+    """A function that makes the configuration of a run on 40 examples; 8 examples are held out."""
     path = tmp_path / "train.jsonl"
     lines = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -104,7 +104,7 @@ def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, capsys)
 
 @pytest.mark.slow
 def test_an_early_end_is_announced_and_keeps_the_best(settings, monkeypatch, capsys):
-    """The learning rate is so large that the loss soon rises. A step whose validation a signal ends is not saved."""
+    """The learning rate is so large that the loss soon rises. A step is not saved if a signal ends its validation."""
     measure = Measurements.measure_pending
 
     def stopped(self, state, *given):

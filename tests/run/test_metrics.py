@@ -1,4 +1,4 @@
-"""What a run writes of itself is whole JSON, and what it says on the terminal and to Weights & Biases."""
+"""The metrics of a run: whole JSON in its folder, lines on the terminal, and events for Weights & Biases."""
 
 import io
 import math
@@ -54,7 +54,7 @@ def test_the_summary_shows_first_last_and_lowest_values(tmp_path):
     for step, value in enumerate((0.25, math.nan, 0.5, 0.75)):
         accuracy = {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
         log.write(step, {**accuracy, "validation/loss": (value - 0.5) ** 2, "loss": 4.0 - step})
-    for step, speed in (1, 1234.0), (2, 1000.0), (3, 3000.0):  # a step with a rollout, and one with the same tokens
+    for step, speed in (1, 1234.0), (2, 1000.0), (3, 3000.0):  # a step with a rollout, and a step with the same tokens
         log.write_timings(step, {"time/update": 0.5, "tokens_per_second": speed, "memory/peak_bytes": 2**20}, {})
     log.close()
     with (tmp_path / "timings.jsonl").open("ab") as file:  # a line that does not parse is left out

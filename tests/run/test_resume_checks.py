@@ -85,13 +85,13 @@ EDITS = (
     ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
     ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
 )
-"""The setting that names a place, what changes there, and words of the message."""
+"""The setting that names a place, the change there, and words of the message."""
 KINDS = {"task.path": "gsm8k", "teacher.source": "distill"}
 """The kind of run that names a place; else "files"."""
 
 
 def settings_of(kind, at, run_dir):
-    """A run of this kind, whose files are all in the folder `at`."""
+    """A run of this kind with every file in the folder `at`."""
     data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
     model = {"init": "pretrained", "architecture": None, "source": str(at / "model")}
     if kind == "distill":
@@ -210,7 +210,7 @@ def test_a_new_run_refuses_a_folder_of_checkpoints_or_weights(tmp_path, name):
 
 @pytest.fixture
 def settings(tmp_path):
-    """The configuration of a run in `tmp_path`, whose newest checkpoint is that of step 4, and that of 6 is damaged."""
+    """The configuration of a run in `tmp_path`. Its newest whole checkpoint is step 4; step 6 is damaged."""
     settings = config(run_dir=str(tmp_path), steps=6, optimizer={"schedule": "linear", "warmup_steps": 2})
     folder.write(RunStore(tmp_path), settings)
     for step, recorded in ((3, 3), (4, 4), (6, 4)):
@@ -222,7 +222,7 @@ def settings(tmp_path):
 
 
 def check(place, settings, change=False):
-    """The configuration with which the run in a folder goes on."""
+    """The configuration for the next steps of the run in a folder."""
     with folder.open_run(changed(settings, run_dir=str(place)), change) as (_, found):
         return found
 

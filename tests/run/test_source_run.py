@@ -36,12 +36,12 @@ STOP = "~"
 
 @pytest.fixture
 def first(finished):
-    """A run with checkpoints 4 and 8, in which a stop token is set."""
+    """A run with checkpoints 4 and 8. Its configuration sets a stop token."""
     return finished("sft")
 
 
 def following(first, folder, algorithm="sft", **model):
-    """A configuration whose model begins as the first one's ends."""
+    """A configuration with a model that begins as the first run's model ends."""
     source = {"init": "pretrained", "architecture": None, "source": first.run_dir, **model}
     return changed(config(algorithm, run_dir=str(folder), steps=2), model=source)
 

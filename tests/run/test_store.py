@@ -77,7 +77,7 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
     place = r"metrics.jsonl: can't be written \(No space left on device\); .* checkpoint$"
     with pytest.raises(UserError, match=place):
         log.write(1, {"loss": 1.0}, [{"completion": "1"}])
-    # The line must be the last: where it stands, the step's samples stand, too.
+    # The line must be the last: where it stands, the step's samples must stand as well.
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
     with pytest.raises(UserError, match=r"metrics.jsonl: can't be written \(Invalid argument\)"):
         log.close()  # no buffer tries to write a second time; /dev/full can't be synced

@@ -1,4 +1,4 @@
-"""The trainer end to end: what stops a run changes nothing of its end, and its folder holds all of its results."""
+"""The trainer end to end: a stop changes nothing of a run's end, and its folder holds every result."""
 
 import math
 import shutil
@@ -116,7 +116,7 @@ def test_the_folder_holds_configuration_logs_and_checkpoints(finished, name):
     steps, lines = list(range(1, settings.steps + 1)), records(settings)
     assert [line["step"] for line in lines] == [0, *steps]
     assert all(math.isfinite(line["loss"]) for line in lines[1:])
-    best_by = "eval/greedy_accuracy" if name == "sft" else "eval/reward"  # whose own reward judges no answer
+    best_by = "eval/greedy_accuracy" if name == "sft" else "eval/reward"  # here the reward judges no answer
     evaluated = [line["step"] for line in lines if best_by in line]
     assert evaluated == sorted({*range(0, settings.steps, settings.eval.every), settings.steps})
     timings = records(settings, "timings.jsonl")

@@ -1,4 +1,4 @@
-"""Turns that are answered go on from what is cached, as the model without a cache would, and from states, too."""
+"""Answered turns go on from the cache, and from states, as the model without a cache would."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Sizes of a rollout: which device has which prompts, whose tokens are in which pages, and how full the pools are."""
+"""Sizes of a rollout: the prompts of each device, the tokens of each page, and how full the pools are."""
 
 from pathlib import Path
 
@@ -106,7 +106,7 @@ class CountedCache(PagedCache):
 
 @pytest.mark.slow
 def test_long_answers_hold_little_beyond_their_cache():
-    """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average."""
+    """Qwen2.5-3B, 320 answers of at most 16,384 tokens; the average is a quarter."""
     rows, limit, token, nbytes = 320, 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
     held = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)}), {})

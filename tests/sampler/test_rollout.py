@@ -39,7 +39,7 @@ OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, tempe
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 WINDOWS = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
-"""Layers with a window of 5 tokens, and layers without one."""
+"""Layers with a window of 5 tokens, and layers without a window."""
 
 
 def made(sizes):
@@ -207,7 +207,7 @@ GROUPS = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4, 5
 
 
 def sample_groups(sizes, mesh, slots):
-    """24 sequences of 6 prompts; most end while others are in the middle, and the next ones take their slots."""
+    """24 sequences of 6 prompts. Most end early, and waiting sequences take their slots."""
     settings = config(mesh=mesh, model={"architecture": {**sizes, "initializer_range": 0.1}})
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)

@@ -1,4 +1,4 @@
-"""tools/bench and tools/tune.py: their tables, a method's errors, one that fails, and tilings."""
+"""tools/bench and tools/tune.py: their tables, a method's errors, a method that fails, and tilings."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""tools/memory.py: what its columns compare, and the table and picture of what fits."""
+"""tools/memory.py: the comparison of its columns, and the table and picture of the sizes that fit."""
 
 from itertools import chain, repeat
 
@@ -25,7 +25,7 @@ def test_the_head_is_the_peak_over_an_update_without_one(tmp_path, monkeypatch, 
     """What does not fit stands in brackets."""
     _, devices = find_devices(tiny.config("sft"), None)
     monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
-    # An update without a head, then each column's update and its head; adapters have an update without a head, too.
+    # An update without a head, then each column's update and its head. Adapters have their own update without a head.
     peaks = chain.from_iterable([[1], *([peak, 0] for peak in (5, 4, 2)), [1, 2, 0]])
     accounts = map(Account, repeat(2**29), (peak * 2**30 for peak in peaks))
     monkeypatch.setattr(memory, "account_of", lambda *_: next(accounts))

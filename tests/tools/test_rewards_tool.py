@@ -1,4 +1,4 @@
-"""tools/rewards.py: what rewards give for right, empty and given completions, where no model is."""
+"""tools/rewards.py: rewards for right, empty and given completions, without a model."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""tools/samples.py: the page holds the samples and no text in it is obeyed; what is learned is marked."""
+"""tools/samples.py: the page holds the samples and no text in it is obeyed; learned tokens are marked."""
 
 import json
 import re

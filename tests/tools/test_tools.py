@@ -43,7 +43,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The configuration of a run with checkpoints 4 and 8, whose parameters all differ, though no update was made."""
+    """The configuration of a run with checkpoints 4 and 8. Every parameter differs between them, without an update."""
     settings = changed(METHODS["sft"], run_dir=str(tmp_path_factory.mktemp("trained") / "run"))
     with Run.build(settings) as run:
         for step in (4, 8):
@@ -134,7 +134,7 @@ def test_a_run_and_its_export_complete_prompts_alike(exported, tmp_path, capsys)
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The samplers that are called, with their parameters, prompts and options; each answers with what it was asked."""
+    """The samplers that are called, with their parameters, prompts and options. Each answers with its prompt."""
     calls = []
 
     def complete(self, params, prompts, **given):

@@ -67,7 +67,7 @@ def test_the_3b_head_on_v6e_takes_little_memory():
 
 
 def test_the_gemma_update_on_v6e_has_both_attention_kernels():
-    """Heads of 256; a kernel of the one kind stands beside one of the other, of which the layer's kind chooses."""
+    """Heads of 256. The program has a kernel for each kind of layer, and the layer's kind chooses."""
     settings = configs.load("gemma3_270m_sft.yaml", ["model.init=random"])
     mesh = targets.mesh("v6e", (1, 1, 1), AXES)
     program = targets.compiled(*Programs(settings, mesh).update(), mesh)

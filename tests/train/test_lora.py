@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what is trained, sampled and saved, and what a frozen model saves."""
+"""Adapters: their outputs; how they are trained, sampled and saved; and the memory that a frozen model saves."""
 
 from pathlib import Path
 
@@ -131,7 +131,7 @@ def finished(request, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_saves_adapters_only_and_says_how_many(finished, capsys):
-    """Its KL reference is the frozen model, of which one copy is held. A kill: distillation's in run/test_train.py."""
+    """Its KL reference is the frozen model, held once. run/test_train.py kills a run of distillation."""
     settings, copies = finished
     assert copies == 1
     assert records(settings)[-1]["kl"] > 0

@@ -1,4 +1,4 @@
-"""An update is the same however it is computed: by which head, in which micro-batches, with how much padding."""
+"""An update is the same under any head, any micro-batches and any padding."""
 
 from functools import cache
 from unittest.mock import Mock
@@ -181,7 +181,7 @@ def validation_settings(packing=True, **sections):
 
 @pytest.fixture(scope="module")
 def measured():
-    """The documents, half of whose labels are the model's likeliest, and their metrics from logits in float64."""
+    """The documents and their metrics from logits in float64. Half of the labels are the model's likeliest tokens."""
     one = validation_settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
