@@ -29,7 +29,7 @@ class ObjectStore:
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
-        """The content and generation of each."""
+        """The content and generation of each object."""
         self.generations = count(1)
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         """The name and the bytes so far of each upload in several requests."""

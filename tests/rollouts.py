@@ -22,7 +22,7 @@ GROUP, LIMIT = 4, 4
 
 
 class RandomCompletions(Sampler):
-    """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off, and of longer ones more is kept."""
+    """Completions of 1 to 4 tokens by the step. A completion of 4 tokens is cut off. A longer completion keeps more."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
         rng = np.random.default_rng(step + first_sequence)

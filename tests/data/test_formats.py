@@ -176,7 +176,7 @@ def test_nulls_of_arrow_are_left_out_at_any_level(tmp_path: Path) -> None:
     assert [row for _, row in Origin("data.source", str(path)).records()] == rows
 
 
-# Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them
+# Calls of tools, and tools, reach the template as they were meant, in any form of a record
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ARGUMENTS = {"x": 1, "y": {"z": "10001"}}

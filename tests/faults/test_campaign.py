@@ -214,7 +214,7 @@ def private_bytes(pid: str) -> int:
 
 @pytest.mark.timeout(0)
 def test_nothing_grows_in_two_thousand_steps(tmp_path, monkeypatch):
-    """After a quarter of the steps; each fifth of the others counts by its least value, which no load moves."""
+    """Growth after a quarter of the steps. Each fifth of the rest counts by its least value, which no load moves."""
     samples = np.full((STEPS, len(LIMITS)), np.nan)  # allocated beforehand, so that sampling adds nothing
     compiled, write = [0], RunLog.write_timings
 

@@ -1,7 +1,7 @@
-"""Readers of input take it or refuse it in one line, in time, whatever is in it.
+"""Readers take any input or refuse it in one line, in time.
 
 `make test` tries the same twenty inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
-makes the inputs, shows the smallest that fails, and tries it again in the next run. Left out: coverage as a guide.
+makes the inputs, shows the smallest failing input, and tries it again in the next run. Left out: coverage as a guide.
 """
 
 import copy
@@ -125,7 +125,7 @@ overrides = st.builds(
 
 
 def read_config(folder: Path, given: tuple[bytes, list[str]]) -> None:
-    """What is written of a configuration reads as the same configuration."""
+    """A written configuration reads as the same configuration."""
     content, overridden = given
     (folder / "config.yaml").write_bytes(content)
     config = config_file.load(str(folder / "config.yaml"), overridden)

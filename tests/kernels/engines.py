@@ -51,7 +51,7 @@ class Engine(NamedTuple):
 
     @contextlib.contextmanager
     def strictly(self, **strictness: Any) -> Iterator[None]:
-        """What is traced and run in this context has small tiles, and kernels are interpreted, so strictly."""
+        """A program traced and run in this context has small tiles, and its kernels are interpreted strictly."""
         with contextlib.ExitStack() as stack:
             if self.impl == "mosaic_gpu":
                 from strict_gpu import strict_interpreter

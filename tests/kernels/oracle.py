@@ -20,7 +20,7 @@ SLACK = 1.25
 
 
 class Answer(NamedTuple):
-    """The statistics of each token, and both gradients of a scalar of them; None what nobody asks for."""
+    """The statistics of each token, and both gradients of a scalar of the statistics. A field not asked for is None."""
 
     logprob: Any  # [N], as the next two
     lse: Any
@@ -44,7 +44,7 @@ class Slopes(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """What the head is told of a teacher."""
+    """The head's arguments about a teacher."""
 
     hidden: Any
     weight: Any
@@ -55,7 +55,7 @@ class Teacher(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """What is right, and how near an answer in float32, with products in another dtype, has to come."""
+    """The right answer, and how near an answer in float32, with products in another dtype, has to come."""
 
     answer: Answer
     resolution: Answer

@@ -52,7 +52,7 @@ def run(logits: Any, labels: Any = LABELS, **options: Any) -> Any:
     ],
 )
 def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: Any, temperature: float) -> None:
-    """Rows that don't count hold NaN; some blocks have none that does. A logit of -inf excludes its column."""
+    """Rows that don't count hold NaN. Some blocks have no row that counts. A logit of -inf excludes its column."""
     live, labels, columns = (np.arange(N) < 60) & (np.arange(N) % 7 > 0), LABELS % (V - 50), np.arange(V)
     logits = logits_of(scale, dtype).at[:, V - 50 :].set(-jnp.inf)
     sick = jnp.where(live[:, None], logits, jnp.nan)

@@ -59,7 +59,7 @@ def test_trainer_waves_keep_logits_in_the_memory_of_one_wave() -> None:
 
 
 def test_in_plain_xla_a_wave_takes_no_more_memory_than_chunks() -> None:
-    """What GPUs that are not Hopper's run."""
+    """The programs for GPUs other than Hopper's."""
     mesh = targets.mesh("h100")
     xla, chunks = (
         targets.compiled(*head.loss(mesh, impl=impl), mesh, targets.CUBLAS) for impl in ("xla", "chunked_logits")

@@ -37,7 +37,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(sharded, "_MOST_GATHERED", 16)  # on the cube three blocks, the last with a row of padding
     with XLA.strictly():
         yield
-    pltpu.reset_tpu_interpret_mode_state()  # where kernels of one device failed, those of others wait for it no longer
+    pltpu.reset_tpu_interpret_mode_state()  # kernels stop waiting for a device that failed
 
 
 def over(shape: tuple[int, ...] = CUBE, **axes: Any) -> HeadSharding:
@@ -169,7 +169,7 @@ AGREE_ON_WAVES = ("pmax", "dp, fsdp", (), "int32")
 
 
 class Exchange(NamedTuple):
-    """What devices along fsdp exchange, beside numbers of tokens."""
+    """The exchanges of devices along fsdp, except numbers of tokens."""
 
     words: int  # a device's rows of W
     side: list[Any]  # what they gather
@@ -208,9 +208,9 @@ WEIGHT = Exchange(
     ("way", "weight"), [("any cotangents", F32), ("recomputed", BF16), ("in waves", F32), ("in waves", BF16)]
 )
 def test_devices_exchange_tokens_or_weights_once_a_pass(way, weight, exchange, monkeypatch):
-    """They exchange the side of fewer bytes, and a few numbers a token.
+    """The devices exchange the side of fewer bytes, and a few numbers a token.
 
-    What devices add up is float32 also where dW is bfloat16: only the sum is rounded.
+    The devices add up float32 numbers even where dW is bfloat16: only the sum is rounded.
     """
     monkeypatch.setattr(sharded, "_MOST_GATHERED", 2**14)
     words = 2 * WORDS if exchange is TOKENS else 2 * FEW

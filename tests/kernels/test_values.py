@@ -164,7 +164,7 @@ def test_a_near_certain_label_keeps_its_gradient_on_tpus(engine: Engine) -> None
 
 
 def whole_numbers(engine: Engine, vocabulary: int, most: int = 3) -> Problem:
-    """They tie often, and half of the labels are the likeliest; rows of the weight past the vocabulary are larger."""
+    """Logits tie often, and half of the labels are the likeliest. Rows of the weight past the vocabulary are larger."""
     (n, v, d), rng = engine.shape, np.random.default_rng(0)
     hidden, weight = rng.integers(-most, most + 1, (n, d)), rng.integers(-3, 4, (v, d))
     hidden, weight = (np.asarray(jnp.asarray(x, engine.dtype), np.float64) for x in (hidden, weight))

@@ -150,7 +150,7 @@ TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes
     [("v6e", None, None), ("v6e", 640, 2048), ("v6e", 2560, 8192), ("v5e", None, 1024)],
 )
 def test_tpu_waves_are_taken_where_they_save_time(chip, workspace, wave, monkeypatch):
-    """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e, where a product of theirs takes 0.7."""
+    """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e. A product of its rows takes 0.7 ms."""
     info = SimpleNamespace(num_cores=1, vmem_capacity_bytes=128 * MIB)
     info.bf16_ops_per_second, info.mem_bw_bytes_per_second = TPUS[chip]
     monkeypatch.setattr(tpu_tiles, "_info", lambda: info)

@@ -77,7 +77,7 @@ def test_outputs_and_memory_match_the_float64_recurrence(run: Any, lengths: Any,
     expected, expected_after = oracle(rule, memory)
     scale = 100 * EPSILON * np.abs(expected_after).max()
     np.testing.assert_allclose(after, expected_after, rtol=0, atol=scale)
-    real = sum(lengths)  # what padding gives is meaningless
+    real = sum(lengths)  # the outputs of padding are meaningless
     np.testing.assert_allclose(outputs[:, :real], expected[:, :real], rtol=0, atol=scale)
 
 

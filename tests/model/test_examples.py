@@ -1,4 +1,4 @@
-"""What is learned of a chat is the assistant's, by any template: the judge gives each message its own alphabet."""
+"""Only the assistant's messages are learned, by any template. The judge gives each message its own alphabet."""
 
 import re
 from dataclasses import replace
@@ -85,7 +85,7 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
         assert [text[a:b] for a, b in opening] == ["[TOOL_CALLS]"] * ("[TOOL_CALLS]" in text[start:end])
         is_ended = turn == len(chat) - 1 or "ASSISTANT" not in tokenizer.chat_template
         assert [span[1] for span in closing] == [end] * is_ended
-        if "tool_calls" not in chat[turn]:  # what the template adds is white, or an empty thought
+        if "tool_calls" not in chat[turn]:  # the template adds white space or an empty thought
             added = owned[start : letters[0]] + owned[letters[-1] + 1 : closing[0][0] if closing else end]
             assert not re.search("[a-zA-Z]", re.sub("</?think>|</s$", "", added))
     prompt = encode_prompt(renderer, chat[: turns[0]])

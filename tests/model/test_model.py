@@ -82,7 +82,7 @@ def test_the_norm_rounds_once() -> None:
 
 @pytest.mark.slow
 def test_the_residual_stream_is_summed_in_float32() -> None:
-    """docs/log.md has what rounding to bfloat16 would cost; `project` and `add_feed_forward` narrow their operands."""
+    """docs/log.md has the cost of rounding to bfloat16. `project` and `add_feed_forward` narrow their operands."""
     config, params, tokens, *_ = fixture("grouped_bfloat16")
     model = nnx.merge(nnx.split(Decoder.abstract(config, dtype=jnp.bfloat16))[0], params)
     one = nnx.merge(nnx.split(model.layers)[0], jax.tree.map(lambda x: x[0], nnx.state(model.layers)))

@@ -186,7 +186,7 @@ def test_thresholds_are_uniform_and_independent(bits):
 
 @pytest.mark.nightly
 def test_thresholds_are_the_same_in_every_process_and_shape(bits):
-    """What a run was trained with, another one resumes, samples or exports."""
+    """A run is resumed, sampled or exported by a process other than its trainer."""
     assert bits[[0, 0, 1, 191], [0, 1, 0, 255]].tolist() == [36794, 12080, 62708, 48799]
     np.testing.assert_array_equal(bits_of("embed", (7, 300))[:, :256], bits[:7])
 

@@ -101,7 +101,7 @@ def test_a_model_without_a_template_takes_texts_and_no_chats(tmp_path: Path) -> 
     ids=str,
 )
 def test_texts_begin_with_the_first_token_of_the_family(settings, model_type, begins, tmp_path):
-    """Mirrors of Gemma 4 have a tokenizer.json that adds none; texts to learn and raw prompts of GRPO and DPO alike."""
+    """Mirrors of Gemma 4 have a tokenizer.json that adds no such token. Learned texts and raw prompts begin alike."""
     tokenizer = bytes_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.save_pretrained(tmp_path)

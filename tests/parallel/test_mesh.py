@@ -1,4 +1,4 @@
-"""What devices hold and exchange: one table of axes, and the compiled programs of a rollout and a log-prob pass.
+"""The arrays and exchanges of devices: one table of axes, and the compiled programs of a rollout and a log-prob pass.
 
 Every mesh gives the loss, gradients and log-probabilities of one device, to rounding, and its compute copies' bits;
 each has a model of another family. Rollouts on a mesh: tests/sampler/test_rollout.py.
@@ -146,10 +146,10 @@ def test_the_log_prob_pass_keeps_rows_and_runs_forward_only(policy, monkeypatch)
     assert program.output_shardings.is_equivalent_to(sharding(mesh, ("batch",)), 2)
 
 
-# What they compute
+# Results
 
 MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8), "qwen3_5_text": (1, 2, 4)}
-"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""
+"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing beyond the first case."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
 """With 2 heads of keys and values, which tp = 8 does not divide."""
 DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
@@ -201,7 +201,7 @@ def test_loss_gradients_and_log_probs_match_one_device(family, shape):
 
 
 def compute_copies(shape):
-    """What sampler and trainer multiply, of masters between bfloat16's numbers."""
+    """The matrices that sampler and trainer multiply, from masters between bfloat16's numbers."""
     settings = make_settings("qwen3", shape)
     settings = changed(settings, model=settings.model.model_dump() | {"dtype": "bfloat16"})
     policy = load_policy(settings, mesh := make_mesh(settings.mesh))

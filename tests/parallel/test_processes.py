@@ -1,4 +1,4 @@
-"""Processes begin together, give what one gives, write it once, and end together with one line and one exit code."""
+"""Processes begin together, give the results of one process, write them once, and end with one line and exit code."""
 
 import json
 import math
@@ -76,7 +76,7 @@ GRPO = config(
 
 @pytest.mark.nightly
 def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
-    """It has the same examples."""
+    """The examples stay the same."""
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
     data = {"source": str(path), "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
@@ -209,11 +209,11 @@ def check_rows_and_reading(path):
             for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
                 file.write_bytes(bytes(file.stat().st_size))
         gather_objects(None)
-        with opened(store) as checkpoints:  # what only one of them could find is damage for both
+        with opened(store) as checkpoints:  # damage that only one process can find is damage for both
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
-# How they end
+# How processes end
 
 
 def join_and_end(what):
@@ -287,7 +287,7 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
     assert not Path(settings.run_dir).exists()
 
 
-# How they find each other
+# How processes find each other
 
 
 def test_flags_precede_the_environment_for_processes(monkeypatch):

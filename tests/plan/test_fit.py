@@ -1,4 +1,4 @@
-"""A configuration runs on the devices that are there: the mesh takes all of them, the micro-batch what fits."""
+"""A configuration runs on any devices: the mesh takes every device, and the micro-batch the rows that fit."""
 
 import jax
 import pytest

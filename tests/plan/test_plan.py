@@ -91,7 +91,7 @@ def test_the_cache_counts_slots_and_two_waiting_batches(planned, shapes):
     assert found["update"].parts["KV cache"] == 0
 
 
-# What does not fit
+# Runs that do not fit
 
 
 def planned_run(folder):
@@ -149,7 +149,7 @@ def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch
     assert re.fullmatch("error: --target: libtpu, the TPU compiler, isn't installed: pip install.*\n", said)
 
 
-# What is known without a compiler
+# Facts known without a compiler
 
 
 def test_the_subject_describes_model_batch_and_checkpoints(config, shapes):
@@ -206,7 +206,7 @@ def test_delta_net_states_count_for_slots_and_waiting_prompts(planned):
     state, token = 2 * 4 * (heads + inputs), 4 * 2 * 2 * 16  # two delta nets; keys and values of the other layer
     prompts = 2 * 8 * (state + 16 * token)
     assert found["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
-    # What a slot takes beside its tokens is its state, its tail and three arrays of logits.
+    # Beside its tokens a slot takes its state, its tail and three arrays of logits.
     room = partial(decode_limits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
     more = 2**26 * 0.92 / (room(2**27).slots - room(2**26).slots)
     assert more == pytest.approx(state + token * (16 + 20 / 4) + 3 * 4 * 260, rel=0.01)

@@ -66,7 +66,7 @@ def turn(text, finished=True):
 
 
 def play(talk, prompts, says):
-    """What the engine does: conversation i says says[i], one text a turn, and the last of them again and again."""
+    """Acts as the engine: conversation i says says[i], one text a turn, and the last text again and again."""
     with talk:
         talk.start(prompts)
         live, round = [*range(len(prompts))], 0
@@ -119,7 +119,7 @@ def test_a_conversation_ends_before_a_turn_without_room(guess):
 
 
 def test_group_members_begin_in_one_state_and_steps_in_others(guess):
-    """Where they are fixed, as problems that are held out, each step is the same."""
+    """Held-out problems have a fixed state that is the same at each step."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
     places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
     first, again, other, later, fixed, same = (
@@ -211,7 +211,7 @@ HOW = {"step": 0, "first_sequence": 0, "rows": ALL_ROWS, "watch": Stopwatch(), "
 
 
 def test_trajectories_have_samples_reward_sums_and_turns():
-    """The environments of a group begin in the same state, and those of another in another."""
+    """The environments of a group begin in the same state. Another group begins in another state."""
     sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
     rewards = [{"name": f"own_environments:{name}", "weight": w} for name, w in (("errors", 2), ("number", 0))]
     with RewardRunner(task("Guess", rewards=rewards), Task("", [prompt().example], []), 60) as runner:
@@ -275,7 +275,7 @@ def test_a_failed_environment_gives_no_reward(caplog):
     assert "reward environment raised: ValueError" in caplog.text
 
 
-# Whatever an environment does costs its own conversation, and at worst those of its process
+# A failure of an environment costs its own conversation, at worst the conversations of its process
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 LASTING = {
@@ -290,7 +290,7 @@ LASTING = {
     "self.board = float('inf')": None,
     "self.board = functools.reduce(lambda board, _: [board], range(10**5), 0)": None,
 }
-"""What an environment does in its first turn, and how it is counted; None: it is not, and each of its turns gives 1."""
+"""The acts of an environment in its first turn, and their counts. None: no count, and each of its turns gives 1."""
 HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",

@@ -78,7 +78,7 @@ def score(runner, *completions, poll=lambda: None):
 
 @pytest.fixture(scope="module")
 def hostile(place):
-    """One process for the tests that leave it alive, or say how it ended."""
+    """One process for the tests that leave it alive, or that report its end."""
     with opened(HOSTILE, seconds=3600) as runner:
         yield runner
 

@@ -92,7 +92,7 @@ OVERRIDES = {
     # of an unknown name, out of bounds
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
-    # what contradicts the machine or the data
+    # settings that contradict the machine or the data
     "log.wandb=project": "log.wandb needs the package wandb: pip install",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
@@ -100,7 +100,7 @@ OVERRIDES = {
     # the model by its sizes
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
-    # the run's folder, where something else is
+    # a run's folder that holds something else
     "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory)",
 }
 """A setting that spoils a good configuration, and the message."""

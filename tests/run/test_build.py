@@ -20,7 +20,7 @@ from mllm.sampler.schedule import TypicalBatch
 
 SEED = 7
 ROWS = RowShare(0, 1)
-"""What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
+"""The rows of this process by a patched mesh. A process that trains alone has a constant instead."""
 
 
 @pytest.fixture(scope="module", params=["sft", "grpo"])

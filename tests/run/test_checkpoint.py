@@ -38,11 +38,11 @@ def assert_equal(state, other):
 
 
 def entries(store):
-    """What is in the directory of checkpoints beside Orbax's metadata."""
+    """The entries of the directory of checkpoints beside Orbax's metadata."""
     return {path.name for path in store.checkpoints.iterdir()} - {"metadata"}
 
 
-# What comes back, and to whom
+# Restoring
 
 
 def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
@@ -60,7 +60,7 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
 @pytest.mark.slow
 @disk
 def test_the_documented_lines_list_parameters_without_mllm(store):
-    """In a process of one device that can't import it, of a checkpoint of eight."""
+    """A process of one device that can't import mllm reads a checkpoint of eight devices."""
     save(store, make_state(1, MeshConfig(fsdp=2, tp=4)))
     page = (ROOT / "docs/reliability.md").read_text()
     [lines] = [part.partition("```")[0] for part in page.split("```python\n") if "ocp.CheckpointManager" in part]
@@ -74,7 +74,7 @@ def test_the_documented_lines_list_parameters_without_mllm(store):
 
 
 def test_the_newest_and_the_best_are_kept_also_after_a_resume(store):
-    """Of equal scores the newest is the best, and one without a score never is."""
+    """Of equal scores the newest is the best. A checkpoint without a score never is."""
     scores = {4: 0.9, 8: 0.5, 12: 0.9, 16: None, 20: None}
     for steps in ((4, 8, 12), (16,), (20,)):
         save(store, *steps, accuracies=scores, keep=1, keep_best=True)

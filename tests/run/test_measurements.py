@@ -1,4 +1,4 @@
-"""What is measured when, which checkpoint is the best by it, and when a run ends."""
+"""The times of measurements, the best checkpoint by them, and the end of a run."""
 
 import json
 import logging

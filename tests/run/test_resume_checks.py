@@ -1,4 +1,4 @@
-"""What a resume finds out: lost checkpoints, and that settings or what lies outside of the run are not what they were.
+"""A resume finds out about lost checkpoints, changed settings, and changes outside of the run.
 
 `--change` goes on with other settings where that is sound, records it, and stays exact when the run is killed.
 """

@@ -1,4 +1,4 @@
-"""The first signal is noted the second ends the process."""
+"""The first signal is noted; the second ends the process."""
 
 import os
 import signal

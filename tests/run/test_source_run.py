@@ -1,4 +1,4 @@
-"""What a run begins with: another run as its model, and models and data in a bucket."""
+"""The beginning of a run: another run as its model, and models and data in a bucket."""
 
 import gzip
 import json
@@ -71,7 +71,7 @@ def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypa
 
 @pytest.mark.slow
 def test_a_run_begins_at_the_end_of_its_source(first, tmp_path):
-    """Then it is a model folder that needs no source."""
+    """The run is then a model folder that needs no source."""
     shutil.copytree(first.run_dir, source := tmp_path / "source")
     second = changed(following(first, tmp_path / "second", source=str(source)), eval=None, rollout=None)
     assert run(second) == 0

@@ -1,4 +1,4 @@
-"""What a model has learned from decides how it is asked: by later runs, by evaluation, and by the tools."""
+"""A model is asked in the form that it learned: by later runs, by evaluation, and by the tools."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def texts(tmp_path_factory):
 
 
 def answers(model, questions, folder, *options):
-    """What a model answers to questions."""
+    """The answers of a model to questions."""
     prompts, out = folder / "prompts.jsonl", folder / f"{len([*folder.iterdir()])}.jsonl"
     prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
     given = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]

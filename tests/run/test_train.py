@@ -169,7 +169,7 @@ def test_arguments_are_handled_before_heavy_imports():
 
 @pytest.mark.slow
 def test_too_many_skipped_updates_stop_and_a_rerun_counts_on(tmp_path, capsys):
-    """The first update throws the parameters to where nothing can be computed any more; no other changes any."""
+    """The first update moves the parameters so far that nothing can be computed. No later update changes any."""
     optimizer = {"learning_rate": 9e18, "max_skipped": 1}
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=8, optimizer=optimizer, eval=None, rollout=None)
     for step, skipped in ((3, 2), (4, 3)):

@@ -107,7 +107,7 @@ SECTIONS = {
     "steps": 4,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
-    "rollout": {"temperature": 0.7},  # a part of the policy, in the sampler and in the trainer
+    "rollout": {"temperature": 0.7},  # a part of the policy, in sampler and trainer
     "checkpoint": {"every": 2},
     "eval": {"every": 2},
 }

@@ -1,4 +1,4 @@
-"""The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and those of bfloat16 numbers.
+"""The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and updates of bfloat16 numbers.
 
 bfloat16 parameters move as far as float32 ones do, though an update is far below the distance of their numbers.
 """
@@ -97,7 +97,7 @@ def train(dtype, moment_dtype=None):
     "narrow", [(jnp.bfloat16,), pytest.param((jnp.float32, "bfloat16"), marks=pytest.mark.nightly)], ids=str
 )
 def test_mean_movement_is_within_two_percent_of_float32(narrow):
-    """After 100 updates."""
+    """The distance is measured after 100 updates."""
     exact, got = (np.asarray(train(*dtypes), np.float64) for dtypes in ((jnp.float32,), narrow))
     assert 1e-5 < np.abs(exact).mean() < 1e-4
     assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
@@ -150,7 +150,7 @@ class Average(Forward):
 
 
 def test_each_step_and_seed_round_in_a_way_of_their_own():
-    """The way is the same each time."""
+    """The rounding is the same each time."""
     optimizer, batch = make_optimizer(OptimizerConfig(learning_rate=1e-4), 10), random_batch(1, 10)
     params = nnx.State({"w": nnx.Param(jnp.linspace(0.1, 1, 4096, dtype=jnp.bfloat16))})
     updates = [make_train_step(Average(), optimizer, lambda count: 1e-4, seed) for seed in (0, 1)]
