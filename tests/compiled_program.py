@@ -1,4 +1,4 @@
-"""Reads the text of a program compiled for TPUs: Pallas kernels, arrays, what devices exchange."""
+"""Reads the text of a program compiled for TPUs: Pallas kernels, arrays, and exchanges of devices."""
 
 import re
 from importlib.util import find_spec
@@ -40,9 +40,9 @@ def own_name(name: str) -> str:
 
 
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
-    """The arrays that collectives exchange, one in a loop once; scalars are left out."""
+    """The arrays that collectives exchange. An array in a loop counts once, and scalars are left out."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
-    # For TPUs a reduce-scatter is a computation of this name, in which an all-reduce and a slice stand for it.
+    # For TPUs a reduce-scatter is a computation of this name. It consists of an all-reduce and a slice.
     scattered = re.compile(r"^%all-reduce-scatter\S* \([^\n]*\) -> ([^\n]*) \{$.*?^\}$", re.MULTILINE | re.DOTALL)
     found = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", scattered.sub("", text(program)))
     found += [(result, "reduce-scatter") for result in scattered.findall(text(program))]

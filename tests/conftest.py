@@ -1,6 +1,6 @@
 """Every test sees eight virtual CPU devices. Shapes are checked at every call of a function, unless SHAPES=0.
 
-Programs that were compiled once are taken from a folder, by later runs and by the processes that tests start, too.
+A program is compiled once. Later runs, and the processes that tests start, take it from a folder.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from jaxtyping import install_import_hook
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a script's job in the background, and what that starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's job in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,7 +26,7 @@ gc.set_threshold(50_000, 20, 50)  # tracing makes millions of objects, and few c
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
-# Programs for CPUs compile in an eighth of the time; what is fused, sharded and exchanged, XLA decides before.
+# Programs for CPUs compile in an eighth of the time. XLA decides on fusion, sharding and exchanges before this stage.
 QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     QUICKLY += " --xla_cpu_use_fusion_emitters=false"

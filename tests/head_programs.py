@@ -24,7 +24,7 @@ def value(mesh: Mesh, **sizes: Any) -> Program:
 
 
 def general(mesh: Mesh, *, entropy: bool = False, **sizes: Any) -> Program:
-    """The outputs of `value`, and the gradients under cotangents of these (of the entropy with `entropy`)."""
+    """The outputs of `value`, and the gradients under cotangents of the outputs (of the entropy with `entropy`)."""
     statistics, arguments = value(mesh, **sizes)
     outputs = 3 if entropy else 2
 

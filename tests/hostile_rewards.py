@@ -1,4 +1,4 @@
-"""A reward function that runs the completion: whatever a user's function might do, and what is answered."""
+"""A reward function that runs the completion: anything that a user's function might do, and the expected answer."""
 
 import asyncio
 import ctypes
@@ -75,18 +75,18 @@ LASTING = {
     "os.chdir('/'); os.environ.clear()": "value",
     "signal.setitimer(signal.ITIMER_REAL, 0.05)": "value",
 }
-"""What leaves the process alive and the next sample's answer right: the kind of its answer, and the message."""
+"""Acts that leave the process alive and the next sample's answer right: the kind of the answer, and the message."""
 ENDING = {
     "os._exit(3)": "raised ended its process with exit code 3",
     "ctypes.string_at(0)": "raised had its process killed by signal 11 .*",
 }
-"""What loses the process."""
+"""Acts that lose the process."""
 FOREVER = "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 """Hangs in C and holds Python's lock."""
 HANGING = dict.fromkeys(
     (FOREVER, "while True:\n try: sleep()\n except BaseException: pass", "os.kill(os.getpid(), signal.SIGSTOP)"),
     "timed_out took longer than 0.4 s",
 )
-"""What is killed at its time limit of 0.4 s."""
+"""Acts that are killed at the time limit of 0.4 s."""
 PRINTS = "for _ in range(200): print('o' * 10_000); print('e' * 10_000, file=sys.stderr); os.write(1, b'w' * 10_000)"
 STARTS = "note(subprocess.Popen(['sleep', '600']).pid)\nif os.fork() == 0: note(os.getpid()); sleep()"

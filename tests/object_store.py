@@ -1,7 +1,7 @@
-"""Google's object store in memory, as tensorstore and gcsfs ask for it, whose requests fail when a test says so.
+"""Google's object store in memory, as tensorstore and gcsfs ask for it. Its requests fail when a test says so.
 
-It knows objects, ranges of them, lists in one page, copies, uploads in one or several requests, and writes on the
-condition that an object's generation is still the one given. Credentials are not looked at.
+It knows objects, their ranges, lists in a single page, copies, and uploads in one request or several. A write may
+depend on an object's generation. Credentials are not looked at.
 """
 
 import json
@@ -25,11 +25,11 @@ carried out, `late`; None: it does not."""
 
 
 class ObjectStore:
-    """A server, its objects, what it was asked for, and its faults."""
+    """A server, its objects, the requests that it got, and its faults."""
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
-        """The content and generation of each."""
+        """The content and generation of each object."""
         self.generations = count(1)
         self.uploads: dict[str, tuple[str, bytearray]] = {}
         """The name and the bytes so far of each upload in several requests."""
@@ -102,7 +102,7 @@ class ObjectStore:
         return {"kind": "storage#object", "name": name, "bucket": BUCKET, "generation": generation, **size}
 
     def names_from(self, query: Mapping[str, str]) -> dict[str, object]:
-        """The list of the objects whose names are in a range, or begin alike; folders apart, if the query says so."""
+        """The list of the objects by a range or a prefix of their names. Folders are apart if the query says so."""
         first, last = query.get("startOffset", ""), query.get("endOffset", "\U0010ffff")
         prefix, items, folders = query.get("prefix", ""), [], set()
         for name, (content, generation) in sorted(self.objects.items()):
@@ -115,7 +115,7 @@ class ObjectStore:
         return {"items": items, "prefixes": sorted(folders)}
 
     def upload(self, query: Mapping[str, str], headers: Mapping[str, str], body: bytes) -> Answer:
-        """A step of an upload in several requests: the first one, or one of the others."""
+        """A step of an upload in several requests: the first request, or a later request."""
         if "upload_id" not in query:
             number = str(next(self.generations))
             self.uploads[number] = query["name"], bytearray()
@@ -123,7 +123,7 @@ class ObjectStore:
             return 200, {"Location": place}, b""
         name, content = self.uploads[query["upload_id"]]
         if begins := re.match(r"bytes (\d+)-", headers["Content-Range"]):
-            content[int(begins[1]) :] = body  # a part whose answer was lost comes again
+            content[int(begins[1]) :] = body  # a part comes again if its answer was lost
         if headers["Content-Range"].endswith("/*"):
             return 308, {"Range": f"bytes=0-{len(content) - 1}"}, b""
         return 200, {}, json.dumps(self.put(name, content)).encode()
@@ -162,7 +162,7 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
 
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
-    """A server with an empty bucket; this process's clients find it, too."""
+    """A server with an empty bucket. This process's clients find it as well."""
     store = ObjectStore()
     try:
         with mock.patch.dict(os.environ, store.environment):

@@ -1,4 +1,4 @@
-"""Environments and tools as users write them, and a hostile one that runs what the assistant says."""
+"""Environments and tools as users write them, and a hostile environment that runs the assistant's text."""
 
 import asyncio
 import functools
@@ -45,7 +45,7 @@ def number(completion, environment):
 
 
 class Meeting:
-    """Each of four waits for the others, so one after the other they wait for ever."""
+    """Each of four meetings waits for the other three. Called one after the other, they would wait for ever."""
 
     async def step(self, completion):
         MET.append(completion)
@@ -57,7 +57,7 @@ class Meeting:
 
 
 class Echo:
-    """In the form of TRL's examples; what a tool returns may be no text."""
+    """In the form of TRL's examples. A tool may return something other than text."""
 
     def __init__(self):
         self.client = SimpleNamespace()
@@ -78,7 +78,7 @@ class Echo:
 
 
 class Hostile:
-    """Does what the assistant says, and what the record says as it begins."""
+    """Runs the assistant's text, and the record's text as it begins."""
 
     def reset(self, begins=""):
         self.reward = 0

@@ -22,7 +22,7 @@ GROUP, LIMIT = 4, 4
 
 
 class RandomCompletions(Sampler):
-    """Completions of 1 to 4 tokens that depend on the step; those of 4 are cut off, and of longer ones more is kept."""
+    """Completions of 1 to 4 tokens by the step. A completion of 4 tokens is cut off. A longer completion keeps more."""
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
         rng = np.random.default_rng(step + first_sequence)
@@ -37,7 +37,7 @@ class RandomCompletions(Sampler):
 
 
 class InstantRewards(RewardRunner):
-    """Rewards whose `score` needs no process."""
+    """Rewards with a `score` that needs no process."""
 
     def scoring(self, count):
         return nullcontext(SimpleNamespace(finish=self.score))
@@ -73,8 +73,8 @@ def sequences(batch):
 
 
 def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution of a token: temperature, the k likeliest, the fewest of these that have top_p, and of these
-    those with the share min_p of the likeliest one's probability; float64."""
+    """The distribution of a token, float64: by temperature, then the k likeliest tokens, then the fewest tokens with
+    top_p in sum, then the tokens with the share min_p of the largest probability."""
     logits = np.array(logits, np.float64)
     probability = np.exp(logits / temperature)
     order = np.argsort(-probability)[: top_k or None]
@@ -87,7 +87,7 @@ def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 
 
 def grpo_source(samples=None, rewards=None, sampler=RandomCompletions, logprobs=None, algorithm="grpo", **grpo):
-    """The source with SquareRewards, unless others are given; `grpo` are settings of that section."""
+    """The source, by default with SquareRewards; `grpo` are settings of that section."""
     settings = config(
         algorithm,
         grpo={"num_generations": GROUP, **grpo},

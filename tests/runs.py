@@ -1,4 +1,4 @@
-"""Helpers for runs of small configurations, in this process or in others that can be killed, and for their results."""
+"""Helpers for runs of small configurations, in this process or in processes to be killed, and for their results."""
 
 import functools
 import hashlib
@@ -57,7 +57,7 @@ def run(config: RunConfig, *options: str) -> int:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """This process's environment, in which tests' modules are found, with more variables."""
+    """This process's environment with more variables. The modules of tests are found by it."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*TESTS, os.environ.get("PYTHONPATH", "")]), **variables}
 
 
@@ -69,13 +69,13 @@ def start_group(command: list[str], processes: int = 2, devices: int = 4, **vari
 
 
 def join_group() -> None:
-    """In a process that `start_group` started: connect to the others."""
+    """In a process that `start_group` started: connect to the other processes."""
     group = train.make_parser().parse_args(["--config", ""])
     join((group.coordinator, group.processes, group.process), {})
 
 
 def free_address() -> str:
-    """A coordinator's address, whose port is free."""
+    """A coordinator's address with a free port."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return f"localhost:{free.getsockname()[1]}"
@@ -87,7 +87,7 @@ def spawn(command: list[str], stderr: int, **variables: str) -> subprocess.Popen
 
 
 def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
-    """The output of each process, once all have ended with the exit code."""
+    """The output of each process, once every process has ended with the exit code."""
     try:
         said = [process.communicate(timeout=300)[0] for process in processes]
     finally:

@@ -8,7 +8,7 @@ from mllm.model.tokenizer import bytes_tokenizer
 
 
 class Public(NamedTuple):
-    """A model's template, its control tokens, of which the last ends a text, and what its rules allow."""
+    """A model's template, its control tokens, and the abilities of its rules. The last token ends a text."""
 
     template: str
     controls: tuple[str, ...]
@@ -35,7 +35,7 @@ QWEN25 = (
     "{{ m.content }}" + HERMES + "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' }}{% endif %}"
 )
-# Thoughts before the last question are dropped; later turns have one, be it empty.
+# Thoughts before the last question are dropped. Later turns have a thought, be it empty.
 QWEN3 = (
     TOOLS + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}"
@@ -48,7 +48,7 @@ QWEN3 = (
     "{{ said }}" + HERMES + "<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{{ '' }}{% endif %}"
 )
-# As Qwen3's, but all is trimmed, a call has its arguments one by one, and a prompt opens the thought or closes it.
+# As Qwen3's, but each text is trimmed, a call has its arguments singly, and a prompt opens the thought or closes it.
 QWEN35 = (
     TOOLS + "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set said = m.content | trim %}"

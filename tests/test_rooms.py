@@ -61,7 +61,7 @@ def test_imports_run_one_way() -> None:
 
 
 def test_imports_form_no_circle() -> None:
-    """With the packages around what is imported, but for those that the module itself is in."""
+    """An import counts for the packages around it, except the packages around the module itself."""
     graph: dict[str, set[str]] = {}
     for module in MODULES:
         names = {".".join(parts[:end]) for name in imported(module) for parts in [name.split(".")] for end in range(9)}

@@ -98,7 +98,7 @@ METHODS = {
     ),
     "grpo": config(
         steps=10,
-        model={"dtype": "bfloat16"},  # whose masters are dithered
+        model={"dtype": "bfloat16"},  # its masters are dithered
         grpo={"num_iterations": 2, "beta": 0.1, "reference": "initial"},
         task={"rewards": [{"name": "user_rewards:even_characters"}]},
         checkpoint={"every": 2, "keep": 5},

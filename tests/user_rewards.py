@@ -12,7 +12,7 @@ def seldom(completion):
 
 
 class Counter:
-    """An environment that answers with a number, of its seed and of all that was said, and may end by it."""
+    """An environment that answers with a number from its seed and the conversation, and may end by the number."""
 
     def reset(self, seed):
         self.count = seed % 100

@@ -20,7 +20,7 @@ from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Devices, account_of
 from mllm.sampler.schedule import PREFILLED_BATCHES
-from mllm.training.decode_limits import decode_limits
+from mllm.training.decode_limits import fitting_limits
 
 COLUMNS = ("parameters", "optimizer", "gradients", "KV cache", "head", "activations")
 Tell = Callable[[str], None]
@@ -79,7 +79,7 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
         tokens = None
         if options.max_slots is None:
             held = shapes.demands.reference == "held"
-            room = decode_limits(shapes.policy, options, config.optimizer, held, devices.memory, shapes.teacher)
+            room = fitting_limits(shapes.policy, options, config.optimizer, held, devices.memory, shapes.teacher)
             options, tokens = options.model_copy(update={"max_slots": room.slots}), room.tokens
         rollouts = RolloutPrograms(shapes, options, tokens)
     planned = phases(shapes, rollouts, devices, tell, update)

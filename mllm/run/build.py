@@ -52,7 +52,7 @@ from mllm.run.source_run import load_own_policy, load_policy, load_teacher, pin_
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
 from mllm.sampler.sampler import Sampler
 from mllm.sampler.schedule import TypicalBatch
-from mllm.training.decode_limits import decode_limits
+from mllm.training.decode_limits import fitting_limits
 from mllm.training.head import choose_head
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.recipe import Parts, Sampling
@@ -193,7 +193,7 @@ class Run:
             rollout,
             config.seed,
             # Not before it is needed, because other mistakes in the configuration come first.
-            cache(partial(decode_limits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
+            cache(partial(fitting_limits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
             TypicalBatch(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,

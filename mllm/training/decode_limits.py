@@ -29,7 +29,7 @@ SHARE = 0.92
 """The share of a device's memory that programs may use; fragments and the compiler need the rest."""
 
 
-def decode_limits(
+def fitting_limits(
     policy: Policy,
     rollout: RolloutConfig,
     optimizer: OptimizerConfig,

@@ -20,7 +20,7 @@ from mllm.run.source_run import load_teacher
 from mllm.training.step import accumulate
 
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
-"""64 features and 260 tokens; the student has 32, and 264 of which the teacher lacks the last."""
+"""The teacher has 64 features and 260 tokens. The student has 32 features and four tokens more."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "initializer_range": 0.3}
 ROWS, LENGTH, TEMPERATURE = 16, 16, 0.7
 BATCH = random_batch(ROWS, LENGTH)
@@ -94,7 +94,7 @@ def both_logits():
         pytest.param("jsd", {"beta": 0.3}, 0.0, marks=pytest.mark.nightly),
     ],
 )
-def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperature(kind, how, coef):
+def test_the_loss_equals_full_logits_at_the_temperature(kind, how, coef):
     """`coef` adds the labels' cross-entropy, which settings allow with given completions only."""
     forward, params, _ = plain_pair()
     mine, yours = both_logits()
@@ -126,7 +126,7 @@ def test_loss_metrics_and_gradients_are_those_of_full_logits_with_the_temperatur
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-4 * np.abs(other).max())
 
 
-def test_the_sampled_term_stands_beside_the_log_probabilities_that_several_updates_of_a_rollout_need():
+def test_the_sampled_term_keeps_the_old_log_probabilities():
     settings = make_settings(estimator="sampled").model_copy(deep=True)
     settings = settings.model_copy(update={"grpo": settings.grpo.model_copy(update={"num_iterations": 2})})
     forward, params, teacher = make_pair(settings)
@@ -138,7 +138,7 @@ def test_the_sampled_term_stands_beside_the_log_probabilities_that_several_updat
     assert np.any(batch.inputs.advantages)
 
 
-def test_the_sampled_term_is_the_teachers_log_probability_less_the_samplers():
+def test_the_sampled_term_is_the_teacher_minus_sampler_logprob():
     """A token that the teacher lacks has the lowest term that there is."""
     settings = make_settings(estimator="sampled")
     forward, _, teacher = make_pair(settings)

@@ -34,7 +34,7 @@ def roll_out(bad=(), weight=1.0, **options):
 
 
 @pytest.mark.parametrize("baseline", ["group", "token"])
-def test_each_completion_has_its_weight_advantages_and_log_probabilities(baseline):
+def test_each_completion_gets_its_weight_and_advantage(baseline):
     step, prompts, completions = roll_out(loss_type="grpo", baseline=baseline, scale_rewards="mean")
     found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
     advantages = advantages_of(rewards, "mean").reshape(-1)
@@ -52,7 +52,7 @@ def test_each_completion_has_its_weight_advantages_and_log_probabilities(baselin
     assert step.batch.inputs[2:] == (None,) * 4
 
 
-def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_ones():
+def test_masked_truncated_and_failed_completions_are_left_out():
     step, prompts, completions = roll_out(mask_truncated_completions=True, bad=[2])
     finished = np.array([one.finished for one in completions])
     counts = finished & (np.arange(2 * GROUP) != 2)
@@ -63,7 +63,7 @@ def test_truncated_completions_that_are_masked_are_left_out_and_so_are_failed_on
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_a_completion_whose_reward_failed_is_left_out_and_changes_no_bit_of_other_groups(loss_type):
+def test_a_failed_reward_leaves_other_groups_bit_identical(loss_type):
     sound, _, completions = roll_out(loss_type=loss_type)
     step, _, _ = roll_out(loss_type=loss_type, bad=[2])
     others, left = sequences(sound.batch), sequences(step.batch)
@@ -82,7 +82,8 @@ def test_a_completion_whose_reward_failed_is_left_out_and_changes_no_bit_of_othe
 
 
 @pytest.mark.parametrize("turns", [1, 4])
-def test_dr_grpo_divides_by_the_longest_completion_that_is_allowed_in_all_its_turns(turns):
+def test_dr_grpo_divides_by_the_longest_allowed_completion(turns):
+    """The longest allowed completion is counted over all turns."""
     source = grpo_source(loss_type="dr_grpo")
     source.sampler = replace(source.sampler, options=source.sampler.options.model_copy(update={"max_turns": turns}))
     weights = {fields[4, -1] for fields in sequences(next_of(source).batch).values()}
@@ -96,7 +97,8 @@ def test_more_than_half_of_the_completions_may_not_fail():
         roll_out(bad=range(5))
 
 
-def test_distillation_learns_from_every_completion_whatever_its_reward_and_asks_no_policy():
+def test_distillation_learns_from_every_completion():
+    """The rewards don't matter, and no policy pass is made."""
     step, *_ = roll_out(bad=range(8), algorithm="distill", num_iterations=2)
     assert len(sequences(step.batch)) == 2 * GROUP
     assert not step.batch.inputs.advantages.any()
@@ -113,7 +115,7 @@ def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
 
 
 @pytest.mark.parametrize("penalty", [{"beta": 0.1, "reference": "initial"}, {"entropy_coef": 0.01}])
-def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty):
+def test_a_kl_penalty_gives_a_gradient_without_an_advantage(penalty):
     """Failures of a reward of weight 0 leave no group out and stop nothing."""
     step, _, _ = roll_out(bad=range(8), weight=0.0, **penalty)
     assert (step.metrics["frac_groups_failed"], step.metrics["rewards/exact_match/raised"]) == (0, 8)
@@ -124,7 +126,7 @@ def test_with_a_penalty_completions_without_an_advantage_have_a_gradient(penalty
         np.testing.assert_array_equal(step.batch.inputs.reference_logprobs, linear_logprobs(REFERENCE, step.batch))
 
 
-def test_a_failed_reward_costs_its_own_completion_and_is_null_in_samples_and_in_no_mean():
+def test_a_failed_reward_is_null_in_samples_and_in_no_mean():
     sound, _, _ = roll_out()
     step, _, completions = roll_out(bad=[2])
     assert step.metrics.keys() == sound.metrics.keys()
@@ -146,7 +148,7 @@ def test_a_failed_reward_costs_its_own_completion_and_is_null_in_samples_and_in_
     assert len({sample["prompt"] for sample in step.samples[:GROUP]}) == 1
 
 
-def test_the_samples_that_are_logged_are_the_best_and_the_worst_of_several_prompts():
+def test_logged_samples_are_the_best_and_worst_of_prompts():
     advantages = np.array([0.0, 1, -1, 0.5, 3, 2, 1, 4, 0, 0, 0, 0])
     several = {None: [*range(12)], 4: [1, 2, 6, 7], 5: [1, 2, 6, 7, 8], 9: [1, 2, 3, 4, 6, 7, 8, 9, 11], 0: []}
     for most, expected in several.items():
@@ -164,7 +166,8 @@ def test_what_a_function_logs_is_in_metrics_and_samples():
     assert [sample["extra"] for sample in step.samples] == [{"call": n} for n in range(8)]
 
 
-def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or_its_completions_weights_need_one():
+def test_the_first_update_skips_an_unneeded_log_prob_pass():
+    """Several iterations need the pass, and so do the weights of importance sampling."""
     for settings, passes in (
         ({}, 1),
         ({"num_iterations": 2}, 2),
@@ -181,7 +184,7 @@ def test_the_first_of_several_updates_takes_no_log_prob_pass_unless_its_batch_or
         assert (second.inputs.old_logprobs[:, 0] == 0).all()
 
 
-def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_began_with():
+def test_a_rollout_keeps_its_first_log_probs_for_all_updates():
     calls = []
     counted = lambda params, batch: calls.append(params) or linear_logprobs(params, batch)  # noqa: E731
     source = grpo_source(updates_per_generation=2, num_iterations=2, logprobs=counted)
@@ -203,7 +206,7 @@ def test_a_rollout_serves_all_its_updates_and_keeps_the_log_probabilities_it_beg
     assert steps[4].metrics["sampling/kept_probability/mean"] == pytest.approx(kept.mean())
 
 
-def test_a_rollout_is_split_by_groups_into_updates_with_denominators_of_their_own():
+def test_each_update_of_a_rollout_has_its_own_denominator():
     """By default every token of an update weighs the same."""
     source = grpo_source(updates_per_generation=2, epsilon=0.1, scale_rewards="batch")
     parts = [next_of(source, step) for step in range(2)]
@@ -249,14 +252,14 @@ def make_source(unequal, **settings):
         (2, [], 2, 8, []),
     ],
 )
-def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, unequal, rounds, drawn, learned):
+def test_groups_of_equal_rewards_are_redrawn_to_fill_the_batch(limit, unequal, rounds, drawn, learned):
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
     found, sample = [], source.sample
     source.sample = lambda *given: found.append(sample(*given)) or found[-1]
     steps = [next_of(source, number) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))
-    # Every group of the batch is one of those that were drawn, in their order.
+    # Every group of the batch was drawn, and the order stays.
     parts = [[line["prompt"] for line in part.samples[::GROUP]] for part in source.parts]
     assert parts[0] == parts[1]
     kept = [source.rewards.drawn[n] for n in learned]
@@ -273,7 +276,8 @@ def test_groups_of_equal_rewards_are_drawn_again_until_the_batch_is_full(limit, 
         assert metrics["dynamic_sampling/frac_groups_kept"] == len(learned) / drawn
 
 
-def test_advantages_over_the_groups_mean_are_those_of_maxrl_which_has_no_rewards_below_zero():
+def test_maxrl_advantages_are_relative_to_the_mean_reward():
+    """MaxRL has no rewards below zero."""
     rewards = np.array([[1, 0, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1], [0.5, np.nan, 0, 0.1]])
     expected = [[3, -1, -1, -1], [1 / 3, 1 / 3, -1, 1 / 3], 4 * [0], 4 * [0], [1.5, 0, -1, -0.5]]
     np.testing.assert_allclose(advantages_of(rewards, "mean"), expected, rtol=1e-15)
@@ -281,7 +285,7 @@ def test_advantages_over_the_groups_mean_are_those_of_maxrl_which_has_no_rewards
         advantages_of(rewards - 0.5, "mean")
 
 
-def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_from():
+def test_advantages_are_scaled_by_the_learned_groups_only():
     """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
     source = make_source([0, 3, 4, 5], dynamic_sampling=3, updates_per_generation=2, scale_rewards="batch")
     steps = [next_of(source, number) for number in range(2)]
@@ -290,7 +294,7 @@ def test_advantages_are_scaled_by_the_rewards_of_the_groups_that_are_learned_fro
     assert sorted(found) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
 
 
-def test_prompts_are_each_drawn_once_whatever_the_rounds_and_go_on_from_any_position():
+def test_prompts_are_drawn_once_and_resume_at_any_position():
     source = make_source([0, 3, 4, 6, 8, 9, 10, 11, 13], dynamic_sampling=4)
     whole, positions = make_source(range(99)), []
     for step in range(6):

@@ -66,7 +66,7 @@ def reference_surrogate(loss_type, log_ratio, current, logprob, advantage):
 
 
 def reference_weight(mode, log_ratios, t):
-    """The importance weight of token t of a sequence whose tokens have these log-ratios."""
+    """The importance weight of token t of a sequence with the log-ratios of its tokens."""
     weight = np.exp(log_ratios.sum() if mode.startswith("sequence") else log_ratios[t])
     return weight if weight <= 1.2 else {"mask": 0, "truncate": 1.2}[mode.split("_")[1]]
 
@@ -150,7 +150,7 @@ def numerical_gradient(f, x, step=1e-6):
 def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
     mask, logprob, entropy, operands = make_sequences()
     config = make_config(loss_type, mode)
-    if updates == 1:  # the current policy is the one whose ratio is 1
+    if updates == 1:  # the current policy has a ratio of 1
         operands = (operands[0], None, *operands[2:])
         kept = {"loss_type": loss_type, "importance_sampling": mode, "importance_cap": 1.2, "entropy_coef": 0.05}
         config = GrpoConfig(**kept, **KL)
@@ -166,7 +166,7 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
-def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
+def test_marked_old_log_probabilities_are_the_current_ones(loss_type):
     mask, logprob, entropy, (advantage, _, sampler, reference) = make_sequences()
     config, current = make_config(loss_type), packed(logprob)
     batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
@@ -182,7 +182,7 @@ def test_old_log_probabilities_that_are_marked_are_the_current_ones(loss_type):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo", "sapo"])
-def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(loss_type):
+def test_distant_policies_give_finite_losses_and_gradients(loss_type):
     """Trainer, sampler, old and reference policy differ by up to 1e12 nats; exp overflows float32 from 89 on."""
     mask, _, entropy, (advantage, *_) = make_sequences()
     config, rng = make_config(loss_type, "sequence_mask"), np.random.default_rng(0)
@@ -199,7 +199,7 @@ def test_policies_that_are_far_apart_give_finite_losses_gradients_and_metrics(lo
             assert all(np.isfinite(result).all() for result in jax.tree.leaves(results))
 
 
-def test_the_defaults_of_clipping_and_scaling_are_those_of_the_loss_type():
+def test_clipping_and_scaling_default_by_the_loss_type():
     for settings, low, high, scale in (
         ({"epsilon": 0.1, "epsilon_high": 0.28, "scale_rewards": "none"}, 0.9, 1.28, "none"),
         ({"loss_type": "dr_grpo"}, 0.8, 1.2, "none"),
@@ -230,7 +230,8 @@ def reference_advantages(rewards, scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_distances_to_the_mean_of_the_group_and_exactly_zero_where_rewards_are_equal_or_failed(scale):
+def test_advantages_are_distances_to_the_mean_of_the_group(scale):
+    """An advantage is exactly 0 where the rewards are equal or failed."""
     rewards = np.random.default_rng(0).normal(size=(5, 7))
     rewards[1, 2] = rewards[2, :6] = rewards[4] = np.nan
     rewards[3] = 0.1  # the mean of seven 0.1 is not 0.1
@@ -256,7 +257,7 @@ def reference_token_advantages(rewards, norms):
     return result
 
 
-def test_the_baseline_of_a_token_weighs_rewards_by_the_norms_of_the_completions_up_to_it():
+def test_a_token_baseline_weighs_rewards_by_prefix_norms():
     rng = np.random.default_rng(0)
     rewards = rng.random((4, 5))
     rewards[1, 2] = np.nan
@@ -284,7 +285,7 @@ def test_statistics_of_rewards_leave_failed_ones_out():
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
-def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_type):
+def test_policy_metrics_average_counted_tokens_or_sequences(loss_type):
     mask, logprob, entropy, operands = make_sequences()
     advantage, old, sampler, reference = operands
     config = make_config(loss_type, "sequence_mask")
@@ -308,7 +309,7 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
             "clip_ratio/region_mean": low + high,
             "clip_ratio/dual_mean": np.mean((ratio > 1.4) & (sign < 0)),
             "sampling/masked_sequences": np.mean(np.equal(importance, 0)),
-            # The policy before the rollout's first update is compared with the sampler, not the current one.
+            # The sampler is compared with the policy before the rollout's first update, not with the current policy.
             "sampling/sampling_logp_difference/mean": np.abs(mismatch).mean(),
             "sampling/sampling_logp_difference/max": np.abs(mismatch).max(),
             "sampling/importance_sampling_ratio/mean": np.exp(mismatch).mean(),
@@ -321,7 +322,7 @@ def test_policy_metrics_are_means_over_the_tokens_or_sequences_that_count(loss_t
     assert float(alone["sampling/sampling_logp_difference/mean"]) == pytest.approx(mismatch, rel=1e-5)
 
 
-def test_cispo_counts_the_tokens_whose_ratio_is_capped_and_sapo_clips_none():
+def test_cispo_counts_capped_ratios_and_sapo_clips_none():
     mask, logprob, entropy, operands = make_sequences()
     cispo, sapo = (
         policy_metrics(make_config(loss_type), packed(logprob), packed(entropy), pack(mask, *operands))

@@ -42,7 +42,7 @@ def hidden_of(graphdef, params, tokens, positions):
         pytest.param("cispo", "token_mask", marks=pytest.mark.nightly),
     ],
 )
-def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_paper_has_it(loss_type, mode):
+def test_two_sampled_turns_are_learned_as_in_the_paper(loss_type, mode):
     """The oracle has each trajectory alone, the model's logits in float64, and a loop over the tokens of the mask."""
     objective = make_config(loss_type, mode, num_generations=GROUP, row_length=32)
     settings = config(
@@ -53,7 +53,7 @@ def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_pape
     params, forward = policy.initial_params(), forward_of(policy.graphdef, mesh, settings)
 
     rng = np.random.default_rng(0)
-    spans = rng.integers(1, 4, (ROWS, 4))  # a prompt, whose own turns are given, two turns, and an answer between them
+    spans = rng.integers(1, 4, (ROWS, 4))  # a prompt, a turn, an answer, a turn; the turns inside a prompt are given
     edges = np.cumsum(spans, axis=1)[..., None]
     at = np.arange(edges.max() + 1)
     mask = ((at >= edges[:, 0]) & (at < edges[:, 1])) | ((at >= edges[:, 2]) & (at < edges[:, 3]))
@@ -78,7 +78,7 @@ def test_two_sampled_turns_with_given_tokens_around_them_are_learned_as_the_pape
     batch = with_policies(pack(trajectories, weights, [*advantages], BatchShape(length=32, micro=1, total=6, shards=1)))
     loss, outputs = jax.jit(forward.loss)(params, batch)
     expected = reference_loss(loss_type, mode, mask, logprob, logprob, entropy, operands)
-    # Its terms cancel, and each has the rounding of float32: what they sum up to without their signs is the scale.
+    # Its terms cancel, and each has the rounding of float32. So the scale is the sum of the terms without signs.
     scale = np.sum(token_weights(loss_type, mask) * (np.abs(advantages)[:, None] + entropy))
     assert float(loss) == pytest.approx(expected, abs=4 * np.finfo(np.float32).eps * scale)
     metrics = forward.metrics(batch, outputs)

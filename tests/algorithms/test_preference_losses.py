@@ -109,7 +109,7 @@ def make_rows(config, seed=0):
     return batch, logprob, sequences
 
 
-def test_no_pair_is_lost_where_a_row_is_full_of_the_shortest_ones():
+def test_a_row_full_of_the_shortest_pairs_loses_none():
     batch = empty_batch((1, 8))
     for _ in range(4):
         add_sequence(batch, 0, np.array([5, 7]), np.array([False, True]), 1 / 2, 2)
@@ -119,7 +119,7 @@ def test_no_pair_is_lost_where_a_row_is_full_of_the_shortest_ones():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
+def test_loss_and_gradient_match_the_formula_in_micro_batches(name):
     config = config_of(name)
     batch, logprob, places = make_rows(config)
 
@@ -142,7 +142,7 @@ def test_loss_and_gradient_are_the_formula_s_in_any_micro_batches(name):
             np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
-def test_a_certain_completion_has_a_finite_gradient_and_equal_ones_count_half():
+def test_a_certain_completion_has_a_finite_gradient():
     """At the first step policy and reference are equal, and so are the ratios of chosen and rejected completions."""
     config = config_of("orpo")
     batch, logprob, _ = make_rows(config)
@@ -186,7 +186,7 @@ def documents():
 
 
 def make_forward(config):
-    """The fixture's model, of which three of six rows have a sequence, two in a micro-batch."""
+    """The fixture's model. Three of six rows have a sequence, and a micro-batch has two rows."""
     mesh, rows = make_mesh(MeshConfig(fsdp=1)), BatchShape(length=24, micro=2, total=6, shards=1)
     graphdef, _ = nnx.split(Decoder.abstract(weights.read_config(FIXTURES / "tied"), dtype=jnp.float32))
     settings = {"task": None, "rollout": None, "eval": None, "dpo": config.model_dump(exclude_defaults=True)}
@@ -221,7 +221,8 @@ def test_losses_gradients_and_metrics_are_trl_s():
 
 
 @pytest.mark.slow
-def test_a_validation_is_a_mean_over_examples_in_batches_of_any_size_and_may_be_interrupted_between_these():
+def test_validation_is_a_mean_over_examples_in_any_batches():
+    """A validation may be interrupted between its batches."""
     config, found, polled = DpoConfig(loss_type="simpo"), [], []
     for rows in (6, 2):
         made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)

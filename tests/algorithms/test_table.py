@@ -1,4 +1,4 @@
-"""The table of algorithms: one that is added in one file trains and is planned as all others are."""
+"""The table of algorithms: an algorithm added in one file trains and is planned like the built-in algorithms."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_an_algorithm_that_one_file_adds_trains(added, tmp_path):
     assert records(settings)[-1]["grad_norm"] > 0
 
 
-def test_the_plan_and_the_schema_know_it_and_others_refuse_its_section(added):
+def test_plan_and_schema_know_a_new_algorithm(added):
     settings = config("reinforce", **SECTIONS)
     assert Programs(settings, make_mesh(settings.mesh)).batch(8).inputs.advantages.shape == (
         8,

@@ -14,7 +14,7 @@ CLUSTERS = Path(__file__).parents[2] / "docs" / "clusters"
 SHELL = [(CLUSTERS / name).read_text(encoding="utf-8") for name in ("slurm.sh", "tpu_pod.sh")]
 
 
-def test_the_examples_are_well_formed_with_arguments_of_train_py_and_tell_a_restart_from_a_mistake():
+def test_cluster_examples_have_valid_arguments_and_exit_codes():
     *_, job = load.parser().load_all((CLUSTERS / "kubernetes.yaml").read_text(encoding="utf-8"))
     rules = [(rule["action"], rule["onExitCodes"]["values"]) for rule in job["spec"]["podFailurePolicy"]["rules"][:2]]
     assert rules == [("FailJob", [2]), ("Ignore", [RESTART, 128 + signal.SIGABRT])]

@@ -52,7 +52,8 @@ SHIPPED = [*sorted(configs.CONFIGS.glob("*.yaml")), *sorted(ROOT.glob("docs/exam
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
-def test_every_shipped_configuration_begins_with_its_command_and_loads_unchanged_after_dump(path: Path, tmp_path):
+def test_a_shipped_configuration_loads_unchanged_after_dump(path: Path, tmp_path):
+    """Its first lines are the command that runs it."""
     command = path.read_text().splitlines()[0].split("(")[0].removeprefix("# python train.py --config ")
     name, *overrides = command.split()
     assert name == (path.name if path.parent == configs.CONFIGS else str(path.relative_to(ROOT)))
@@ -72,7 +73,8 @@ def test_an_environment_pays_alone_unless_rewards_are_given_too(tmp_path):
     assert [reward.name for reward in both.task.rewards] == ["format"]
 
 
-def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_with_the_nearest_name(tmp_path):
+def test_a_configuration_is_found_by_its_name_in_configs(tmp_path):
+    """A wrong name is answered with the nearest name."""
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
     with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
         configs.load("tiny_grop.yaml")
@@ -120,7 +122,7 @@ def test_a_configuration_is_found_by_the_name_of_a_file_in_configs_or_answered_w
         (GRPO, "grpo.num_generations=1", "grpo.num_generations: 1 leaves"),
     ],
 )
-def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(tmp_path, base, typed, message):
+def test_an_error_names_file_typed_text_setting_and_way_out(tmp_path, base, typed, message):
     path = tmp_path / "run.yaml"
     path.write_text(base)
     with pytest.raises(UserError) as error:
@@ -130,7 +132,7 @@ def test_a_line_names_the_file_what_was_typed_and_the_setting_with_a_way_out(tmp
     assert "\n" not in str(error.value)
 
 
-def test_the_settings_that_habits_are_answered_with_exist_and_the_habits_do_not():
+def test_habits_are_no_settings_and_their_answers_are():
     named = {name for answer in HABITS.values() for name in re.findall(r"\w+\.\w+(?:\.\w+)*", answer)}
     keys = {key for run in RUNS.values() for key in keys_of(run)}
     assert named - keys == set()
@@ -142,7 +144,7 @@ TEXTS = "1:40", "no", "on", "2026-11-27"
 
 
 @pytest.mark.parametrize(("text", "value"), [*PLAIN.items(), *zip(TEXTS, TEXTS, strict=True)])
-def test_a_plain_value_is_what_yaml_1_2_says_and_is_written_so_that_it_stays_the_same(text, value):
+def test_plain_values_follow_yaml_1_2_and_survive_a_dump(text, value):
     read = configs.parser().load(f"scale: {text}")["scale"]
     assert (read, type(read)) == (value, type(value))
     written = io.StringIO()
@@ -197,8 +199,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("", "", "task.train=nowhere.jsonl", "nowhere.jsonl model"),
     ],
 )
-def test_files_are_found_in_the_configurations_folder_and_the_current_one(here, ours, also, typed, meant) -> None:
-    """`ours` are the files in the configuration's folder, `also` those in the current one; found ones are absolute."""
+def test_files_are_found_beside_the_configuration_or_in_cwd(here, ours, also, typed, meant) -> None:
+    """`ours` are files in the configuration's folder, `also` files in the current folder. A found path is absolute."""
     for path in (*(here / "ours" / name for name in ours.split()), *(here / name for name in also.split())):
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -206,7 +208,7 @@ def test_files_are_found_in_the_configurations_folder_and_the_current_one(here, 
     assert f"{config.task.train} {config.model.source}".replace(str(here), "") == meant
 
 
-def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_run(here: Path) -> None:
+def test_a_resolved_configuration_finds_files_from_its_run(here: Path) -> None:
     (here / "ours" / "train.jsonl").touch()
     config = configs.load("ours/run.yaml")
     copy = here / "runs" / "x" / "config.yaml"
@@ -215,7 +217,7 @@ def test_a_resolved_configuration_names_the_same_files_from_the_folder_of_its_ru
     assert configs.load(str(copy)) == configs.load("runs/x/config.yaml") == config
 
 
-def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) -> None:
+def test_hub_ids_splits_and_words_are_not_taken_for_folders(here: Path) -> None:
     for name in ("test", "us/sums", "bytes"):
         (here / "ours" / name).mkdir(parents=True)
     (here / "ours" / "train").touch()
@@ -226,14 +228,16 @@ def test_hub_ids_splits_and_words_stay_whatever_folders_there_are(here: Path) ->
     assert config.model.tokenizer == "bytes"
 
 
-def test_a_missing_file_is_answered_with_a_name_that_is_like_it_and_not_by_its_ending(here: Path) -> None:
+def test_a_missing_file_is_answered_with_a_similar_name(here: Path) -> None:
+    """A file with the same ending is no similar name."""
     for name in ("ant.jsonl", "training.jsonl"):
         (here / name).touch()
     assert "(did you mean training.jsonl?)" in places.missing("trainings.jsonl")
     assert "did you mean" not in places.missing("missing.jsonl")
 
 
-def test_modules_are_found_in_both_folders_after_all_that_python_knows_while_users_code_runs(here: Path) -> None:
+def test_user_modules_are_found_in_both_folders_last(here: Path) -> None:
+    """Last: behind the modules that Python knows, and only while users' code runs."""
     before = [*sys.path]
     configs.load("ours/run.yaml")
     assert sys.path == before

@@ -19,7 +19,7 @@ from mllm.errors import UserError, command
         (ValueError("RESOURCE_EXHAUSTED: disk"), 1, ""),
     ],
 )
-def test_an_error_that_the_user_can_mend_is_one_line_and_a_code_and_a_bug_a_traceback(error, code, printed, capsys):
+def test_user_errors_are_one_line_and_bugs_a_traceback(error, code, printed, capsys):
     @command
     def main() -> int:
         raise error
@@ -31,7 +31,7 @@ def test_an_error_that_the_user_can_mend_is_one_line_and_a_code_and_a_bug_a_trac
     assert said.count("\n") == bool(printed)
 
 
-def test_a_script_warns_in_one_format_whatever_was_set_up_before_and_ends_with_the_code_of_main():
+def test_a_script_warns_in_one_format_and_exits_with_its_code():
     code = """
 import logging
 from mllm.errors import command, run_main

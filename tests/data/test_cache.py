@@ -1,4 +1,4 @@
-"""A source is tokenized once; a stale or unfinished cache is not used, and a damaged one is an error."""
+"""A source is tokenized once; a stale or unfinished cache is not used, and a damaged cache is an error."""
 
 from pathlib import Path
 
@@ -36,7 +36,8 @@ def contents(documents):
     return [(document.tokens.tolist(), document.counts.tolist()) for document in documents.read(range(len(documents)))]
 
 
-def test_a_cache_is_made_once_for_the_same_content_tokenizer_and_settings(tmp_path, opened):
+def test_a_cache_is_made_once_for_the_same_inputs(tmp_path, opened):
+    """The inputs are the content, the tokenizer and the settings."""
     open_cache, made = opened
     path = Path(write(tmp_path, some(20)))
     first = open_cache(path)

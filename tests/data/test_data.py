@@ -84,7 +84,8 @@ def test_a_row_is_laid_out_as_the_contract_says(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_not_full(tmp_path, packing):
+def test_an_epoch_has_each_example_once_and_uncut(tmp_path, packing):
+    """Only the examples of a last batch that is not full are left out."""
     examples = some(47)
     read = list(batches_of(write(tmp_path, examples), batch_size=3, epochs=1, packing=packing))
     whole = {q["question"]: [START, *q["question"].encode(), END, START, *q["answer"].encode(), END] for q in examples}
@@ -97,7 +98,7 @@ def test_an_epoch_has_each_example_once_and_uncut_but_for_a_last_batch_that_is_n
         np.testing.assert_allclose(batch.weights[batch.weights > 0], 1 / (batch.weights > 0).sum(), rtol=1e-6)
 
 
-def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_in_a_checkpoint(tmp_path):
+def test_plain_grain_reads_the_cache_and_resumes_its_position(tmp_path):
     source, cache = write(tmp_path, some(23)), tmp_path / "cache"
     read = batches_of(source, packing=False, seed=5, cache=str(cache))
     for _ in range(9):
@@ -112,7 +113,7 @@ def test_plain_grain_reads_the_documents_on_disk_and_goes_on_from_the_position_i
     assert [np.where(signed < 0, ~signed, signed).tolist() for signed in stored] == expected
 
 
-def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
+def test_a_position_in_other_data_or_past_the_end_is_refused(tmp_path):
     read = batches_of(write(tmp_path, some(8)), packing=False)
     with pytest.raises(UserError, match=r"began with other examples: .* \(8 then, 9 now\)"):
         batches_of(write(tmp_path, some(9))).set_state(read.get_state())
@@ -123,7 +124,7 @@ def test_a_position_in_other_data_or_past_the_last_epoch_is_refused(tmp_path):
         batches_of(write(tmp_path, some(8)), epochs=1).set_state(state)
 
 
-def test_a_long_example_is_cut_and_one_without_anything_to_learn_is_left_out_and_both_are_counted(tmp_path, caplog):
+def test_cut_and_left_out_examples_are_counted(tmp_path, caplog):
     examples = [qa("a" * 40, "b"), qa("ab", "c" * 50), qa("good", "b"), qa("a" * 40, "b")]
     read = batches_of(write(tmp_path, examples), batch_size=2, packing=False, shuffle=False)
     cut, whole = documents(next(read))
@@ -133,7 +134,7 @@ def test_a_long_example_is_cut_and_one_without_anything_to_learn_is_left_out_and
     assert "2 examples were left out: none of the tokens to learn lies within data.max_length (32)" in caplog.text
 
 
-def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():
+def test_sft_from_a_task_learns_its_solutions_alone():
     batch = next(batches_of("task", packing=False))
     for question, tokens in zip(questions(batch), documents(batch), strict=True):
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
@@ -146,7 +147,7 @@ def test_sft_from_a_task_learns_its_solutions_alone_and_needs_them():
 
 
 def counted(documents):
-    """The documents, and a list of those that are read."""
+    """The documents, and a list of the documents that are read."""
     given = []
     return replace(documents, read=lambda indices: given.extend(indices) or documents.read(indices)), given
 
@@ -156,7 +157,7 @@ def read_all(documents):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_processes_partition_the_batch_of_a_single_one_and_read_their_own_documents_alone(tmp_path, packing):
+def test_processes_split_the_batch_and_read_only_their_part(tmp_path, packing):
     settings = DataConfig(source=write(tmp_path, some(60)), max_length=48, packing=packing, epochs=1)
     whole, _ = load_documents(settings, Renderer(BYTES), None)
     noted = [counted(whole) for _ in SHARES]
@@ -171,8 +172,8 @@ def test_processes_partition_the_batch_of_a_single_one_and_read_their_own_docume
     assert len(read[0] | read[1]) > 50
 
 
-def test_a_split_of_a_hub_s_data_set_is_read_without_nulls_and_a_mix_has_its_first_source_s(tmp_path, monkeypatch):
-    """`datasets` gives rows in which every column has a value or None, and names the files that hold them."""
+def test_a_hub_split_is_read_without_nulls_also_in_a_mix(tmp_path, monkeypatch):
+    """`datasets` gives rows with a value or None in every column, and names the files that hold the rows."""
     loaded = []
 
     class Split(list):
@@ -192,7 +193,8 @@ def test_a_split_of_a_hub_s_data_set_is_read_without_nulls_and_a_mix_has_its_fir
         loaded.clear()
 
 
-def test_a_share_is_held_out_by_a_fixed_permutation_and_equal_examples_fall_on_one_side(tmp_path):
+def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
+    """Equal examples fall on the same side."""
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
     documents, _ = load_documents(settings, Renderer(BYTES), None)
     training, heldout = hold_out(documents, 0.2)
@@ -211,7 +213,7 @@ def test_a_share_is_held_out_by_a_fixed_permutation_and_equal_examples_fall_on_o
         hold_out(documents, 0.99)
 
 
-def test_a_validation_that_repeats_training_examples_is_warned_of(tmp_path, caplog):
+def test_validation_that_repeats_training_examples_warns(tmp_path, caplog):
     other = write(tmp_path, [*some(3), qa("new", "b")], "other.jsonl")
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32, validation={"source": other})
     load_documents(settings, Renderer(BYTES), None)
@@ -222,7 +224,8 @@ def test_a_validation_that_repeats_training_examples_is_warned_of(tmp_path, capl
     ("settings", "batch_size"),
     [({}, 1), ({}, 7), ({"packing": False}, 7), ({"shuffle": False}, 3), ({"epochs": 3, "max_length": 32}, 7)],
 )
-def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tmp_path, settings, batch_size, caplog):
+def test_batches_are_counted_from_sizes_alone(tmp_path, settings, batch_size, caplog):
+    """Examples that fill no batch are counted and named."""
     data = DataConfig(**{"source": write(tmp_path, some(41)), "max_length": 64, "epochs": 1, **settings})
     documents, given = counted(load_documents(data, Renderer(BYTES), None)[0])
     batches = DocumentBatches(data, documents, batch_size, seed=3)
@@ -237,7 +240,7 @@ def test_batches_are_counted_from_sizes_alone_and_examples_that_fill_none_too(tm
 
 
 @pytest.mark.slow
-def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own_order():
+def test_sources_take_turns_by_weight_in_their_own_order():
     order = mixed_order((5, 40), (1.0, 3.0), seed=7)
     numbers = np.array([order[place] for place in range(400)])
     first = numbers[numbers < 5]
@@ -248,7 +251,7 @@ def test_sources_take_turns_by_their_weights_and_each_is_gone_through_in_its_own
     assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
 
 
-def test_a_mix_that_is_not_shuffled_takes_each_source_in_its_own_order(tmp_path):
+def test_an_unshuffled_mix_takes_each_source_in_order(tmp_path):
     sources = [write(tmp_path, [qa(f"{name}{i}", "a") for i in range(8)], f"{name}.jsonl") for name in "mn"]
     batch = next(batches_of(sources, batch_size=8, shuffle=False, packing=False))
     assert sorted(questions(batch)) == [f"{name}{i}" for name in "mn" for i in range(4)]
@@ -263,7 +266,7 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix():
 @pytest.mark.parametrize(
     ("other", "names"), [("b.jsonl", ("a.jsonl", "b.jsonl")), ("b/a.jsonl", ("a.jsonl:1", "a.jsonl:2"))]
 )
-def test_what_is_drawn_from_each_source_is_counted_and_goes_on_from_a_position(tmp_path, other, names):
+def test_draws_from_each_source_are_counted_and_resume(tmp_path, other, names):
     (tmp_path / "b").mkdir()
     first, second = (
         write(tmp_path, [{"text": f"{name}{number}"} for number in range(count)], name)

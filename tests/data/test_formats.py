@@ -38,7 +38,7 @@ ENDLESS.eos_token = None
 
 
 def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -> str:
-    """The record's text, in which learned tokens are in capitals or brackets of their own kind."""
+    """The record's text. Learned tokens are in capitals or in brackets of their own kind."""
     ids, learned, _ = encode_record(Renderer(tokenizer, rule), record)
     names = [NAMES.get(token, chr(token)) for token in ids]
     return "".join(n.upper().translate({40: 91, 41: 93}) if y else n for n, y in zip(names, learned, strict=True))
@@ -84,7 +84,7 @@ def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: st
         marked(record, ENDLESS if "no end" in said else BYTES, rule)
 
 
-def test_every_line_and_row_is_read_once_in_order_with_its_number(tmp_path: Path, monkeypatch: Any) -> None:
+def test_each_line_and_row_is_read_once_with_its_number(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(records, "PARQUET_ROWS", 3)
     rng = Random(0)
     rows = [{"n": "x" * rng.choice([0, 2, 7, 8, 9, 40])} for _ in range(200)]  # {"n": ""} and its end are 10 bytes
@@ -102,7 +102,8 @@ def test_every_line_and_row_is_read_once_in_order_with_its_number(tmp_path: Path
     assert [*Origin("data.source", f"{tmp_path}/*").records()] == expected
 
 
-def test_all_bad_lines_are_one_error_after_the_good_ones_with_each_cause_its_places_and_fields(tmp_path: Path) -> None:
+def test_bad_lines_are_one_error_with_causes_and_places(tmp_path: Path) -> None:
+    """The error comes after the good lines were read."""
     path = tmp_path / "train.jsonl"
     path.write_text('{"answer": "1"}\n' + '{"solution": "2", "level": 1}\n' * 3 + '{"answer": 1}\n{\n{"answer": 2}\n')
     answers = read_records(Origin("task.train", str(path)).records(), lambda r: text(r, "answer"))
@@ -136,7 +137,7 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
     ]
 
 
-def test_what_needs_a_package_that_is_not_there_says_what_to_install(monkeypatch):
+def test_a_missing_package_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r": a.parquet .*\[hub\]"):
         next(records.read_parquet(Path("a.parquet"), "--prompts"))
@@ -153,7 +154,7 @@ def test_a_record_of_too_many_levels_is_a_bad_line(tmp_path: Path, levels: int) 
         load(TaskConfig(name="jsonl", train=str(path)))
 
 
-def test_an_assistant_s_message_is_not_learned_where_a_field_says_so() -> None:
+def test_a_field_can_exclude_an_assistant_message() -> None:
     for unlearned in ({"weight": 0}, {"train": False}, {"weight": 1, "train": 0}):
         chat = [SAID[0], SAID[1] | unlearned, SAID[0], SAID[1] | {"weight": 1}]
         assert marked({"messages": chat}) == marked({"messages": chat}, MARKED) == "(a)(b)(a)(B]"
@@ -163,19 +164,19 @@ def test_an_assistant_s_message_is_not_learned_where_a_field_says_so() -> None:
         marked({"messages": [SAID[0], SAID[1] | {"weight": 0.5}]})
 
 
-def test_a_field_of_a_message_goes_to_the_template_though_it_is_0_false_or_empty() -> None:
+def test_falsy_message_fields_reach_the_template() -> None:
     (message,) = turns({"messages": [SAID[0] | {"a": 0, "b": False, "c": "", "d": [], "e": None}]}, "messages")
     assert message == SAID[0] | {"a": 0, "b": False, "c": "", "d": []}
 
 
-def test_nulls_with_which_arrow_fills_a_table_are_left_out_at_any_level(tmp_path: Path) -> None:
+def test_nulls_of_arrow_are_left_out_at_any_level(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a", "calls": [{"x": 1}, {"y": 2}]}, {"role": "user", "name": "b"}]
     rows = [{"messages": messages, "text": "c"}, {"messages": []}]
     pa.parquet.write_table(pa.Table.from_pylist(rows), path := tmp_path / "a.parquet")
     assert [row for _, row in Origin("data.source", str(path)).records()] == rows
 
 
-# Calls of tools, and tools: they reach the template as they were meant, in whatever form a record has them
+# Calls of tools, and tools, reach the template as they were meant, in any form of a record
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ARGUMENTS = {"x": 1, "y": {"z": "10001"}}
@@ -200,7 +201,7 @@ def call(arguments: Any, **others: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "add", "arguments": arguments, **others}, **others}
 
 
-def test_a_call_in_any_form_is_learned_as_the_object_that_it_means() -> None:
+def test_a_call_in_any_form_is_learned_as_its_object() -> None:
     renderer = Renderer(tokenizer())
     ids, learned, _ = encode_record(renderer, {"messages": chat([call(ARGUMENTS)])})
     text = bytes(token for token, is_learned in zip(ids, learned, strict=True) if is_learned and token < 256).decode()
@@ -226,7 +227,7 @@ def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
         turns({"messages": chat(calls)}, "messages")
 
 
-def test_no_calls_are_none_in_any_form_and_null_in_arguments_was_meant() -> None:
+def test_empty_calls_are_dropped_and_null_arguments_kept() -> None:
     for calls in ("[]", "null", "", [], None):
         said = {"role": "assistant", "content": "b", "tool_calls": calls}
         assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
@@ -271,7 +272,7 @@ def documents(tmp_path, name, *rows, **settings):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_columns_give_fields_their_names_and_an_input_follows_its_question(tmp_path, name):
+def test_columns_map_fields_and_input_follows_the_question(tmp_path, name):
     first, second = ("Add.", "1, 2", "3"), ("Say hi.", "", "hi")
     rows = [dict(zip(("instruction", "input", "output"), row, strict=True)) for row in (first, second)]
     assert documents(tmp_path, name, *rows, columns=ALPACA) == ["Add.\n\n1, 23", "Say hi.hi"]
@@ -289,7 +290,7 @@ def test_what_columns_name_is_learned_whatever_else_a_record_has(tmp_path, colum
     assert learned == ["1+1 is 2" if "text" in columns else "1+1=1+1 is 2"]
 
 
-def test_a_json_file_may_hold_json_lines_too_and_anything_else_is_an_error(tmp_path):
+def test_a_json_file_may_hold_json_lines_and_nothing_else(tmp_path):
     path = tmp_path / "rows.json"
     origin = Origin("data.source", str(path))
     path.write_text('\n{"text": "a"}\n{"text": "b"}\n')

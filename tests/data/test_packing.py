@@ -13,7 +13,7 @@ from mllm.data.packing import first_fit_decreasing, spread_rows
 
 
 def random_trajectories(lengths, seed=0):
-    """Trajectories of these numbers of tokens, of which any but the first may be sampled, and at least one is."""
+    """Trajectories with these numbers of tokens. Any token but the first may be sampled, and at least one token is."""
     rng = np.random.default_rng(seed)
     made = []
     for length in lengths:
@@ -26,7 +26,7 @@ def random_trajectories(lengths, seed=0):
 
 @settings(max_examples=50)
 @given(lengths=st.lists(st.integers(2, 21), max_size=40), micro=st.integers(1, 5), shards=st.sampled_from([1, 2, 8]))
-def test_each_sequence_stands_in_one_row_with_all_that_belongs_to_it(lengths, micro, shards):
+def test_each_sequence_stands_whole_in_one_row(lengths, micro, shards):
     micro *= shards
     rows = BatchShape(length=20, micro=micro, total=-(-len(lengths) // micro) * micro or micro, shards=shards)
     given = random_trajectories(lengths)

@@ -45,7 +45,7 @@ def documents_of(folder, records, renderer=RENDERER, **settings):
     return config, load_documents(config, renderer, None, pairs=True)
 
 
-def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences():
+def test_every_form_of_a_chat_pair_gives_the_same_sequences():
     answers = {"chosen": said("c"), "rejected": said("de")}
     whole = {name: ASKED + answer for name, answer in answers.items()}
     chats = {"prompt": ASKED, **answers}, {"prompt": "ab", **answers}, whole, {"prompt": "ab", **whole}
@@ -57,7 +57,7 @@ def test_every_form_of_a_pair_of_chats_gives_the_same_two_sequences():
             assert found.counts.tolist() == [False] * 5 + [True] * (len(answer) + 1)
 
 
-def test_a_text_prompt_is_not_asked_twice_where_chats_differ_from_their_first_message():
+def test_a_text_prompt_is_not_repeated_before_differing_chats():
     told = [[{"role": "system", "content": letter}, *ASKED] for letter in "xy"]
     record = {"prompt": "ab", "chosen": told[0] + said("c"), "rejected": told[1] + said("d")}
     (chosen, rejected), *_ = pair(record)
@@ -65,7 +65,7 @@ def test_a_text_prompt_is_not_asked_twice_where_chats_differ_from_their_first_me
     assert rejected.tokens.tolist() == [START, *b"y", END, START, *b"ab", END, START, *b"d", END]
 
 
-def test_texts_stay_texts_and_a_long_pair_is_cut_no_further_than_to_halves():
+def test_texts_stay_texts_and_a_long_pair_is_cut_to_halves():
     (chosen, rejected), complete, is_text = pair({"prompt": "ab", "chosen": "c", "rejected": "d" * 20}, 15)
     assert (complete, is_text) == (False, True)
     assert chosen.tokens.tolist() == [*b"abc", END]
@@ -116,7 +116,8 @@ def test_pairs_are_cached_and_held_out_whole(tmp_path):
     assert load_documents(config, RENDERER, None, pairs=True)[0].content == training.content
 
 
-def test_rows_hold_whole_pairs_with_their_reference_and_processes_make_their_own(tmp_path):
+def test_rows_hold_whole_pairs_with_their_reference(tmp_path):
+    """Each process makes the rows of its own pairs."""
     config, (documents, _) = documents_of(tmp_path, some(30), epochs=1)
     reference = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
 
@@ -145,7 +146,7 @@ def test_rows_hold_whole_pairs_with_their_reference_and_processes_make_their_own
             np.testing.assert_array_equal(np.concatenate(halves), field)
 
 
-def test_the_pairs_of_a_validation_have_a_reference_as_those_of_training_have(tmp_path):
+def test_validation_pairs_have_a_reference_like_training(tmp_path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in some(20)))
     data = {"source": str(path), "validation": {"share": 0.2}}

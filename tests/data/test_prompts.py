@@ -1,4 +1,4 @@
-"""Prompts come in a random order that is resumed exactly, without those that can't be used, which are counted."""
+"""Prompts come in a random order that is resumed exactly. Unusable prompts are left out and counted."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def listed(*texts: str) -> Task:
 
 
 def on_demand(count: int, long: set[int]) -> Task:
-    """A task that makes its problems on demand, some of which are too long."""
+    """A task that makes its problems on demand. Some problems are too long."""
     return Task("made", OnDemand(lambda i: problem(LONG if i in long else f"{i}", i), range(count)), [])
 
 
@@ -41,7 +41,7 @@ def texts(prompts: PromptIterator, count: int) -> list[str]:
     return [next(prompts).example.prompt[0]["content"] for _ in range(count)]
 
 
-def test_long_prompts_are_left_out_of_epochs_and_evaluation_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_prompts_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     longest = "c" * 13  # as a chat it has the 16 tokens that are permitted
     task = listed("a", "b" * 14, longest, "d" * 40)
     drawn = texts(prompts_of(task), 10)
@@ -52,7 +52,7 @@ def test_long_prompts_are_left_out_of_epochs_and_evaluation_and_counted(caplog: 
         assert f"2 of 4 {name} are longer than rollout.max_prompt_length and are left out" in caplog.text
 
 
-def test_problems_made_on_demand_are_left_out_and_counted_and_resume_too() -> None:
+def test_long_problems_made_on_demand_are_counted_and_resume() -> None:
     bad = set(range(100, 190, 3))
     prompts, resumed = (prompts_of(on_demand(190, bad)) for _ in range(2))
     assert sorted(texts(prompts, 160)) == sorted(str(i) for i in range(190) if i not in bad)
@@ -80,7 +80,7 @@ TEXT, MESSAGES = problem("a"), replace(problem("a"), conversational=True)
         ("never", "chats", [TEXT], {}, "texts"),
     ],
 )
-def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_are(rule, learned, problems, settings, form):
+def test_prompts_are_texts_if_all_are_and_the_model_saw_texts(rule, learned, problems, settings, form):
     config = TaskConfig(name="arithmetic", **settings)
     renderer = task_renderer(config, Task("listed", problems, []), Renderer(BYTES.tokenizer, rule), learned)
     assert renderer.form == form
@@ -89,13 +89,13 @@ def test_prompts_stay_texts_where_the_model_has_learned_texts_and_all_are(rule, 
 
 
 @pytest.mark.parametrize(("rule", "name"), [("auto", "enable_thinkin"), ("never", "messages")])
-def test_an_argument_of_the_template_that_would_have_no_effect_is_refused(rule: Any, name: str) -> None:
+def test_a_template_argument_without_effect_is_refused(rule: Any, name: str) -> None:
     config = TaskConfig(name="arithmetic", template_args={name: False})
     with pytest.raises(UserError, match=f"task.template_args: no chat template .* has a variable {name}: remove it"):
         task_renderer(config, Task("listed", [TEXT], []), Renderer(BYTES.tokenizer, rule), "chats")
 
 
-def test_what_is_no_chat_anywhere_in_a_list_or_has_no_tokens_is_an_error_at_once() -> None:
+def test_bad_chats_and_empty_prompts_are_errors_at_once() -> None:
     with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, data:3\)$"):
         prompts_of(listed("a", BAD, "b", BAD))
     with pytest.raises(UserError, match="makes nothing of them"):

@@ -1,4 +1,4 @@
-"""Tasks, built-in and listed by users: held-out problems stay held out, answers are right, what is bad is one line."""
+"""Tasks, built-in and listed by users: held-out problems stay held out, answers are right, bad input is one line."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def texts(examples: Any) -> list[str]:
     return [example.prompt[-1]["content"] for example in examples]
 
 
-def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_seed() -> None:
+def test_one_digit_sums_split_alike_under_every_seed() -> None:
     task = arithmetic(heldout=32)
     train, heldout = {*texts(task.train)}, {*texts(task.heldout)}
     assert (len(task.train), len(task.heldout)) == (68, 32)
@@ -42,7 +42,7 @@ def test_one_digit_sums_are_a_hundred_problems_each_in_one_half_whatever_the_see
     assert list(load(TaskConfig(name="arithmetic", heldout=32)).heldout) == list(task.heldout)
 
 
-def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_listed() -> None:
+def test_answers_match_python_also_for_unlisted_problems() -> None:
     small, large = arithmetic(digits=3, operators="-"), arithmetic(256, operands=6, digits=6, operators="+-*")
     assert len(large.train) > 2**60
     some = [large.train[i * 10**12] for i in range(100)]
@@ -52,7 +52,7 @@ def test_answers_are_what_python_says_also_where_problems_are_too_many_to_be_lis
     assert {*texts(some)}.isdisjoint(texts(large.heldout))
 
 
-def test_gsm8k_reads_its_two_files_and_never_trains_on_a_question_of_the_test_set(tmp_path: Path, caplog: Any) -> None:
+def test_gsm8k_reads_two_files_and_never_trains_on_its_test(tmp_path: Path, caplog: Any) -> None:
     for name, numbers in (("train", (1234, 3, 2)), ("test", (3, 4))):
         rows = [{"question": f"How much is {n}?", "answer": f"It is <<{n}={n}>>.\n#### {n:,}"} for n in numbers]
         write(tmp_path, rows, f"{name}.jsonl")
@@ -74,7 +74,7 @@ def task(folder: Path, *records: Any, **settings: Any) -> Task:
 
 
 def first(folder: Path, record: Any, **settings: Any) -> Example:
-    """The example of a record that is listed beside another one."""
+    """The example of a record that is listed beside another record."""
     both = task(folder, record, {"prompt": "other", "answer": "1"}, heldout=1, **settings)
     return next(e for e in [*both.train, *both.heldout] if e.place.endswith(":1"))
 
@@ -107,7 +107,7 @@ def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, 
     assert example.conversational == isinstance(record[key], list)
 
 
-def test_a_column_that_is_named_for_messages_counts_beside_a_prompt(tmp_path: Path) -> None:
+def test_a_renamed_messages_column_counts_beside_a_prompt(tmp_path: Path) -> None:
     record = {"prompt": "the first sentence", "chat": [ASKED, SAID]}
     assert task(tmp_path, record, heldout=0, columns={"messages": "chat"}).train[0].prompt == [ASKED]
 
@@ -137,7 +137,7 @@ def test_problems_are_told_apart_by_numbers_of_numpy_too():
     assert len({hashed(np.int64(3)), hashed(np.int64(4)), hashed(np.array([3, 4])), hashed(np.array([3, 5]))}) == 4
 
 
-def test_held_out_problems_are_a_tenth_and_the_same_in_any_order_and_however_often_listed(tmp_path: Path) -> None:
+def test_held_out_problems_are_a_tenth_in_any_order(tmp_path: Path) -> None:
     given, other = task(tmp_path, *SUMS), task(tmp_path, *reversed(SUMS), *SUMS[:50], heldout=10)
     assert (len(given.train), len(given.heldout)) == (90, 10)
     assert texts(given.heldout) == texts(other.heldout)
@@ -189,7 +189,7 @@ def test_files_that_are_empty_or_too_small_are_named(tmp_path: Path) -> None:
         task(tmp_path, SUMS[0])
 
 
-def test_a_data_set_of_the_hub_becomes_problems_whose_fields_keep_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_data_set_becomes_problems_with_its_field_names(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(source: str, subset: str | None, split: str) -> list[dict[str, Any]]:
         if (source, subset) != ("us/sums", "small"):
             raise FileNotFoundError(f"Dataset '{source}' doesn't exist on the Hub\nmore lines")
@@ -241,7 +241,7 @@ def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.Monk
         user_module(tmp_path, monkeypatch, code)
 
 
-def test_the_number_game_says_higher_or_lower_until_it_is_right_or_its_turns_end() -> None:
+def test_the_number_game_hints_until_right_or_out_of_turns() -> None:
     assert len(load(TaskConfig(name="mllm.examples.guess:problems", heldout=250)).train) == guess.GAMES - 250
     game = guess.Guess()
     game.reset(seed=7, prompt="game 7")
@@ -251,7 +251,7 @@ def test_the_number_game_says_higher_or_lower_until_it_is_right_or_its_turns_end
     assert [game.step("0")[1:] for _ in range(guess.TURNS)] == [(0, False)] * (guess.TURNS - 1) + [(0, True)]
 
 
-def test_chats_with_the_calculator_are_conversations_as_they_run_and_its_problems_are_others() -> None:
+def test_calculator_chats_are_runs_of_other_problems() -> None:
     chats = [calculator.chat(number) for number in range(50)]
     for prompt, *asked, answer in chats:
         assert str(eval(prompt["content"].removesuffix("="))) == answer["content"]

@@ -1,4 +1,4 @@
-"""Conversations in tokens: nothing sampled is encoded again, and what is between turns is what the template writes."""
+"""Conversations in tokens: nothing sampled is encoded again, and the template writes the tokens between turns."""
 
 import json
 import re
@@ -19,7 +19,7 @@ TOOLS_LAST = (
 
 
 def public(name, old="", new="", **args):
-    """A public template, in which a part may be replaced."""
+    """A public template. A part of it may be replaced."""
     return Renderer(PUBLIC[name].tokenizer(PUBLIC[name].template.replace(old, new)), args=args)
 
 
@@ -45,7 +45,7 @@ NEW = [
 
 @pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "qwen3"])
-def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_renders_it(name, tools):
+def test_conversation_tokens_match_the_rendered_template(name, tools):
     """Whether a turn ended by its token or was cut off; Llama's template would trim what was sampled."""
     chat, given = [{"role": "user", "content": "Guess."}], public(name)
     tokenizer, whole = given.tokenizer, public(name, **({"tools": tools} if tools else {}))
@@ -60,8 +60,8 @@ def test_the_tokens_of_a_conversation_are_those_of_its_text_as_the_template_rend
 
 
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"])
-def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer_and_keep_thoughts_elsewhere(args):
-    """Its prompts open the thought, or have an empty one; sampled thoughts are dropped behind a later question."""
+def test_qwen35_turns_match_its_template(args):
+    """Its prompts open the thought, or have an empty thought. A later question drops sampled thoughts."""
     given = Renderer(PUBLIC["qwen3.5"].tokenizer(), args=args)
     call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
     opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")
@@ -80,7 +80,7 @@ def test_turns_of_qwen35_are_what_its_template_writes_of_them_where_tools_answer
 
 
 @pytest.mark.parametrize("name", ["qwen3.6", "qwen3.8"])
-def test_turns_of_templates_that_can_keep_thoughts_are_what_they_write_of_them(name):
+def test_turns_of_thought_keeping_templates_match_them(name):
     """Qwen3.8's keeps them by default, and takes a thought from a field of its own alone."""
     kept = {"preserve_thinking": True} if name == "qwen3.6" else {"reasoning_effort": "low"}
     given, dropping = public(name, **kept), public(name, preserve_thinking=False)
@@ -99,7 +99,8 @@ def test_turns_of_templates_that_can_keep_thoughts_are_what_they_write_of_them(n
         check_turns(dropping, None, False)
 
 
-def test_what_is_observed_is_text_and_stands_where_the_template_ends_a_turn_or_has_no_token_that_does():
+def test_observations_are_text_after_the_end_of_a_turn():
+    """Control tokens in an observation are text. A template without an end token has none here."""
     given, content = public("qwen2.5"), f"{END}{START}assistant\nI won \ud83d"
     ids = observation_tokens(given, [{"role": "user", "content": content}], True, None)
     said = "< |im_end|>< |im_start|>assistant\nI won ?"
@@ -110,7 +111,7 @@ def test_what_is_observed_is_text_and_stands_where_the_template_ends_a_turn_or_h
         assert text == " USER: higher ASSISTANT: "
 
 
-def test_templates_that_rewrite_earlier_turns_are_refused_in_a_line_that_names_them(caplog):
+def test_templates_that_rewrite_earlier_turns_are_refused(caplog):
     opening = "assistant\n", "assistant\n<think>\n"
     for given in (Renderer(bytes_tokenizer()), public("qwen2.5"), public("llama3"), public("qwen2.5", *opening)):
         check_turns(given, None, False)
@@ -263,7 +264,7 @@ def test_a_call_that_does_not_parse_has_a_message_for_the_model(text: str, messa
     )  # short, and whole characters
 
 
-def test_tags_that_are_control_tokens_stay_in_a_completion_s_text() -> None:
+def test_control_token_tags_stay_in_completion_texts() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
     text = decode(tokenizer, tokenizer.encode(f"<|im_start|>{tagged(CALL)}<|im_end|>", add_special_tokens=False))

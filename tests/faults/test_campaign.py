@@ -1,4 +1,4 @@
-"""Runs that are killed in each of their phases end like one that nothing disturbed, to the bit; so do two processes."""
+"""Runs killed in each of their phases end like an undisturbed run, to the bit; so do two processes."""
 
 import json
 import os
@@ -57,11 +57,11 @@ sys.exit(train.main(sys.argv[1:]))
 """
 """A trainer that gets a signal some seconds after it has entered a phase for the first time."""
 PATIENCE = 10.0
-"""Seconds within which all that a trainer has started must end after it."""
+"""Seconds after a trainer's end. By then every process that the trainer started must have ended."""
 
 
 def trained(settings: Any, folder: Path, strike: tuple[int, str, float] = (0, "never", 0.0)) -> int:
-    """Run the command once in a process of its own; returns its exit code, when all that it has started has ended."""
+    """Run the command once in its own process. Returns its exit code after every process that it started has ended."""
     variables = {"XDG_CACHE_HOME": str(folder), "FAULTS_TOKEN": str(folder), "STRIKE": json.dumps(strike)}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "said").open("wb") as file:
@@ -102,7 +102,7 @@ def test_a_run_that_is_killed_in_every_phase_loses_nothing(method, tmp_path, mon
     assert_same_end(disturbed, undisturbed)
 
 
-# Two processes that train together. What a fault adds to one of them is gone when the run is started again.
+# Two processes that train together. A restart of the run removes the effect of a fault on either process.
 
 TWO = config(
     steps=40,
@@ -113,13 +113,13 @@ TWO = config(
     log={"samples": 2},
 )
 LOST = {RESTART, -signal.SIGABRT}
-"""The exit codes of a process that has lost another one: its own, or that of JAX's coordination service."""
+"""The exit codes of a process that has lost another process: its own, or JAX's coordination service's."""
 KILLED, MISTAKE = {-signal.SIGKILL}, {2}
 TIMES = ["--heartbeat", "10"]
 
 
 def launch(settings, program: Path = ROOT) -> list[subprocess.Popen]:
-    """Start both processes of the run; the second one may have its program in another folder."""
+    """Start both processes of the run. The second process may have its program in another folder."""
     command = [*arguments(settings), "--coordinator", free_address(), "--processes", "2", *TIMES]
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     trainers = [str(folder / "train.py") for folder in (ROOT, program)]
@@ -166,7 +166,7 @@ def undisturbed_two(tmp_path_factory):
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_ends_all_processes_and_the_same_command_loses_nothing(fault, undisturbed_two, tmp_path):
+def test_a_fault_ends_all_processes_and_loses_nothing(fault, undisturbed_two, tmp_path):
     settings = changed(TWO, run_dir=str(tmp_path / "run"))
     processes = strike(fault, settings, random.Random(fault), tmp_path / "code")
     while left := [process for process in processes if process.poll() is None]:
@@ -191,7 +191,7 @@ LIMITS = {
     "bytes of children": 2**20,
     "seconds of a step": 4e-4,
     "file handles": 0,
-    "threads": 2,  # other pools than tensorstore's fill slowly, too
+    "threads": 2,  # other pools than tensorstore's fill slowly as well
     "children": 0,
     "live arrays": 0,
     "compilations": 0,
@@ -214,7 +214,7 @@ def private_bytes(pid: str) -> int:
 
 @pytest.mark.timeout(0)
 def test_nothing_grows_in_two_thousand_steps(tmp_path, monkeypatch):
-    """After a quarter of the steps; each fifth of the others counts by its least value, which no load moves."""
+    """Growth after a quarter of the steps. Each fifth of the rest counts by its least value, which no load moves."""
     samples = np.full((STEPS, len(LIMITS)), np.nan)  # allocated beforehand, so that sampling adds nothing
     compiled, write = [0], RunLog.write_timings
 

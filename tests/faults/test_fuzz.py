@@ -1,7 +1,7 @@
-"""Readers of input take it or refuse it in one line, in time, whatever is in it.
+"""Readers take any input or refuse it in one line, in time.
 
 `make test` tries the same twenty inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
-makes the inputs, shows the smallest that fails, and tries it again in the next run. Left out: coverage as a guide.
+makes the inputs, shows the smallest failing input, and tries it again in the next run. Left out: coverage as a guide.
 """
 
 import copy
@@ -46,7 +46,7 @@ TRAPS = (
     *("{", "}", "[", "]", ",", ": ", "- ", "\n  ", "#", "'", '"', "|\n", ">-\n", "---\n", "...\n", "? ", "%TAG ! x\n"),
     *("&a ", "*a", "!!binary ", "!!set ", "!x ", "<<: ", "{" * 30, "- " * 30, "[" * 500, "[" * 2000),
 )
-"""Texts that a reader might take for something else, and what YAML and JSON are made of."""
+"""Texts that a reader might take for something else, and the signs of YAML and JSON."""
 
 texts = st.one_of(st.sampled_from(TRAPS), st.text(st.characters(), max_size=8))
 numbers = st.one_of(st.integers(-2, 9), st.floats(), st.sampled_from([16, 2**31 - 1, 2**31, 2**63, -(2**63), 10**400]))
@@ -95,7 +95,7 @@ def as_json(tree: Any, ensure_ascii: bool = True) -> bytes:
 
 
 def json_lines(valid: Sequence[Any]) -> st.SearchStrategy[bytes]:
-    """Files of JSON lines: of good ones, or with lines that are wrong in some way, of which one is enough."""
+    """Files of JSON lines: of good lines, or with lines that are wrong in some way. One wrong line is enough."""
     whole = st.sampled_from(valid).map(as_json)
     wrong = spliced([json.dumps(tree) for tree in valid])
     line = st.one_of(whole, whole, st.builds(as_json, changed(valid), st.booleans()), wrong, st.binary(max_size=8))
@@ -125,7 +125,7 @@ overrides = st.builds(
 
 
 def read_config(folder: Path, given: tuple[bytes, list[str]]) -> None:
-    """What is written of a configuration reads as the same configuration."""
+    """A written configuration reads as the same configuration."""
     content, overridden = given
     (folder / "config.yaml").write_bytes(content)
     config = config_file.load(str(folder / "config.yaml"), overridden)
@@ -235,7 +235,7 @@ def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp
     @given(inputs)
     def read_or_refuse(value: Any) -> None:
         said = ""
-        signal.setitimer(signal.ITIMER_PROF, 20.0)  # seconds of processor time; it ends a regular expression, too
+        signal.setitimer(signal.ITIMER_PROF, 20.0)  # seconds of processor time; it also ends a regular expression
         try:
             read(tmp_path, value)
         except UserError as error:

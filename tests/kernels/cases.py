@@ -38,7 +38,7 @@ def random_problem(shape: tuple[int, int, int], scale: float = 3.0, dtype: Any =
 
 
 def teacher_of(problem: Problem, scale: float = 3.0, more: int = 40, **how: Any) -> Teacher:
-    """A teacher that is half as wide again as the student, with `more` tokens; they would be the likeliest by far."""
+    """A teacher half as wide again as the student, with `more` tokens. The tokens would be the likeliest by far."""
     (n, d), v, rng = problem.hidden.shape, len(problem.weight), np.random.default_rng(1)
     width = 3 * d // 2
     hidden, weight = rng.normal(size=(n, width)) * scale / np.sqrt(width), rng.normal(size=(v + more, width))
@@ -123,7 +123,7 @@ def loss_and_gradients(problem: Problem, objective: Objective, operands=(), weig
 
 
 def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, impl: str, **options: Any) -> None:
-    """Checks the statistics and their gradients. Rows that don't count hold poison, cotangents too, and give 0."""
+    """Checks the statistics and their gradients. Rows that don't count hold poison, also as cotangents, and give 0."""
     live = np.ones(problem.labels.shape, bool) if live is None else live
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.resize(POISON, len(x))), cotangents)
@@ -158,7 +158,7 @@ def check_loss(
 
 
 def of_oracle(problem: Problem, options: dict[str, Any]) -> dict[str, Any]:
-    """The options that change what is right, or how near an answer comes to it."""
+    """The options that change the right answer, or the tolerance."""
     widest = max((x.dtype for x in problem[:2]), key=lambda x: x.itemsize)
     known = {name: x for name, x in options.items() if name in ("temperature", "softcap", "vocabulary")}
     return known | {"dtype": options.get("dtype") or widest}
@@ -185,7 +185,7 @@ def assert_near(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 
 
 def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """Every equation of a program, those of loops, branches and kernels included."""
+    """Every equation of a program, including the equations of loops, branches and kernels."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, ClosedJaxpr | Jaxpr)):

@@ -1,10 +1,10 @@
 """The ways of taking a token's statistics, as tests run them on a CPU: small tiles, strict interpreters, odd shapes.
 
-Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks, two of them
-in one call of a kernel and one in the next, and 499 columns two tiles of two steps each, the last not full. On a
-Hopper GPU 200 rows make two blocks, 296 columns three tiles in two chunks, of each the last not full, and 128 features
-two slabs. In plain XLA 90 rows make six blocks, and 301 columns three tiles, the last of which overlaps the one before;
-chunks of logits are four, the last not full.
+Tiles of the Pallas kernels are the smallest that the hardware takes. On a TPU 300 rows make three blocks: two
+blocks in the first call of a kernel, a block in the next call. 499 columns make two tiles of two steps each, the last
+not full. On a Hopper GPU 200 rows make two blocks, 296 columns three tiles in two chunks, and 128 features two slabs.
+The last tile and the last chunk are not full. In plain XLA 90 rows make six blocks, and 301 columns three tiles. The
+last tile overlaps the tile before. Chunks of logits are four, the last not full.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 V6E = AbstractMesh(
     (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
 )
-"""For tracing: what is traced under this mesh is for a TPU."""
+"""For tracing: a program traced under this mesh is for a TPU."""
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
 GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=(0, 0))
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
@@ -51,7 +51,7 @@ class Engine(NamedTuple):
 
     @contextlib.contextmanager
     def strictly(self, **strictness: Any) -> Iterator[None]:
-        """What is traced and run in this context has small tiles, and kernels are interpreted, so strictly."""
+        """A program traced and run in this context has small tiles, and its kernels are interpreted strictly."""
         with contextlib.ExitStack() as stack:
             if self.impl == "mosaic_gpu":
                 from strict_gpu import strict_interpreter
@@ -116,7 +116,7 @@ def parameter(engine: Engine, *others: Any, nightly: bool = False, slow: bool = 
 def every(ways: Sequence[Any], *rows: Any, kernels: str = "slow") -> list[Any]:
     """Cases of every way, an engine or a tuple that begins with one, with every row, which is a tuple of arguments.
 
-    FAST has all rows with xla, whose ways take turns, and the first row with the other engines. Interpreted kernels
+    FAST has all rows with xla, with its ways in turns, and the first row with the other engines. Interpreted kernels
     take seconds: the last way of each has the first row, which is quick, slow or nightly, and all else is nightly.
     """
     ways, rows = [way if type(way) is tuple else (way,) for way in ways], rows or ((),)

@@ -1,4 +1,4 @@
-"""The oracle: what the head must compute, in float64 NumPy with full logits, and how near an answer has to come.
+"""The oracle: the head's right answer in float64 NumPy with full logits, and how near an answer has to come.
 
 docs/head.md has the formulas. Rows that don't count are never read. It shares no code with an engine.
 
@@ -20,7 +20,7 @@ SLACK = 1.25
 
 
 class Answer(NamedTuple):
-    """The statistics of each token, and both gradients of a scalar of them; None what nobody asks for."""
+    """The statistics of each token, and both gradients of a scalar of the statistics. A field not asked for is None."""
 
     logprob: Any  # [N], as the next two
     lse: Any
@@ -44,7 +44,7 @@ class Slopes(NamedTuple):
 
 
 class Teacher(NamedTuple):
-    """What the head is told of a teacher."""
+    """The head's arguments about a teacher."""
 
     hidden: Any
     weight: Any
@@ -55,13 +55,13 @@ class Teacher(NamedTuple):
 
 
 class Exact(NamedTuple):
-    """What is right, and how near an answer in float32, with products in another dtype, has to come."""
+    """The right answer, and how near an answer in float32, with products in another dtype, has to come."""
 
     answer: Answer
     resolution: Answer
     """A number each: how far a result moves, at most, with float32's roundings of products and results.
 
-    They are 4, or the root of a product's number of terms, whose sum is rounded as often, up and down.
+    They are 4, or the root of a product's number of terms: a sum is rounded as often as it has terms, up and down.
     """
     rounded: tuple[Float[np.ndarray, "N D"], Float[np.ndarray, "V D"]]
     """Both gradients from operands and results that were rounded to the products' dtype and their own."""
@@ -74,7 +74,7 @@ class ExactLoss(NamedTuple):
 
 
 Objective = Callable[..., jax.Array]
-"""(logprob, entropy, *operands) of a token to its part of the loss; what it names beside them, it gets."""
+"""(logprob, entropy, *operands) of a token to its part of the loss. It gets the other arguments that it names."""
 
 
 class Model(NamedTuple):
@@ -106,7 +106,7 @@ def exact(
 
     Args:
         hidden: [N, D] of any dtype, as `weight` [V, D]; labels: [N] integers.
-        where: [N], the rows that count; None: all.
+        where: [N], the rows that count; None: every row.
         dtype: that of the products' operands.
     """
     live = np.flatnonzero(np.ones(len(labels)) if where is None else where)
@@ -141,8 +141,8 @@ def exact(
     factors = by_logprob, by_lse - by_logprob, by_entropy, by_mean / columns, by_divergence
     terms = hit_RV, p_RV, spread_RV, 1, by_z_RV
     dy_RV = slope_RV * sum(factor * term for factor, term in zip(factors, terms, strict=True))
-    # The absolute terms whose sum a slope is, without the factor of a softcap, 1 - tanh^2, which is rounded as 1 is;
-    # the divergence's own terms are larger than their difference.
+    # A slope is a sum of terms, and the sizes are sums of their absolute values. They leave out the factor of a
+    # softcap, 1 - tanh^2, which is rounded as 1 is. The divergence's own terms are larger than their difference.
     sizes_RV = sum(abs(factor * x) for factor, x in zip(factors, (*terms[:4], mass_RV), strict=True)) / temperature
     gradients = _gradients(hidden, weight, live, dy_RV, h_RD, w_VD)
     narrow_RV = dy_RV.astype(np.float32).astype(dtype).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Runs Pallas Mosaic GPU kernels on the CPU under JAX's interpreter (jax 0.12), and raises for what it finds.
+"""Runs Pallas Mosaic GPU kernels on the CPU under JAX's interpreter (jax 0.12), and raises for each mistake.
 
 Mistakes are a read outside of an array (but by TMA, which fills with zeros), two accesses of the same memory that
 nothing orders (a race), and a barrier that is never completed. Memory that was never written is NaN; integers have

@@ -71,7 +71,7 @@ def _interpret_unpadded(*args: Any, out_avals: Any, **options: Any) -> list[jax.
     return [x[tuple(map(slice, aval.shape))] for x, aval in zip(results, out_avals, strict=True)]
 
 
-@functools.wraps(_get.__wrapped__)  # which is what a copy calls
+@functools.wraps(_get.__wrapped__)  # a copy calls it
 def _get_and_clear(token: Any, *place: Any, **reader: Any) -> tuple[Any, np.ndarray]:
     """Reads memory; clears an output's window, which is read when its block is done."""
     token, value = _get(token, *place, **reader)

@@ -43,8 +43,8 @@ DAILY = (ENTRIES[0], ENTRIES[3], ENTRIES[5])
 """The ways that have all kernels between them."""
 slow = pytest.mark.slow
 
-# Every entry with every size of hidden states, and by default three with one of these; chips and vocabularies take
-# turns. float32 products are for small models.
+# Every entry with every size of hidden states. By default three entries run with one size. Chips and vocabularies
+# take turns. float32 products are for small models.
 CASES = [
     pytest.param(
         *entry,
@@ -86,5 +86,5 @@ def test_a_program_compiles_to_its_kernels_within_its_memory(program, options, n
         ("loss", {"workspace": 0}, 34.5 * MIB),  # as the README says
     ],
 )
-def test_without_a_workspace_temporaries_are_as_few_as_documented(program, options, most):
+def test_no_workspace_takes_the_documented_temporaries(program, options, most):
     assert targets.memory(compiled("v6e", program, **options)).temporaries <= most

@@ -88,7 +88,7 @@ def test_what_has_no_gradient_is_refused_where_one_is_asked_for(name):
         assert jax.jit(head)(0.7) == jax.jit(jax.value_and_grad(lambda t: head(jax.lax.stop_gradient(t))))(0.7)[0]
 
 
-def test_a_label_out_of_range_is_refused_in_a_jitted_function_that_closes_over_it() -> None:
+def test_a_bad_label_closed_over_by_jit_is_refused() -> None:
     bad = GOOD | {"labels": jnp.array([0, 1, 5, 2])}
     with pytest.raises(ValueError, match="labels"):
         jax.jit(lambda hidden: token_logprobs(**(bad | {"hidden": hidden})))(GOOD["hidden"])
@@ -109,7 +109,7 @@ ON_A_MESH = HeadSharding(MESH, tokens=("dp",))
         ("it needs a TPU, and this is a cpu", (256, 64), {"impl": "mosaic_tpu"}),
     ],
 )
-def test_an_engine_that_is_named_and_can_not_run_says_why_in_one_line(reason, weight, options):
+def test_a_named_engine_that_can_not_run_says_why(reason, weight, options):
     arrays = [jax.ShapeDtypeStruct((n, weight[1]), "bfloat16") for n in (8, weight[0])]
     sizes: Any = gpu_tiles.override(GPU_SIZES) if "Hopper" not in reason else contextlib.nullcontext()
     options = {"impl": "mosaic_gpu"} | options

@@ -52,7 +52,7 @@ def run(logits: Any, labels: Any = LABELS, **options: Any) -> Any:
     ],
 )
 def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: Any, temperature: float) -> None:
-    """Rows that don't count hold NaN; some blocks have none that does. A logit of -inf excludes its column."""
+    """Rows that don't count hold NaN. Some blocks have no row that counts. A logit of -inf excludes its column."""
     live, labels, columns = (np.arange(N) < 60) & (np.arange(N) % 7 > 0), LABELS % (V - 50), np.arange(V)
     logits = logits_of(scale, dtype).at[:, V - 50 :].set(-jnp.inf)
     sick = jnp.where(live[:, None], logits, jnp.nan)
@@ -70,7 +70,7 @@ def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: A
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.nightly)])
-def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) -> None:
+def test_a_sharded_vocabulary_gives_the_same_as_one_device(impl: Any) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
     logits = logits_of(3)
 
@@ -78,7 +78,7 @@ def test_a_vocabulary_over_a_mesh_axis_gives_what_one_device_gives(impl: Any) ->
         jax.shard_map, mesh=mesh, in_specs=P(None, "tp"), out_specs=(P(), P(None, "tp")), check_vma=False
     )
     def sharded(logits: Any) -> Any:
-        """Each device has the whole of each statistic: what they pass back is not summed."""
+        """Each device has the whole of each statistic. Cotangents from the devices are not summed."""
         tokens, pull = jax.vjp(lambda x: logits_logprobs(x, LABELS, vocabulary_axis="tp", impl=impl)[:3], logits)
         return tokens, pull(tuple(map(jnp.asarray, COTANGENTS)))[0]
 

@@ -1,8 +1,8 @@
 """`token_loss` by every engine against float64: any objective, workspace, mask, teacher and incoming cotangent.
 
-Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, a small one to several waves of
-rows whose logits or exponentials are kept (on Hopper to one tile of three), a large one to a single pass. Full logits
-ignore it.
+Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, and a large workspace to a
+single pass. A small workspace leads to several waves of rows with logits or exponentials that are kept (on Hopper one
+tile of three). Full logits ignore it.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ def test_any_loss_with_any_workspace_is_float64_s(engine, workspace, objective, 
 
 @pytest.mark.parametrize("engine", [XLA, pytest.param(XLA_BF16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workspace", [None, 30 * 301 * 6, 0])
-def test_waves_of_all_columns_which_xla_takes_on_gpus_are_float64_s(engine, workspace, monkeypatch):
+def test_xla_gpu_waves_match_float64(engine, workspace, monkeypatch):
     """Traced as for a GPU. A wave has 16 rows by default; without a workspace logits are computed twice, in tiles."""
     monkeypatch.setattr(target, "platform", lambda *_: "gpu")
     weights = sparse_weights(engine.shape[0])
@@ -81,7 +81,7 @@ def test_a_sum_over_many_waves_does_not_wear_down_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(("engine", "workspace"), every([*PLAIN_WAYS, *KERNEL_WAYS], kernels="nightly"))
-def test_a_nan_or_a_label_out_of_range_in_a_row_that_counts_is_not_hidden_and_harms_no_other(engine, workspace):
+def test_a_bad_row_is_not_hidden_and_harms_no_other_row(engine, workspace):
     """NaN in the student's row or in the teacher's. Where labels are known, a ValueError says so."""
     problem, row, ones = engine.problem(), np.arange(engine.shape[0]), jnp.ones(engine.shape[0])
     options: dict[str, Any] = {"workspace": engine.bytes_of(workspace), "impl": engine.impl}
@@ -134,7 +134,7 @@ def test_a_frozen_side_does_not_change_the_gradient_of_the_other(engine: Engine,
         *(parameter(*way, nightly=True) for way in ((TPU, TPU.waves), (GPU, 0))),
     ],
 )
-def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_once(engine, workspace):
+def test_float32_masters_get_gradients_that_are_not_rounded(engine, workspace):
     """A float32 dW is its own sum over waves, and not rounded to bfloat16.
 
     Blocks of rows are what the trainer gives a GPU: float32 masters, and more than 8192 tokens.
@@ -156,7 +156,7 @@ def test_float32_masters_with_bfloat16_products_get_gradients_that_were_rounded_
 @pytest.mark.parametrize("engine", [*PLAIN, *(parameter(engine, nightly=True) for engine in (TPU_F32, GPU))])
 @pytest.mark.parametrize("name", ["logprob", "lse", "entropy", "mean_logit"])
 def test_the_statistics_beside_the_loss_have_their_gradient_too(engine: Engine, name: str) -> None:
-    """A loss less a tenth of a statistic is the loss whose objective has that term, at the rows that count."""
+    """A loss less a tenth of a statistic is the loss of an objective with that term, at the rows that count."""
     problem, weights = engine.problem(), sparse_weights(engine.shape[0])
     plain = lambda logprob, entropy, *, mean_logit: -logprob - 0.2 * mean_logit  # noqa: E731
 
@@ -174,7 +174,7 @@ def test_the_statistics_beside_the_loss_have_their_gradient_too(engine: Engine, 
     assert_near(got, (want.hidden, want.weight), 2e-5 if engine.dtype == F32 else 2e-2)
 
 
-def test_a_divergence_beside_the_loss_has_its_gradient_and_a_teacher_has_none() -> None:
+def test_a_divergence_has_a_gradient_and_its_teacher_none() -> None:
     problem = XLA.problem()
     teacher = teacher_of(problem)
 
@@ -200,7 +200,7 @@ def test_statistics_that_nothing_depends_on_cost_no_product() -> None:
     assert products(jax.value_and_grad(loss, (0, 1), has_aux=True)) == 3
 
 
-def test_all_that_a_loss_depends_on_has_its_gradient_times_the_loss_s_own_cotangent() -> None:
+def test_all_inputs_get_gradients_times_the_loss_cotangent() -> None:
     """With loss = sum_i w_i (a_i logprob_i + c b_i entropy_i), for floating a and c and integers b."""
     problem, w, c = XLA.problem(), sparse_weights(90), 0.5
     a, b = jnp.linspace(-1, 1, 90), jnp.arange(90) % 3
@@ -236,7 +236,7 @@ SETTINGS = {
         *(parameter(XLA, setting, slow=True) for setting in ("strict promotion", "debug_nans")),
     ],
 )
-def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(engine: Engine, setting: str) -> None:
+def test_label_and_teacher_match_float64_in_every_jax_setting(engine: Engine, setting: str) -> None:
     problem, weights = engine.problem(), np.linspace(-1, 2, engine.shape[0], dtype=np.float32)
     teacher, room = teacher_of(problem, temperature=3.5), np.int64(engine.bytes_of("some"))
     options: dict[str, Any] = {"temperature": 2.5, "vocabulary": np.int64(engine.shape[1]), "impl": engine.impl}
@@ -251,7 +251,7 @@ def test_label_and_teacher_in_one_loss_are_float64_s_under_every_setting_of_jax(
 
 @engines.needs_interpreter
 @pytest.mark.nightly
-def test_a_rare_word_gets_its_gradient_though_logits_are_kept_in_float16() -> None:
+def test_rare_words_get_gradients_under_float16_logits() -> None:
     """Its probabilities are as small as 1e-20 of the largest, which in float16 would be 0."""
     problem, ones = GPU.problem(30.0), jnp.ones(N)
     with GPU.strictly():

@@ -22,7 +22,7 @@ N, V, D = 8192, 151936, 2048
 
 
 def kernels(program: jax.stages.Compiled) -> set[str]:
-    """Names of the kernels, by what they were traced in."""
+    """Names of the kernels, by the function that traced them."""
     calls = [line for line in (program.as_text() or "").splitlines() if 'custom_call_target="mosaic_gpu' in line]
     return {name for line in calls for name in re.findall(r"lm_head_([a-z]+)", line)}
 
@@ -43,13 +43,14 @@ def compiled(program: str, **options: Any) -> jax.stages.Compiled:
     ],
     ids=str,
 )
-def test_temporaries_are_at_most_the_workspace_and_64_mib_and_hidden_and_numbers_a_token(program, options):
+def test_temporaries_fit_the_documented_memory(program, options):
+    """The documented memory: the workspace, 64 MiB, and the hidden states and a few numbers a token."""
     hidden, numbers = 2 * N * options.get("features", D), 128 * N  # bytes
     allowed = options.get("workspace", 0) + 64 * MIB + hidden + numbers
     assert targets.memory(compiled(program, **options)).temporaries <= allowed
 
 
-def test_the_trainer_s_waves_keep_logits_and_take_no_more_memory_than_one_wave() -> None:
+def test_trainer_waves_keep_logits_in_the_memory_of_one_wave() -> None:
     """A float32 master with a bfloat16 copy, by default: 2,048 rows a wave, 599 MiB."""
     mesh = targets.mesh("h100")
     program = targets.compiled(*head.loss(mesh, impl="mosaic_gpu", master=True), mesh, targets.CUBLAS)
@@ -58,7 +59,7 @@ def test_the_trainer_s_waves_keep_logits_and_take_no_more_memory_than_one_wave()
 
 
 def test_in_plain_xla_a_wave_takes_no_more_memory_than_chunks() -> None:
-    """What GPUs that are not Hopper's run."""
+    """The programs for GPUs other than Hopper's."""
     mesh = targets.mesh("h100")
     xla, chunks = (
         targets.compiled(*head.loss(mesh, impl=impl), mesh, targets.CUBLAS) for impl in ("xla", "chunked_logits")
@@ -66,7 +67,7 @@ def test_in_plain_xla_a_wave_takes_no_more_memory_than_chunks() -> None:
     assert targets.memory(xla).temporaries <= targets.memory(chunks).temporaries
 
 
-def test_it_compiles_within_rematerialisation_and_loops_over_a_mesh() -> None:
+def test_it_compiles_in_remat_and_in_loops_over_a_mesh() -> None:
     """The interpreter's callbacks allow no `jax.checkpoint`."""
     mesh = targets.mesh("h100:8", (2, 2, 2), ("dp", "fsdp", "tp"))
     step, (hidden, *others) = head.loss(mesh, vocabulary=8192, features=512, impl="mosaic_gpu")

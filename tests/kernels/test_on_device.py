@@ -3,10 +3,10 @@
     JAX_PLATFORMS=tpu python -m pytest -m tpu tests/kernels/test_on_device.py
     JAX_PLATFORMS=cuda python -m pytest -m gpu tests/kernels/test_on_device.py
 
-`make device` runs them; most of the time is compiling. On an H200 all have passed.
+`make device` runs them; most of the time is compiling. On an H200 every test has passed.
 
-Shapes are off every tile. What only a device can show is a race: so the same call must give the same bits again and
-again. Left out: what tests on a CPU compile or interpret.
+Shapes are off every tile. Only a device can show a race: so the same call must give the same bits again and
+again. Left out: programs that tests on a CPU compile or interpret.
 """
 
 from typing import Any
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_float64_s(impl: str, softmax: str) -> None:
 
 @pytest.mark.parametrize("workspace", [0, 1_000_000, 2_000_000, None], ids=["none", "columns", "waves", "all"])
 def test_every_workspace_is_float64_s(workspace: int | None) -> None:
-    """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all."""
+    """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all logits."""
     problem = random_problem((600, 1400, 192), dtype=BF16)
     small: Any = tpu_tiles.override(rows=128, columns=256, step=128)
     if jax.default_backend() == "gpu":
@@ -68,8 +68,8 @@ def off(found: jax.Array, right: jax.Array) -> jax.Array:
 
 
 @pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])
-def test_at_qwens_size_the_results_are_those_of_the_xla_engine_and_the_same_again_and_again(workspace: int) -> None:
-    """Half of the rows have the entropy's gradient alone: elsewhere the label's part hides all others."""
+def test_results_at_qwens_size_match_xla_and_repeat(workspace: int) -> None:
+    """Half of the rows have the entropy's gradient alone: elsewhere the label's part hides the other parts."""
     tokens, features, vocabulary = 8192, 2048, 151936
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, features), BF16)

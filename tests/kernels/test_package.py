@@ -1,4 +1,4 @@
-"""The head is a package of its own: what it installs, what it imports, what it needs, and what it sets for libtpu."""
+"""The head is a package of its own: its installed files, its imports, its requirements, its settings for libtpu."""
 
 import importlib
 import os
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 JAX = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 
 
-def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none(monkeypatch):
+def test_libtpu_settings_are_made_without_a_tpu_if_unset(monkeypatch):
     made = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
     own, no_tpu = dict.fromkeys(made, "own"), {"TPU_SKIP_MDS_QUERY": "1"}
     for environment, found in (({}, {}), (no_tpu, made), (no_tpu | own, own)):
@@ -30,8 +30,8 @@ def test_both_settings_are_made_where_there_is_no_tpu_and_the_user_has_made_none
 
 
 @pytest.mark.nightly
-def test_the_lines_of_the_readme_run_with_jax_alone_and_beside_a_package_that_is_named_kernels(tmp_path):
-    """In an interpreter that has JAX and what it requires, a package that is named `kernels`, and the head, by pip."""
+def test_readme_lines_run_with_jax_alone(tmp_path):
+    """The interpreter has JAX with its requirements, another package named `kernels`, and the head installed by pip."""
     site, source = tmp_path / "site", tmp_path / "kernels"  # pip builds where the source is
     (site / "kernels").mkdir(parents=True)
     (site / "kernels/__init__.py").touch()

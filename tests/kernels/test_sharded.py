@@ -1,4 +1,4 @@
-"""The head over a mesh of devices against float64; and what its devices exchange for it.
+"""The head over a mesh of devices against float64, and the exchanges between its devices.
 
 Half of the tokens don't count: they fill whole shards, so that some devices have nothing to do. The labels are those at
 the edges of the vocabulary's shards, and no mesh divides the vocabulary evenly. Tiles are made small, so that there are
@@ -37,7 +37,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(sharded, "_MOST_GATHERED", 16)  # on the cube three blocks, the last with a row of padding
     with XLA.strictly():
         yield
-    pltpu.reset_tpu_interpret_mode_state()  # where kernels of one device failed, those of others wait for it no longer
+    pltpu.reset_tpu_interpret_mode_state()  # kernels stop waiting for a device that failed
 
 
 def over(shape: tuple[int, ...] = CUBE, **axes: Any) -> HeadSharding:
@@ -88,17 +88,17 @@ def test_a_loss_over_a_mesh_is_float64_s(shape, axes, objective, more, options):
 
 
 @pytest.mark.parametrize("shape", [CUBE, pytest.param((1, 2, 4), marks=pytest.mark.slow)])
-def test_any_cotangents_over_a_mesh_give_gradients_that_are_float64_s(shape: tuple[int, ...]) -> None:
+def test_any_cotangents_over_a_mesh_match_float64_gradients(shape: tuple[int, ...]) -> None:
     check(PROBLEM, random_cotangents(N), live=LIVE, impl="xla", sharding=over(shape), collision=True)
 
 
-def test_a_gathered_vocabulary_that_the_devices_do_not_divide_has_no_more_words_than_before() -> None:
+def test_an_undivided_vocabulary_gains_no_words_when_gathered() -> None:
     few = cases.random_problem((N, 37, D))
     check_loss(few, OBJECTIVES["smoothed label"], WEIGHTS, impl="xla", sharding=over((1, 8, 1)), **WAVES)
 
 
 @pytest.mark.parametrize(("side", "shape"), [("hidden", (1, 1, 8)), ("weight", (4, 2, 1))])
-def test_gradients_are_summed_over_devices_before_they_are_narrowed(side: str, shape: tuple[int, ...]) -> None:
+def test_gradients_are_summed_over_devices_before_narrowing(side: str, shape: tuple[int, ...]) -> None:
     """The devices' parts of a sum are as large as numbers near 1, and the sum is 0."""
     rows = {"hidden": (N, D), "weight": (V, D)}
     problem = Problem(*(jnp.full(rows[name], 0.3, BF16) for name in rows), jnp.zeros(N, jnp.int32))
@@ -110,7 +110,7 @@ def test_gradients_are_summed_over_devices_before_they_are_narrowed(side: str, s
 
 
 def of_all(hidden: Any, weight: Any, weights: Any, operand: Any, scale: Any, sharding: HeadSharding | None) -> Any:
-    """A loss of all that may have a gradient; of a copy of the weight."""
+    """A loss of every argument that may have a gradient, by a copy of the weight."""
     objective = lambda logprob, entropy, a: scale * a * logprob + entropy  # noqa: E731
     options: dict[str, Any] = {"weight_copy": (PROBLEM.weight / 2).astype(BF16), "sharding": sharding}
     return token_loss(hidden, weight, PROBLEM.labels, objective, operand, weights=weights, **options)[0]
@@ -120,7 +120,8 @@ ARGUMENTS = (*PROBLEM[:2], WEIGHTS, jnp.linspace(-1, 1, N), jnp.float32(0.7))
 
 
 @pytest.mark.parametrize("argnums", [(2, 3, 4), *(pytest.param(side, marks=pytest.mark.slow) for side in (0, 1))])
-def test_weights_operands_what_the_objective_closes_over_and_either_side_alone_get_their_gradients(argnums) -> None:
+def test_all_sharded_inputs_get_their_gradients(argnums) -> None:
+    """Inputs are weights, operands, closed-over arrays of the objective, and either side alone."""
     got, want = (
         jax.jit(jax.value_and_grad(functools.partial(of_all, sharding=x), argnums))(*ARGUMENTS) for x in (over(), None)
     )
@@ -156,7 +157,7 @@ def test_kernels_for_tpus_give_float64_s(shape, objective, interpreted):
 
 
 @pytest.mark.slow
-def test_the_collision_of_a_vocabulary_over_tpus_is_that_of_all_its_shards(interpreted: None) -> None:
+def test_collision_over_tpus_is_that_of_all_shards(interpreted: None) -> None:
     ask = functools.partial(token_logprobs, impl="mosaic_tpu", collision=True, sharding=over((1, 2, 2)))
     np.testing.assert_allclose(jax.jit(ask)(*PROBLEM).collision, exact(*PROBLEM).answer.collision, rtol=1e-4)
 
@@ -168,7 +169,7 @@ AGREE_ON_WAVES = ("pmax", "dp, fsdp", (), "int32")
 
 
 class Exchange(NamedTuple):
-    """What devices along fsdp exchange, beside numbers of tokens."""
+    """The exchanges of devices along fsdp, except numbers of tokens."""
 
     words: int  # a device's rows of W
     side: list[Any]  # what they gather
@@ -206,10 +207,10 @@ WEIGHT = Exchange(
 @pytest.mark.parametrize(
     ("way", "weight"), [("any cotangents", F32), ("recomputed", BF16), ("in waves", F32), ("in waves", BF16)]
 )
-def test_devices_exchange_tokens_or_weights_once_a_pass_and_sums_of_gradients(way, weight, exchange, monkeypatch):
-    """They exchange the side of fewer bytes, and a few numbers a token.
+def test_devices_exchange_tokens_or_weights_once_a_pass(way, weight, exchange, monkeypatch):
+    """The devices exchange the side of fewer bytes, and a few numbers a token.
 
-    What devices add up is float32 also where dW is bfloat16: only the sum is rounded.
+    The devices add up float32 numbers even where dW is bfloat16: only the sum is rounded.
     """
     monkeypatch.setattr(sharded, "_MOST_GATHERED", 2**14)
     words = 2 * WORDS if exchange is TOKENS else 2 * FEW
@@ -238,7 +239,7 @@ def test_devices_exchange_tokens_or_weights_once_a_pass_and_sums_of_gradients(wa
     assert sorted(found) == sorted([*exchange.side * passes, *merge, *in_step, *exchange.sums, whole])
 
 
-def test_a_gathered_weight_s_gradient_is_summed_before_dh_goes_on() -> None:
+def test_a_gathered_weight_gradient_is_summed_before_dh() -> None:
     """XLA for TPUs would hold all of a device's dW until the backward pass of the layers ends."""
     few = Problem(PROBLEM.hidden, jnp.zeros((2 * FEW, D)), PROBLEM.labels % (2 * FEW))
     run = functools.partial(
@@ -248,7 +249,7 @@ def test_a_gathered_weight_s_gradient_is_summed_before_dh_goes_on() -> None:
     assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in found]
 
 
-# --- JAX's default mesh, whose axes are Explicit: the layout comes from types, or from `HeadSharding` ---
+# --- JAX's default mesh has Explicit axes: the layout comes from types, or from `HeadSharding` ---
 
 EXPLICIT = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
 IN_ROWS = (PROBLEM.hidden.reshape(8, 10, D), PROBLEM.weight[:128], PROBLEM.labels.reshape(8, 10) % 128)
@@ -281,7 +282,7 @@ def differentiated(hidden: Any, weight: Any, labels: Any, sharding: HeadSharding
         pytest.param((2, 2, 2), P(), P(("model", "more"), "data"), id="vocabulary over two axes"),
     ],
 )
-def test_results_are_those_of_one_device_laid_out_like_the_arguments(sizes: Any, tokens: P, weight: P) -> None:
+def test_results_match_one_device_laid_out_like_the_arguments(sizes: Any, tokens: P, weight: P) -> None:
     mesh = jax.make_mesh(sizes, ("data", "model", "more")[: len(sizes)], devices=jax.devices()[: np.prod(sizes)])
     arguments = laid_out(mesh, tokens, weight)
     got = differentiated(*arguments)
@@ -324,7 +325,7 @@ def test_a_sharding_that_does_not_fit_mesh_or_arrays_is_refused(message, hidden,
             token_logprobs(hidden, weight, np.zeros(len(hidden), int), sharding=over(**axes), impl=impl)
 
 
-def test_layouts_that_disagree_with_the_arguments_types_are_refused() -> None:
+def test_layouts_unlike_the_argument_types_are_refused() -> None:
     other = HeadSharding(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]), tokens=("data",))
     with pytest.raises(ValueError, match=r"sharding: its mesh .* is not the arguments'"):
         token_logprobs(*laid_out(EXPLICIT, P("data"), P("model")), sharding=other)

@@ -1,7 +1,7 @@
 """A loss with a teacher, by every engine in plain XLA, against float64; `divergence_loss`, `token_divergence`; and the
 likeliest tokens.
 
-The teacher is half as wide again as the student. A token that one of the two has alone would be by far the likeliest.
+The teacher is half as wide again as the student. A token that only one model has would be by far the likeliest.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ VOCABULARIES = [("forward_kl", -16, None), ("jsd", 40, 130), ("reverse_kl", 8, 1
 
 @pytest.mark.parametrize(("engine", "kind", "more", "vocabulary"), every((XLA, FULL), *VOCABULARIES))
 def test_only_tokens_of_both_vocabularies_exist(engine: Engine, kind: str, more: int, vocabulary: int | None) -> None:
-    """The smaller number of rows, or `vocabulary`; other rows get no gradient. The teacher has no softcap."""
+    """The smaller number of rows, or `vocabulary`. Rows beyond it get no gradient. The teacher has no softcap."""
     problem, common = engine.problem(30.0), vocabulary or engine.shape[1] + min(more, 0)
     problem = problem._replace(labels=problem.labels % common, weight=problem.weight.at[common:].multiply(30))
     teacher = teacher_of(problem, 30.0, more, kind=kind, softcap=None, temperature=2.0)
@@ -132,7 +132,7 @@ def test_they_are_those_of_full_logits_ties_by_the_lower_id(devices, dtype, voca
 
 
 def test_they_are_multiplied_in_the_dtype_that_is_told() -> None:
-    """Two tokens that are one in bfloat16: the lower id is the likeliest of equals."""
+    """Two tokens that are equal in bfloat16: of equal tokens the lower id is the likeliest."""
     hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
     found = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)
     np.testing.assert_array_equal(found, [[1], [0]])

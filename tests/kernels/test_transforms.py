@@ -30,7 +30,7 @@ def arguments_of(engine: Engine) -> tuple[jax.Array, ...]:
 
 
 def scalar_of(engine: Engine) -> Callable[..., Any]:
-    """A loss, with a copy of the weight, and any function of the statistics; and these."""
+    """A loss, with a copy of the weight, plus any function of the statistics. Returns the statistics as well."""
 
     def scalar(*arguments: Any) -> Any:
         *problem, old, advantage, weights = arguments

@@ -1,7 +1,7 @@
 """Statistics and gradients of token_logprobs by every engine against float64.
 
-What is right, and how near is near enough, is said in oracle.py; what is strict in strict_tpu.py and strict_gpu.py;
-what is off which tile in engines.py. Losses are in test_losses.py.
+oracle.py has the right answers and the tolerances. strict_tpu.py and strict_gpu.py have the strict interpreters.
+engines.py has the shapes off the tiles. Losses are in test_losses.py.
 """
 
 from typing import Any
@@ -56,7 +56,7 @@ def test_it_knows_a_coin() -> None:
     np.testing.assert_allclose(coin.collision, [10 / 16])
 
 
-def test_an_answer_with_a_nan_an_error_or_another_shape_is_refused() -> None:
+def test_the_oracle_refuses_nan_errors_and_other_shapes() -> None:
     right = exact(HIDDEN, WEIGHT, LABELS, lambda _: SLOPES._replace(divergence=None))
     assert_as_accurate_as_rounding(right.answer, right)
     wrong = {"lse": right.answer.lse + 1e-4, "hidden": right.answer.hidden * np.nan, "weight": right.answer.weight[:-1]}
@@ -69,7 +69,7 @@ def test_an_answer_with_a_nan_an_error_or_another_shape_is_refused() -> None:
 
 
 def maxima_that_move(engine: Engine) -> Problem:
-    """The running maximum is raised in every tile, or in the first alone, or in the last and partial one."""
+    """The running maximum is raised in every tile, or in the first tile alone, or in the last and partial tile."""
     (n, v, _), (hidden, weight, labels) = engine.shape, engine.problem(1.0)
     column = jnp.arange(float(v))
     steps = jnp.stack([column, -column, jnp.where(column > v - 5, 500.0, 0.0)])
@@ -78,7 +78,7 @@ def maxima_that_move(engine: Engine) -> Problem:
 
 
 def far_below_zero(engine: Engine) -> Problem:
-    """A column past the vocabulary, whose product is 0, would have the largest of all logits."""
+    """A column past the vocabulary has a product of 0: its logit would be the largest."""
     hidden, weight, labels = engine.problem()
     return Problem(hidden.at[:, 0].set(30), weight.at[:, 0].set(-10), labels)
 
@@ -108,7 +108,7 @@ def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows
         parameter(XLA_BF16, (5003, 37, 8)),
         *every(PLAIN, ((3, 1, 1),), ((2, 5, 1),)),
         parameter(TPU, (40, 326, 200), nightly=True),  # the last step has no column
-        parameter(TPU_F32, (1, 385, 64), nightly=True),  # the last step has one
+        parameter(TPU_F32, (1, 385, 64), nightly=True),  # the last step has one column
         parameter(TPU, (129, 2, 128), nightly=True),
         parameter(GPU, (1, 136, 64), nightly=True),
         parameter(GPU, (129, 8, 64), nightly=True),
@@ -133,7 +133,7 @@ def test_each_statistic_alone_has_its_gradient(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU), parameter(TPU_F32, nightly=True)])
-def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Engine) -> None:
+def test_likelihoods_have_gradients_without_entropy_on_tpus(engine: Engine) -> None:
     """dh comes from the expectation of W. Where that is bfloat16, dh's largest error may be more than rounding's."""
     options: dict[str, Any] = {"temperature": 0.7, "softcap": 20.0, "largest": SLACK if engine is TPU_F32 else 0}
     cotangents = random_cotangents(300)._replace(entropy=None)
@@ -143,7 +143,7 @@ def test_likelihoods_have_their_gradient_without_the_entropy_on_tpus(engine: Eng
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU_F32), parameter(TPU, nightly=True)])
-def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus(engine: Engine) -> None:
+def test_a_near_certain_label_keeps_its_gradient_on_tpus(engine: Engine) -> None:
     """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
     hidden, weight, labels = engine.problem(1.0)
     at_label = weight[labels].astype(F32)
@@ -160,16 +160,16 @@ def test_a_label_with_all_but_1e_5_of_the_probability_keeps_its_gradient_on_tpus
     np.testing.assert_allclose(got.logprob, right.logprob, rtol=tolerance)
 
 
-# --- whole numbers, whose products have no rounding in any dtype and order ---
+# --- whole numbers: their products have no rounding in any dtype and order ---
 
 
 def whole_numbers(engine: Engine, vocabulary: int, most: int = 3) -> Problem:
-    """They tie often, and half of the labels are the likeliest; rows of the weight past the vocabulary are larger."""
+    """Logits tie often, and half of the labels are the likeliest. Rows of the weight past the vocabulary are larger."""
     (n, v, d), rng = engine.shape, np.random.default_rng(0)
     hidden, weight = rng.integers(-most, most + 1, (n, d)), rng.integers(-3, 4, (v, d))
     hidden, weight = (np.asarray(jnp.asarray(x, engine.dtype), np.float64) for x in (hidden, weight))
     y = hidden @ weight[:vocabulary].T
-    likeliest = [rng.choice(np.flatnonzero(row == row.max())) for row in y]  # any of those that tie
+    likeliest = [rng.choice(np.flatnonzero(row == row.max())) for row in y]  # any column that ties
     weight[vocabulary:] = 100
     labels = np.where(np.arange(n) % 2, likeliest, rng.integers(0, vocabulary, n))
     return Problem(*(jnp.asarray(x, engine.dtype) for x in (hidden, weight)), jnp.asarray(labels, jnp.int32))
@@ -209,7 +209,7 @@ def test_logits_of_any_size_lose_nothing_to_the_temperature(engine, temperature,
 
 
 @pytest.mark.parametrize("engine", [parameter(XLA), parameter(TPU_F32, slow=True)])
-def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(engine: Engine) -> None:
+def test_a_steep_entropy_slope_meets_no_infinity(engine: Engine) -> None:
     """A mask's log-probability times this slope is beyond float32, and 0 times infinity is not 0."""
     small, steep = engine._replace(shape=(16, 100, 128)), np.full(16, 100, np.float32)
     problem, slopes, heat = small.problem(3e-6), Slopes(0 * steep, 0 * steep, steep), np.float32(1e-6)
@@ -223,7 +223,7 @@ def test_a_steep_slope_of_the_entropy_at_a_tiny_temperature_meets_no_infinity(en
 
 
 @pytest.mark.slow
-def test_labels_of_every_integer_dtype_are_the_same_labels_and_none_is_taken_for_another() -> None:
+def test_labels_are_the_same_in_every_integer_dtype() -> None:
     """The vocabulary is larger than some of the dtypes reach; 64 bits are NumPy's own."""
     hidden, weight, labels = XLA.problem()
 
@@ -244,7 +244,7 @@ def test_labels_of_every_integer_dtype_are_the_same_labels_and_none_is_taken_for
     np.testing.assert_array_equal(ignored[156], narrow == 156)
 
 
-def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions() -> None:
+def test_where_weights_and_ignore_index_agree_on_what_counts() -> None:
     problem, live = XLA.problem(), jnp.asarray(XLA.live("most"))
     labels = jnp.where(live, problem.labels, -100)
     ways: list[dict[str, Any]] = [{"where": live}, {"weights": live.astype(F32)}, {"ignore_index": -100}]
@@ -267,7 +267,7 @@ def test_what_counts_may_be_said_by_where_weights_or_a_label_in_both_functions()
 
 
 @pytest.mark.parametrize("leading", [(24, 1), (), (0,)], ids=str)
-def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(leading: tuple[int, ...]) -> None:
+def test_outputs_are_float32_and_gradients_as_their_inputs(leading: tuple[int, ...]) -> None:
     hidden, weight, row = jnp.zeros((*leading, 16), BF16), jnp.zeros((131, 16)), jnp.zeros(leading)
     problem = Problem(hidden, weight, jnp.zeros(leading, int))
     rows = values_and_gradients.eval_shape(problem, Slopes(row, row, row))
@@ -278,7 +278,7 @@ def test_outputs_are_float32_and_gradients_have_their_input_s_shape_and_dtype(le
 
 
 @pytest.mark.parametrize("engine", every((*NARROW, GPU), kernels="nightly"))
-def test_a_copy_is_multiplied_in_place_of_the_weight_which_gets_its_gradient(engine: Engine) -> None:
+def test_a_weight_copy_is_multiplied_and_the_weight_learns(engine: Engine) -> None:
     """The weight is NaN, so that nothing reads it; its gradient is float32, and of bfloat16 products not rounded."""
     narrow, live = engine.problem(), engine.live("most")
     weights, cotangents = jnp.where(live, 0.7, 0.0), random_cotangents(len(live))

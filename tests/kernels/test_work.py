@@ -1,8 +1,8 @@
-"""What the head costs: matrix products, sizes of values, blocks visited, of every engine; and which one is chosen.
+"""The head's costs for every engine: matrix products, sizes of values, blocks visited; and the choice of an engine.
 
 The precision of products is that of a model's dtype, in a whole run, whatever JAX's configuration says.
 
-What compilers for TPUs and GPUs make of the programs: test_aot_head.py and test_mosaic_gpu_program.py.
+test_aot_head.py and test_mosaic_gpu_program.py have the programs of the compilers for TPUs and GPUs.
 """
 
 import functools
@@ -129,7 +129,7 @@ def test_a_function_and_its_gradients_take_so_many_products(engine, function, va
     [(8192, jnp.bfloat16, 640, 3.77, 1), (32768, jnp.bfloat16, 2560, 3, 8), (32768, jnp.float32, 640, 3.94, 1)],
 )
 def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, workspace, products, waves):
-    """4, less the share of columns whose logits a workspace of so many MiB keeps; and no more than it can hold.
+    """4, less the share of columns with logits kept by a workspace of so many MiB. No more is kept than it can hold.
 
     Waves, of all logits of some rows, are taken where they save more than reading and writing dW's sum costs.
     """
@@ -149,10 +149,8 @@ TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes
     ("chip", "workspace", "wave"),
     [("v6e", None, None), ("v6e", 640, 2048), ("v6e", 2560, 8192), ("v5e", None, 1024)],
 )
-def test_a_loss_on_tpus_takes_waves_where_they_save_more_than_reading_and_writing_dw_s_sum_costs(
-    chip, workspace, wave, monkeypatch
-):
-    """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e, where a product of theirs takes 0.7."""
+def test_tpu_waves_are_taken_where_they_save_time(chip, workspace, wave, monkeypatch):
+    """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e. A product of its rows takes 0.7 ms."""
     info = SimpleNamespace(num_cores=1, vmem_capacity_bytes=128 * MIB)
     info.bf16_ops_per_second, info.mem_bw_bytes_per_second = TPUS[chip]
     monkeypatch.setattr(tpu_tiles, "_info", lambda: info)

@@ -29,7 +29,7 @@ HEADS_OF_64 = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "nu
 
 
 def segments_of(rows, time):
-    """Row 0: padding at the left and two documents. The others: three documents and padding at the right."""
+    """Row 0: padding at the left and two documents. The other rows: three documents and padding at the right."""
     place = np.arange(time)
     first = (place >= 10).astype(np.int32) + (place >= time // 2)
     others = np.where(place < time - 15, 1 + (place >= 20).astype(np.int32) + (place >= 70), 0)
@@ -44,7 +44,7 @@ def inputs_of(rows, time, heads, kv_heads, head_dim, dtype):
 
 
 def differentiated(attend, queries, keys, values, weights):
-    """The outputs, and the gradients of their weighted sum for queries, keys and values, all as float32."""
+    """The outputs, and the gradients of their weighted sum for queries, keys and values, as float32."""
 
     @jax.jit
     def run(queries, keys, values):
@@ -69,11 +69,9 @@ def one_document_of(rows, time):
     ],
 )
 @pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.nightly), 20])
-def test_a_kernel_gives_outputs_and_gradients_of_masked_attention(
-    kernel, mesh, packed, sizes, tolerance, window, monkeypatch
-):
+def test_a_kernel_matches_masked_attention(kernel, mesh, packed, sizes, tolerance, window, monkeypatch):
     monkeypatch.setattr(attention, "BLOCKS", (128,))
-    # A model with sliding layers has these and the others.
+    # A model with sliding layers has both kinds.
     check_against_masked(Attention(kernel, make_mesh(mesh), packed, window=20), sizes, tolerance, window)
 
 
@@ -122,7 +120,7 @@ def train_gradient(mesh, **model):
 @pytest.mark.parametrize(
     ("dtype", "configured"), [("bfloat16", "highest"), pytest.param("float32", None, marks=pytest.mark.nightly)]
 )
-def test_the_update_compiles_for_tpus_in_any_dtype_and_at_any_default_matmul_precision(dtype, configured):
+def test_the_update_compiles_for_tpus_at_any_precision(dtype, configured):
     mesh = targets.mesh("v5e:2x4", (1, 1, 1), ("dp", "fsdp", "tp"))
     with jax.default_matmul_precision(configured):
         program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)
@@ -138,7 +136,7 @@ def chosen(setting=None, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=
 
 @pytest.fixture
 def on(monkeypatch):
-    """`on("tpu")` or `on("gpu")`: from then on the devices say that they are of that kind, and JAX finds cuDNN."""
+    """`on("tpu")` or `on("gpu")`: from then on the devices report this kind, and JAX finds cuDNN."""
 
     def pretend(platform):
         monkeypatch.setattr(attention, "platform", lambda mesh: platform)
@@ -158,7 +156,7 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
     assert chosen(architecture=sliding, packed=packed).attention == Attention(kernel, make_mesh(ONE), packed, window=20)
 
 
-def test_the_attention_knows_whether_a_row_of_the_run_holds_several_documents(monkeypatch):
+def test_attention_is_told_whether_rows_are_packed(monkeypatch):
     asked = []
     monkeypatch.setattr(load, "choose", lambda *arguments: asked.append(arguments[-1]) or AttentionChoice(None, ""))
     for settings in (config("grpo"), config("sft"), config("sft", data={"packing": False})):
@@ -175,7 +173,7 @@ def test_the_attention_knows_whether_a_row_of_the_run_holds_several_documents(mo
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
     ],
 )
-def test_where_a_kernel_can_not_run_xla_is_chosen_for_that_reason(kernel, change, setting, reason, on):
+def test_xla_is_chosen_where_a_kernel_can_not_run(kernel, change, setting, reason, on):
     on("tpu" if kernel == "splash" else "gpu")
     choice = chosen(architecture=dataclasses.replace(SMALL, **change), **setting)
     assert choice.attention is None
@@ -194,5 +192,5 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
 @pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
 @pytest.mark.parametrize("time", [100, 192, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_on_gpus_cudnn_gives_the_outputs_and_gradients_of_masked_attention(packed, time):
+def test_cudnn_matches_masked_attention_on_gpus(packed, time):
     check_against_masked(chosen(packed=packed).attention, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)

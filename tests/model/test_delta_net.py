@@ -69,7 +69,7 @@ def oracle(rule: Rule, memory: Any) -> tuple[np.ndarray, np.ndarray]:
     ("lengths", "each", "slow"),
     [((5,), 1, 1), ((63,), 2, 1), ((64,), 2, 1e4), ((65,), 4, 1), ((1, 20, 64, 3, 112), 2, 1e2)],
 )
-def test_outputs_and_memory_are_those_of_the_recurrence_in_float64(run: Any, lengths: Any, each: int, slow: float):
+def test_outputs_and_memory_match_the_float64_recurrence(run: Any, lengths: Any, each: int, slow: float):
     """`slow` memories keep hundreds of tokens. An error is a few roundings of numbers up to the largest value."""
     rule = random_rule(segments_of(*lengths, padding=7), each=each, slow=slow)
     memory = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, each, 6, 5)), jnp.float32)
@@ -77,7 +77,7 @@ def test_outputs_and_memory_are_those_of_the_recurrence_in_float64(run: Any, len
     expected, expected_after = oracle(rule, memory)
     scale = 100 * EPSILON * np.abs(expected_after).max()
     np.testing.assert_allclose(after, expected_after, rtol=0, atol=scale)
-    real = sum(lengths)  # what padding gives is meaningless
+    real = sum(lengths)  # the outputs of padding are meaningless
     np.testing.assert_allclose(outputs[:, :real], expected[:, :real], rtol=0, atol=scale)
 
 
@@ -92,9 +92,10 @@ def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("groups", "recomputed", "again"), [(1, False, False), (2, True, False), (2, False, True)])
-def test_a_group_of_chunks_is_computed_again_only_among_several_and_in_a_layer_that_is_not(
+def test_chunks_are_recomputed_by_group_or_by_layer_not_both(
     groups: int, recomputed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A single group is never computed again by itself."""
     monkeypatch.setattr(delta_net, "GROUP", 4 // groups)
     rule, memory = random_rule(segments_of(200)), jnp.zeros((1, 2, 2, 6, 5))
 
@@ -119,7 +120,7 @@ def test_the_inverse_has_the_gradient_of_the_inverse() -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=64 * EPSILON * np.abs(expected).max())
 
 
-def test_a_convolution_begins_anew_in_each_document_and_goes_on_from_its_last_inputs() -> None:
+def test_a_convolution_restarts_in_each_document_and_resumes() -> None:
     rng = np.random.default_rng(0)
     x, taps = rng.normal(size=(1, 9, 3)).astype(np.float32), rng.normal(size=(3, 4)).astype(np.float32)
     before = rng.normal(size=(1, 3, 3)).astype(np.float32)
@@ -141,7 +142,7 @@ def made(*kinds: str) -> tuple[Architecture, nnx.State]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(70, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
-def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(lengths: Sequence[int]) -> None:
+def test_a_packed_row_matches_its_documents_alone(lengths: Sequence[int]) -> None:
     sizes, params = made(LINEAR, FULL)
     graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, sum(lengths))))
@@ -168,7 +169,7 @@ def test_a_packed_row_has_the_values_and_gradients_of_its_documents_alone(length
 
 
 @pytest.mark.slow
-def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -> None:
+def test_tokens_go_on_from_the_state_of_a_row() -> None:
     sizes, params = made(LINEAR, FULL)
     layer = nnx.merge(
         nnx.split(Decoder.abstract(sizes, dtype=jnp.float32).delta)[0], jax.tree.map(lambda x: x[0], params["delta"])
@@ -192,7 +193,7 @@ def test_a_row_s_state_is_that_after_its_last_token_and_tokens_go_on_from_it() -
 
 
 def parts_of(x: jax.Array, bits: int, count: int) -> list[jax.Array]:
-    """Numbers of so many bits, the largest first, whose sum is nearly x."""
+    """Numbers of so many bits, the largest first. Their sum is nearly x."""
     parts: list[jax.Array] = []
     for _ in range(count):
         parts.append(jax.lax.reduce_precision(x - sum(parts), 8, bits - 1))
@@ -222,7 +223,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> delta_net.Precisions:
     return delta_net.Precisions.of(jnp.bfloat16, "gpu")
 
 
-def test_on_a_gpu_an_inverse_is_as_exact_as_in_float32_and_outputs_have_eleven_bits(as_on_a_gpu: Any) -> None:
+def test_a_gpu_inverse_is_float32_and_outputs_have_11_bits(as_on_a_gpu: Any) -> None:
     below = np.tril(np.random.default_rng(0).uniform(0, 1, (64, 64)), -1)
     inverse = invert(jnp.asarray(below, jnp.float32), as_on_a_gpu.inverse)
     expected = np.linalg.inv(np.eye(64) + np.float32(below).astype(np.float64))
@@ -248,7 +249,7 @@ class TestByTheGpuCompiler:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-    def test_all_products_of_a_bfloat16_update_are_for_matrix_units_and_none_of_a_float32_update_is(self, dtype: str):
+    def test_only_bfloat16_updates_multiply_on_matrix_units(self, dtype: str):
         mesh = targets.mesh("h100", (1, 1, 1), AXES)
         model = {"architecture": tiny.QWEN35, "dtype": dtype}
         program = targets.compiled(*Programs(tiny.config("sft", model=model), mesh).update(), mesh)

@@ -1,4 +1,4 @@
-"""What is learned of a chat is the assistant's, by any template: the judge gives each message its own alphabet."""
+"""Only the assistant's messages are learned, by any template. The judge gives each message its own alphabet."""
 
 import re
 from dataclasses import replace
@@ -55,7 +55,7 @@ def signed(value: Any, number: int) -> Any:
 
 
 def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> None:
-    """Assert what must hold of a chat's tokens and of which of them are learned."""
+    """Assert the rules of a chat's tokens, and of its learned tokens."""
     tokenizer = renderer.tokenizer
     ids, mask = encode_example(renderer, chat, first)
     text = render(renderer, chat)
@@ -76,7 +76,7 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
     for turn, (start, end) in zip(turns, runs, strict=True):
         letters = [place for place, owner in enumerate(owners) if owner == turn]
         assert start <= letters[0] <= letters[-1] < end
-        # A prompt's opening of the thought is not learned where the chat has it, too; of two thoughts one is content.
+        # A prompt's opening of the thought is not learned where the chat also has it. Of two thoughts one is content.
         twice = "<think>" in chat[turn]["content"] and chat[turn].get("reasoning_content")
         assert text[:start].endswith(opened) or text[:start].endswith(header)
         assert text[:start].endswith(opened) or twice or not text[start:].startswith(opened.removeprefix(header))
@@ -85,7 +85,7 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
         assert [text[a:b] for a, b in opening] == ["[TOOL_CALLS]"] * ("[TOOL_CALLS]" in text[start:end])
         is_ended = turn == len(chat) - 1 or "ASSISTANT" not in tokenizer.chat_template
         assert [span[1] for span in closing] == [end] * is_ended
-        if "tool_calls" not in chat[turn]:  # what the template adds is white, or an empty thought
+        if "tool_calls" not in chat[turn]:  # the template adds white space or an empty thought
             added = owned[start : letters[0]] + owned[letters[-1] + 1 : closing[0][0] if closing else end]
             assert not re.search("[a-zA-Z]", re.sub("</?think>|</s$", "", added))
     prompt = encode_prompt(renderer, chat[: turns[0]])
@@ -105,7 +105,7 @@ def chats(name: str, count: int) -> list[tuple[Renderer, list[dict[str, Any]], i
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_the_assistant_s_turns_of_random_chats_and_nothing_else_are_learned(name: str) -> None:
+def test_only_assistant_turns_of_random_chats_are_learned(name: str) -> None:
     for renderer, chat, first in chats(name, 25):
         judge(renderer, chat, first)
 
@@ -121,7 +121,8 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.6", "qwen3.8"])
-def test_a_thought_in_a_content_or_in_its_own_field_is_learned_once_as_the_sampler_writes_it(name: str) -> None:
+def test_a_thought_is_learned_once_as_the_sampler_writes_it(name: str) -> None:
+    """A thought may be in the content or in its own field."""
     tokenizer, user = PUBLIC[name].tokenizer(), {"role": "user", "content": "1+1="}
     inside = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n2"}
     apart = {"role": "assistant", "reasoning_content": "Easy.", "content": "2"}
@@ -129,7 +130,8 @@ def test_a_thought_in_a_content_or_in_its_own_field_is_learned_once_as_the_sampl
         assert learned(tokenizer, [user, answer]) == ["Easy.\n</think>\n\n2<|im_end|>"]
 
 
-def test_a_marked_template_learns_a_first_message_of_the_assistant_and_the_same_as_without_marks() -> None:
+def test_a_marked_template_learns_the_same_as_an_unmarked_one() -> None:
+    """The first message of the chat may be the assistant's."""
     public = PUBLIC["smollm3"]
     chat = [{"role": "assistant", "content": "Hello"}, *turns("a", "b")]
     assert learned(public.tokenizer(), chat) == ["Hello<|im_end|>", "<think>\n\n</think>\nb<|im_end|>"]
@@ -138,7 +140,7 @@ def test_a_marked_template_learns_a_first_message_of_the_assistant_and_the_same_
         assert encode_example(replace(renderer, tokenizer=bare), chat, first) == encode_example(renderer, chat, first)
 
 
-def test_a_mark_in_a_macro_that_transformers_counts_wrongly_is_an_error() -> None:
+def test_a_mark_miscounted_in_a_macro_is_an_error() -> None:
     template = (
         "{% macro say(m) %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
         "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{% endmacro %}"
@@ -196,7 +198,7 @@ TURN_ENDS = {
 
 
 @pytest.mark.parametrize("name", TURN_ENDS)
-def test_a_turn_is_learned_with_what_closes_its_call_and_what_ends_it(name: str) -> None:
+def test_a_turn_is_learned_with_its_call_closing_and_end(name: str) -> None:
     template, chat, expected = TURN_ENDS[name]
     template += ASKS + "{% generation %}<|END|>{% endgeneration %}" * (name == "Phi-3 marked")
     assert learned(Public(template, CONTROLS).tokenizer(), chat) == expected
@@ -238,7 +240,7 @@ def test_a_template_that_writes_an_answer_twice_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["first", "always"])
-def test_a_piece_from_the_middle_is_not_encoded_as_if_it_began_a_text(scheme: str) -> None:
+def test_a_middle_piece_is_not_encoded_as_a_text_start(scheme: str) -> None:
     """Metaspace's own space before a text stands neither before an answer nor before a completion."""
     pieces = ["<unk>", "<s>", "</s>", "\u2581a", *"\u2581\nab[]INST/"]
     vocabulary = [(piece, -float(number)) for number, piece in enumerate(pieces)]
@@ -254,7 +256,7 @@ def test_a_piece_from_the_middle_is_not_encoded_as_if_it_began_a_text(scheme: st
     assert tokenizer.tokenize("a") == ["\u2581a"]
 
 
-def test_a_control_token_that_takes_the_white_space_behind_it_does_so_between_pieces() -> None:
+def test_a_control_token_takes_white_space_between_pieces() -> None:
     """Phi-3's `<|end|>` takes the newline, as it does in a prompt that is tokenized at once."""
     tokenizer = PUBLIC["phi"].tokenizer()
     tokenizer.add_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
@@ -269,7 +271,7 @@ def test_every_template_has_the_same_date() -> None:
     assert render(Renderer(american), turns("a")).startswith("7/26/24 12 AM")
 
 
-def test_decoding_never_cleans_spaces_and_the_template_for_tools_is_kept(tmp_path: Path) -> None:
+def test_decoding_keeps_spaces_and_the_template_for_tools(tmp_path: Path) -> None:
     public = PUBLIC["qwen3"]
     tokenizer = public.tokenizer()
     tokenizer.clean_up_tokenization_spaces = True

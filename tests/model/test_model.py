@@ -1,4 +1,4 @@
-"""Every family's decoder against transformers' own, and rematerialised, and what it rounds.
+"""Every family's decoder against transformers' decoder, its rematerialisation, and its rounding.
 
 Expected logits: tests/fixtures/README.md; tests/algorithms/test_packed_update.py has packed rows, and
 tests/sampler/test_rollout.py what decode steps compute.
@@ -81,8 +81,8 @@ def test_the_norm_rounds_once() -> None:
 
 
 @pytest.mark.slow
-def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum() -> None:
-    """docs/log.md has what rounding to bfloat16 would cost; `project` and `add_feed_forward` narrow their operands."""
+def test_the_residual_stream_is_summed_in_float32() -> None:
+    """docs/log.md has the cost of rounding to bfloat16. `project` and `add_feed_forward` narrow their operands."""
     config, params, tokens, *_ = fixture("grouped_bfloat16")
     model = nnx.merge(nnx.split(Decoder.abstract(config, dtype=jnp.bfloat16))[0], params)
     one = nnx.merge(nnx.split(model.layers)[0], jax.tree.map(lambda x: x[0], nnx.state(model.layers)))
@@ -96,7 +96,7 @@ def test_what_layers_add_to_the_residual_stream_is_float32_and_so_is_their_sum()
 
 
 @pytest.mark.slow
-def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one() -> None:
+def test_remat_keeps_gradients_and_each_parameter_has_one() -> None:
     plain, again = (gradients("qwen3", remat=kind) for kind in ("none", "full"))
     for (path, expected), leaf in zip(tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
         assert np.abs(expected).max() > 1e-6, parameter_name(path)
@@ -104,7 +104,9 @@ def test_rematerialization_does_not_change_gradients_and_every_parameter_has_one
 
 
 @pytest.mark.slow
-def test_bfloat16_gives_float32_gradients_not_rounded_before_and_a_residual_kept_in_it_no_worse_ones() -> None:
+def test_bfloat16_gives_unrounded_float32_gradients() -> None:
+    """A residual stream in bfloat16 makes the gradients no worse."""
+
     def flat(**options: Any) -> np.ndarray:
         leaves = jax.tree.leaves(gradients("qwen3", **options))
         assert all(leaf.dtype == jnp.float32 and (leaf != leaf.astype(jnp.bfloat16)).any() for leaf in leaves)
@@ -123,7 +125,7 @@ def test_a_token_outside_the_vocabulary_gives_nan() -> None:
 
 
 @pytest.mark.slow
-def test_a_fresh_model_has_normal_matrices_zero_biases_and_unit_norms() -> None:
+def test_a_fresh_model_has_normal_matrices_and_unit_norms() -> None:
     config = dataclasses.replace(fixture("untied_sharded")[0], hidden_size=64, initializer_range=0.02)
     for path, leaf in tree_leaves_with_path(jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(0))))()):
         name = parameter_name(path)
@@ -139,14 +141,14 @@ def policy_of(settings):
     return load_policy(settings, make_mesh(settings.mesh))
 
 
-def test_a_random_model_may_take_its_sizes_from_a_folder_without_its_parameters():
+def test_a_random_model_can_take_sizes_from_a_bare_folder():
     folder, sizes = find_model(ModelConfig(init="random", source=str(FIXTURES / "tied"), tokenizer="bytes"))
     assert (folder, sizes.vocab_size) == (FIXTURES / "tied", 96)
     with pytest.raises(UserError, match=r"model.source: Qwen/Qwen9 is neither a folder nor one of"):
         find_model(ModelConfig(init="random", source="Qwen/Qwen9"))
 
 
-def test_the_seed_alone_decides_the_first_parameters_whatever_the_mesh():
+def test_the_seed_alone_decides_the_first_parameters():
     settings = config(), config(mesh={"dp": 2, "fsdp": 2, "tp": 2}), config(seed=1)
     first, again, other = (policy_of(one).initial_params() for one in settings)
     jax.tree.map(np.testing.assert_array_equal, *map(jax.device_get, (again, first)))
@@ -173,7 +175,7 @@ def test_rows_longer_than_the_models_positions_are_refused(section):
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
     ],
 )
-def test_presets_have_as_many_parameters_as_the_published_checkpoints(published: str, parameters: int) -> None:
+def test_presets_have_the_parameters_of_published_checkpoints(published: str, parameters: int) -> None:
     assert published in PRESETS
     for name in {published, f"{published}-Instruct"} & PRESETS.keys():
         leaves = jax.tree.leaves(nnx.state(Decoder.abstract(PRESETS[name])))

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and what isn't supported.
+"""Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and the rest is refused.
 
 tests/fixtures/peft, peft_gemma3 and peft_qwen3_5 were written by peft (tests/fixtures/README.md).
 """
@@ -45,7 +45,7 @@ def abstract_model(base: str, lora: Lora, **mesh: int) -> tuple[nnx.GraphDef, Pa
     ("name", "model", "targets"),
     [("peft", BASE, ALL), ("peft_gemma3", "gemma3", ALL[:-1]), ("peft_qwen3_5", "qwen3_5", DELTA)],
 )
-def test_adapters_that_peft_wrote_give_the_logits_that_peft_computes_on_four_devices(name, model, targets):
+def test_peft_adapters_give_peft_logits_on_four_devices(name, model, targets):
     lora, folder = peft.resolve(LoraConfig(source=str(FIXTURES / name)), sizes := weights.read_config(FIXTURES / model))
     assert (lora, folder) == (Lora(rank=3, alpha=6.0, targets=targets), FIXTURES / name)
     graphdef, adapters, frozen = abstract_model(model, lora, fsdp=2, tp=2)
@@ -111,7 +111,7 @@ def test_settings_that_the_source_says_too_must_agree_with_it() -> None:
             peft.resolve(LoraConfig.model_validate({"source": str(PEFT), name: value}), SIZES)
 
 
-def test_an_adapter_with_a_nan_or_a_missing_tensor_and_a_pickled_file_are_refused(tmp_path: Path) -> None:
+def test_nan_missing_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(PEFT, tmp_path / "adapter"))
     abstract = abstract_model(BASE, peft.read_config(PEFT))[1]
     tensors, name = load_file(PEFT / peft.FILE), "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"

@@ -84,7 +84,7 @@ def test_norms_and_biases_are_not_rounded(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["q", "v"])
-def test_a_product_is_rounded_once_after_bias_and_adapter_and_has_the_gradients_of_float64(target):
+def test_a_product_is_rounded_once_after_bias_and_adapter(target):
     """The product is q, with an adapter or without. Operands are on the grid, but x a^T, which is small, is rounded."""
     sizes, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(8, 16.0, (target,))
     graphdef, params = nnx.split(
@@ -165,15 +165,16 @@ def test_what_bfloat16_holds_stays_as_it_is():
     assert np.isnan(copied(np.array([[0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF]], np.uint32).view(np.float32))).all()
 
 
-def test_other_numbers_become_a_neighbour_the_farther_one_where_their_last_bits_and_the_weight_s_carry(bits):
+def test_other_numbers_become_a_neighbour_by_their_last_bits(bits):
+    """The farther neighbour is taken where the last bits and the weight's threshold carry."""
     values = (RNG.normal(size=SHAPE) * 10.0 ** RNG.integers(-36, 37, SHAPE)).astype(np.float32)
     assert_same_bits(copied(values), cut(values, bits))
     assert ((copied(values) == cut(values, 0)) | (copied(values) == cut(values, 0xFFFF))).all()
 
 
 @pytest.mark.slow
-def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_parameters(bits):
-    """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of these."""
+def test_thresholds_are_uniform_and_independent(bits):
+    """49,152 draws from 65,536 numbers are expected to bring up 52.8 % of the numbers."""
     assert 0.51 < len(np.unique(bits)) / 65536 < 0.55
     np.testing.assert_allclose(np.histogram(bits, 16, (0, 65536))[0] / bits.size, 1 / 16, rtol=0.1)
     others = [bits_of(name) for name in ("head", "layers.q_weight", "layers.k_weight")]
@@ -184,8 +185,8 @@ def test_thresholds_are_uniform_and_independent_over_layers_rows_columns_and_par
 
 
 @pytest.mark.nightly
-def test_thresholds_are_the_same_in_every_process_version_and_shape(bits):
-    """What a run was trained with, another one resumes, samples or exports."""
+def test_thresholds_are_the_same_in_every_process_and_shape(bits):
+    """A run is resumed, sampled or exported by a process other than its trainer."""
     assert bits[[0, 0, 1, 191], [0, 1, 0, 255]].tolist() == [36794, 12080, 62708, 48799]
     np.testing.assert_array_equal(bits_of("embed", (7, 300))[:, :256], bits[:7])
 
@@ -196,7 +197,8 @@ def test_rows_that_are_looked_up_are_those_of_the_matrix():
 
 
 @pytest.mark.parametrize("name", ["embed", "head"])
-def test_a_tied_head_is_rounded_as_the_embedding_is_and_one_of_its_own_by_its_own_name(name):
+def test_a_tied_head_is_rounded_like_the_embedding(name):
+    """An untied head is rounded by its own name."""
     sizes = Architecture.from_hf({**ARCHITECTURE, "tie_word_embeddings": name == "embed"}, "test")
     model, values = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=True), RNG.normal(size=SHAPE)
     found = model.head_copy(jnp.asarray(values, jnp.float32)).astype(jnp.float32)
@@ -214,7 +216,7 @@ def dequantized(matrix):
     return np.asarray(matrix.values, np.float32) * np.asarray(matrix.scales)[:, None]
 
 
-def test_each_row_has_its_own_scale_and_nothing_is_off_by_more_than_half_a_step():
+def test_each_row_has_a_scale_and_errors_within_half_a_step():
     exact = random_matrix() * 10.0 ** np.arange(-32, 32)[:, None]
     exact[3] = 0
     found = quantize(jnp.asarray(exact))
@@ -231,7 +233,7 @@ def test_each_row_has_its_own_scale_and_nothing_is_off_by_more_than_half_a_step(
     ],
     ids=str,
 )
-def test_a_decode_step_computes_with_the_matrices_that_int8_stands_for(mesh, model):
+def test_a_decode_step_uses_the_int8_matrices(mesh, model):
     tied = config().model.architecture
     model = {**model, "architecture": {**tied, **model.get("architecture", {})}}
     settings = config(mesh=mesh, model=model)

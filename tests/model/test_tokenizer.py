@@ -36,7 +36,7 @@ CHAT = [
 ]
 
 
-def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_path: Path) -> None:
+def test_a_byte_tokenizer_reloads_beside_a_qwen2_config(tmp_path: Path) -> None:
     save_tokenizer(BYTES, tmp_path)
     by_transformers = AutoTokenizer.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
@@ -49,13 +49,13 @@ def test_a_saved_byte_tokenizer_is_loaded_unchanged_beside_a_qwen2_config(tmp_pa
         assert loaded.chat_template == BYTES.chat_template
         assert loaded.all_special_ids == BYTES.all_special_ids
         assert stop_ids(loaded) == (END,)
-    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())  # names that transformers 4 knows, too
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())  # names that transformers 4 also knows
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
     assert "extra_special_tokens" not in settings
 
 
-def test_a_variable_of_the_template_reaches_it_in_prompts_and_examples() -> None:
+def test_template_variables_reach_prompts_and_examples() -> None:
     """`enable_thinking: false` makes Qwen3.5's template begin the answer with an empty thought."""
     tokenizer, thought = PUBLIC["qwen3.5"].tokenizer(), "<think>\n\n</think>\n\n"
     quiet = Renderer(tokenizer, args={"enable_thinking": False})
@@ -66,7 +66,7 @@ def test_a_variable_of_the_template_reaches_it_in_prompts_and_examples() -> None
     assert ids[: len(begun)] == begun
 
 
-def test_without_the_template_a_prompt_is_the_user_s_text_after_the_token_that_begins_texts() -> None:
+def test_no_template_makes_a_prompt_bos_and_the_user_text() -> None:
     assert encode_prompt(Renderer(BYTES, "never"), CHAT[:1]) == [*b"3+4="]
     llama = bytes_tokenizer()
     llama.bos_token = "<|endoftext|>"
@@ -78,7 +78,7 @@ def test_without_the_template_a_prompt_is_the_user_s_text_after_the_token_that_b
             encode_prompt(Renderer(BYTES, "never"), messages)
 
 
-def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_chats(tmp_path: Path) -> None:
+def test_a_model_without_a_template_takes_texts_and_no_chats(tmp_path: Path) -> None:
     model = ModelConfig(source=str(shutil.copytree(FIXTURE, tmp_path / "model")))
     (tmp_path / "model/chat_template.jinja").unlink()
     policy = load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False)
@@ -100,8 +100,8 @@ def test_a_model_without_a_template_is_asked_by_texts_and_can_not_be_asked_by_ch
     ],
     ids=str,
 )
-def test_texts_begin_with_the_token_that_the_family_begins_them_with(settings, model_type, begins, tmp_path):
-    """Mirrors of Gemma 4 have a tokenizer.json that adds none; texts to learn and raw prompts of GRPO and DPO alike."""
+def test_texts_begin_with_the_first_token_of_the_family(settings, model_type, begins, tmp_path):
+    """Mirrors of Gemma 4 have a tokenizer.json that adds no such token. Learned texts and raw prompts begin alike."""
     tokenizer = bytes_tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.save_pretrained(tmp_path)
@@ -117,7 +117,7 @@ def test_texts_begin_with_the_token_that_the_family_begins_them_with(settings, m
     assert found == [[*first, *text, END] for text in (b"7", b"3+4=7", b"3+4=8")]
 
 
-def test_a_first_token_that_only_the_template_writes_is_warned_of_where_texts_lack_it(caplog) -> None:
+def test_a_first_token_only_in_the_template_is_warned_of(caplog) -> None:
     llama = PUBLIC["llama3"].tokenizer()
     for text in ("3+4=", "7"):
         encode_prompt(Renderer(llama, "never"), [{"role": "user", "content": text}])
@@ -126,7 +126,7 @@ def test_a_first_token_that_only_the_template_writes_is_warned_of_where_texts_la
     assert "its chat template writes <|begin|>, and texts do not begin with it" in record.getMessage()
 
 
-def test_a_template_that_writes_the_first_token_is_not_given_a_second_one_by_the_tokenizer() -> None:
+def test_the_first_token_is_not_written_twice() -> None:
     gemma = PUBLIC["gemma3"].tokenizer()
     begins = [("<bos>", gemma.bos_token_id)]
     gemma.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=begins)
@@ -142,7 +142,8 @@ def test_stop_ids_are_gathered_without_duplicates(tmp_path: Path) -> None:
     assert stop_ids(BYTES, tmp_path / "missing") == (END,)
 
 
-def test_a_base_model_stops_at_the_token_with_which_its_template_ends_a_turn_and_one_without_any_is_refused() -> None:
+def test_a_base_model_stops_at_the_turn_end_of_its_template() -> None:
+    """A model without any such token is refused."""
     base = bytes_tokenizer()
     base.chat_template, base.eos_token = PUBLIC["qwen2.5"].template, "<|endoftext|>"
     assert stop_ids(base) == (ENDOFTEXT, END)
@@ -155,7 +156,8 @@ LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_h
 LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 
 
-def test_the_ids_that_begin_and_end_a_text_are_those_of_the_tokenizer_and_not_of_the_class(tmp_path):
+def test_exported_bos_and_eos_ids_are_those_of_the_tokenizer(tmp_path):
+    """The class of the configuration has other defaults."""
     architecture = Architecture.from_hf(LLAMA, "config.json")
     for bos, ends, eos in ((3, (4,), 4), (None, (4, 7), [4, 7])):
         write_settings(tmp_path, architecture, "float32", ends, pad_id=5, bos_id=bos)

@@ -54,7 +54,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(name: str, tmp_path: Path) -> None:
+def test_saved_tensors_match_transformers_to_the_bit(name: str, tmp_path: Path) -> None:
     params, config = load_weights(FIXTURES / name), weights.read_config(FIXTURES / name)
     weights.save(tmp_path, config, params, dtype=jnp.bfloat16 if "bfloat16" in name else jnp.float32)
     assert tensors_in(tmp_path) == tensors_in(FIXTURES / name)
@@ -64,7 +64,7 @@ def test_saved_tensors_have_the_names_shapes_dtypes_and_bits_of_transformers(nam
     assert_same_bits(load_weights(tmp_path), params)
 
 
-def test_a_llama_s_exported_positions_are_read_by_transformers_4_too() -> None:
+def test_exported_llama_positions_load_in_transformers_4() -> None:
     """It knows no `rope_parameters`, but `rope_scaling`, as in the published config.json, and rope_theta on top."""
     llama = PRESETS["meta-llama/Llama-3.2-1B"]
     exported = {key: value for key, value in llama.to_hf().items() if key != "rope_parameters"}
@@ -73,7 +73,7 @@ def test_a_llama_s_exported_positions_are_read_by_transformers_4_too() -> None:
     assert Architecture.from_hf(exported, "test") == llama
 
 
-def test_the_text_part_of_a_gemma_3_of_texts_and_images_is_read_alone(tmp_path: Path) -> None:
+def test_the_text_part_of_a_multimodal_gemma_3_is_read(tmp_path: Path) -> None:
     texts = load_file(FIXTURES / "gemma3" / "model.safetensors")
     images = {"vision_tower.embeddings.patch_embedding.bias": np.zeros(3, np.float32)}
     save_file({f"language_model.{name}": x for name, x in texts.items()} | images, tmp_path / "model.safetensors")
@@ -88,7 +88,8 @@ PUBLISHED = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers
 PUBLISHED |= {"model_type": "gemma3_text", "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
 
 
-def test_gemma_3_4b_by_its_sparse_config_json_is_the_preset_and_has_five_sliding_layers_before_each_full_one() -> None:
+def test_the_sparse_gemma_3_4b_config_is_the_preset() -> None:
+    """Five sliding layers stand before each full layer."""
     sizes = Architecture.from_hf({"model_type": "gemma3", "text_config": PUBLISHED}, "test")
     assert sizes == PRESETS["google/gemma-3-4b-it"] == Architecture.from_hf(sizes.to_hf(), "test")
     assert (sizes.vocab_size, sizes.num_attention_heads, sizes.num_key_value_heads) == (262_208, 8, 4)
@@ -132,7 +133,7 @@ def test_a_tied_head_that_copies_the_embedding_is_left_out(tmp_path: Path) -> No
     assert_same_bits(load_weights(tied), alone)
 
 
-def test_saving_over_an_export_replaces_it_with_nothing_left_behind_and_refuses_files_of_others(sharded: Path) -> None:
+def test_saving_replaces_an_export_and_refuses_foreign_files(sharded: Path) -> None:
     config, before = weights.read_config(FIXTURES / "tied"), bytes_in(sharded)
     with pytest.raises(UserError, match=r"expected\.npz: no export wrote this"):
         weights.save(sharded, config, load_weights(FIXTURES / "tied"))
@@ -146,7 +147,7 @@ def test_saving_over_an_export_replaces_it_with_nothing_left_behind_and_refuses_
 
 
 @pytest.mark.parametrize("stage", ["files", "files, after a kill", "last rename"])
-def test_a_save_that_is_interrupted_leaves_the_earlier_export_as_it_was(stage, sharded, monkeypatch):
+def test_an_interrupted_save_keeps_the_earlier_export(stage, sharded, monkeypatch):
     rename = Path.rename
 
     def first_rename_only(path: Path, target: Path) -> Path:
@@ -198,7 +199,7 @@ def whole(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: Path, capfd: pytest.CaptureFixture):
+def test_the_text_part_is_read_and_the_rest_is_announced(whole: Path, capfd: pytest.CaptureFixture):
     assert weights.read_config(whole) == weights.read_config(TEXTS)
     found, expected = load_weights(whole), load_weights(TEXTS)
     assert f"{whole}: 2 tensors are not of the language model and are left out\n" in capfd.readouterr().err
@@ -208,7 +209,7 @@ def test_the_texts_part_is_read_alone_and_one_line_says_what_is_left_out(whole: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [20_000, pytest.param(10**9, marks=pytest.mark.slow)])
-def test_an_export_is_the_folder_that_was_read_with_other_parameters(whole, tmp_path, limit, monkeypatch):
+def test_an_export_is_the_source_folder_with_new_parameters(whole, tmp_path, limit, monkeypatch):
     monkeypatch.setattr(weights, "SHARD_BYTES", limit)
     params, out = jax.tree.map(lambda x: 2 * x, load_weights(whole)), tmp_path / "out"
     sizes, original = weights.read_config(whole), Original.open(whole)
@@ -230,7 +231,7 @@ def test_an_export_is_the_folder_that_was_read_with_other_parameters(whole, tmp_
 
 
 @pytest.mark.slow
-def test_adapters_of_all_products_are_written_under_the_names_that_were_read(whole: Path, tmp_path: Path) -> None:
+def test_adapters_are_written_under_the_names_of_the_source(whole: Path, tmp_path: Path) -> None:
     sizes = weights.read_config(whole)
     lora, _ = peft.resolve(LoraConfig(rank=2, alpha=4.0), sizes)
     assert lora.targets == ("q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out")
@@ -257,7 +258,7 @@ def test_a_product_that_the_model_lacks_has_no_adapter() -> None:
 @pytest.mark.parametrize(
     ("name", "layers", "billions"), [("0.8B", 24, 0.75), ("4B", 32, 4.2), ("9B", 32, 9.0), ("27B", 64, 26.9)]
 )
-def test_published_sizes_have_three_delta_nets_before_each_full_layer(name: str, layers: int, billions: float) -> None:
+def test_published_sizes_mix_three_delta_nets_to_a_full_layer(name: str, layers: int, billions: float) -> None:
     """Parameters of the texts' part: counted from the published sizes."""
     sizes = PRESETS[f"Qwen/Qwen3.5-{name}"]
     assert sizes.layer_types == (LINEAR, LINEAR, LINEAR, FULL) * (layers // 4)
@@ -267,7 +268,7 @@ def test_published_sizes_have_three_delta_nets_before_each_full_layer(name: str,
     assert count / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_qwen3_6_and_3_8_by_their_config_json_are_the_sizes_of_qwen3_5() -> None:
+def test_qwen3_6_and_3_8_configs_give_the_sizes_of_qwen3_5() -> None:
     """The keys of both published 27B that Qwen3.5's has not, or has elsewhere."""
     preset = PRESETS["Qwen/Qwen3.5-27B"]
     rope = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_theta": 10_000_000, "rope_type": "default"}

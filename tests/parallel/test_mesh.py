@@ -1,4 +1,4 @@
-"""What devices hold and exchange: one table of axes, and the compiled programs of a rollout and a log-prob pass.
+"""The arrays and exchanges of devices: one table of axes, and the compiled programs of a rollout and a log-prob pass.
 
 Every mesh gives the loss, gradients and log-probabilities of one device, to rounding, and its compute copies' bits;
 each has a model of another family. Rollouts on a mesh: tests/sampler/test_rollout.py.
@@ -31,14 +31,13 @@ from mllm.sampler.decoding import decoding_weights
 from mllm.sampler.pages import page_size
 from mllm.sampler.schedule import LOGITS, MEAN_LENGTH
 from mllm.sampler.slots import CHUNK, insert, resize
-from mllm.training import room
-from mllm.training.decode_limits import decode_limits
+from mllm.training import decode_limits
 from mllm.training.step import accumulate, make_logprob_pass
 
 SIZES = PRESETS["Qwen/Qwen2.5-3B"]
 
 
-def test_a_mesh_of_fewer_devices_than_the_processes_have_is_refused(monkeypatch):
+def test_a_mesh_that_leaves_devices_unused_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
         make_mesh(MeshConfig(dp=2, fsdp=1, tp=2))
@@ -52,13 +51,13 @@ def test_a_mesh_of_fewer_devices_than_the_processes_have_is_refused(monkeypatch)
         ({"fsdp": 8}, {"hidden_size": 36}, "mesh.fsdp: 8 does not divide the model's hidden_size of 36; .* works is 6"),
     ],
 )
-def test_a_size_that_its_mesh_axis_does_not_divide_is_refused_with_the_nearest_that_works(axes, change, message):
+def test_an_indivisible_size_is_refused_with_the_nearest_fit(axes, change, message):
     with pytest.raises(UserError, match=message):
         Layout.of(make_mesh(MeshConfig(**{"fsdp": 1, **axes})), replace(SIZES, **change))
 
 
 @pytest.mark.parametrize(("tp", "axis"), [(2, "tp"), (4, None)])
-def test_heads_of_keys_and_values_are_whole_on_every_device_where_tp_does_not_divide_them(tp, axis):
+def test_kv_heads_are_whole_where_tp_does_not_divide_them(tp, axis):
     assert SIZES.num_key_value_heads == 2
     layout = Layout.of(make_mesh(MeshConfig(fsdp=1, tp=tp)), SIZES)
     assert layout.sharding(("kv_heads", "head_dim")).spec[0] == axis
@@ -117,9 +116,9 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(policy, monkeypatch):
+def test_decode_room_takes_what_training_leaves_of_memory(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
-    fitting_room = partial(decode_limits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
+    fitting_room = partial(decode_limits.fitting_limits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
     least, most = (fitting_room(memory) for memory in (2**20, 2**30))
     assert least.slots == 4  # one for each device that has rows of its own, with its tokens
     assert least.tokens >= 4 * MOST
@@ -129,12 +128,12 @@ def test_the_room_that_fits_takes_what_training_leaves_of_the_smallest_memory(po
     token = bytes_on_device(shapes.cache()) / (16 / 4) / (-(-MOST // PAGE) * PAGE)
     assert 0.7 * 2**30 < most.tokens / 4 * token + most.slots / 4 * (LOGITS * 4 * 260 / 2 + CHUNK * token) < 2**30
     assert most.tokens / most.slots == pytest.approx(MEAN_LENGTH * MOST, rel=0.01)
-    monkeypatch.setattr(room, "gather_objects", lambda own: [own, 2**28, 2**30])  # of three processes
+    monkeypatch.setattr(decode_limits, "gather_objects", lambda own: [own, 2**28, 2**30])  # of three processes
     assert fitting_room(None) == fitting_room(2**28)
 
 
 @pytest.mark.slow
-def test_the_log_prob_pass_returns_the_rows_where_they_are_and_calls_the_head_s_forward_pass_only(policy, monkeypatch):
+def test_the_log_prob_pass_keeps_rows_and_runs_forward_only(policy, monkeypatch):
     called = []
     for name in ("forward", "gradients", "loss_and_gradients"):
         own = getattr(xla, name)
@@ -146,10 +145,10 @@ def test_the_log_prob_pass_returns_the_rows_where_they_are_and_calls_the_head_s_
     assert program.output_shardings.is_equivalent_to(sharding(mesh, ("batch",)), 2)
 
 
-# What they compute
+# Results
 
 MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8), "qwen3_5_text": (1, 2, 4)}
-"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing else than in the first."""
+"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing beyond the first case."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
 """With 2 heads of keys and values, which tp = 8 does not divide."""
 DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
@@ -191,7 +190,7 @@ def compute_results(family, shape):
         pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.nightly),
     ],
 )
-def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, shape):
+def test_loss_gradients_and_log_probs_match_one_device(family, shape):
     loss, gradients, logprobs = compute_results(family, shape)
     expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
@@ -201,7 +200,7 @@ def test_loss_gradients_and_log_probabilities_are_those_of_one_device(family, sh
 
 
 def compute_copies(shape):
-    """What sampler and trainer multiply, of masters between bfloat16's numbers."""
+    """The matrices that sampler and trainer multiply, from masters between bfloat16's numbers."""
     settings = make_settings("qwen3", shape)
     settings = changed(settings, model=settings.model.model_dump() | {"dtype": "bfloat16"})
     policy = load_policy(settings, mesh := make_mesh(settings.mesh))
@@ -224,7 +223,8 @@ def compute_copies(shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
-def test_compute_copies_are_those_of_one_device_to_the_bit_in_sampler_and_trainer(shape):
+def test_compute_copies_match_one_device_to_the_bit(shape):
+    """The copies are those of the sampler and of the trainer."""
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
     of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
     for one, other in ((compute_copies(shape), expected), of_both):

@@ -1,4 +1,4 @@
-"""Processes begin together, give what one gives, write it once, and end together with one line and one exit code."""
+"""Processes begin together, give the results of one process, write them once, and end with one line and exit code."""
 
 import json
 import math
@@ -75,7 +75,8 @@ GRPO = config(
 
 
 @pytest.mark.nightly
-def test_a_run_goes_on_with_other_numbers_of_processes_and_devices_and_has_the_same_examples(tmp_path):
+def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
+    """The examples stay the same."""
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
     data = {"source": str(path), "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
@@ -128,7 +129,8 @@ def test_two_processes_log_what_one_logs(method, tmp_path):
 # Rows of each process
 
 
-def test_what_another_process_sends_is_json_to_the_bit_and_never_unpickled(monkeypatch):
+def test_messages_between_processes_are_json_never_unpickled(monkeypatch):
+    """Numbers arrive to the bit."""
     value = {"numbers": [0.1, -0.0, 5e-324, 1.7976931348623157e308, math.inf, math.nan, 2**80], "text": "\ud800\n\0"}
     others = iter((lambda frame: frame.replace(b"[0, ", b"[1, ", 1), lambda frame: pickle.dumps(1).ljust(len(frame))))
 
@@ -207,11 +209,11 @@ def check_rows_and_reading(path):
             for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
                 file.write_bytes(bytes(file.stat().st_size))
         gather_objects(None)
-        with opened(store) as checkpoints:  # what only one of them could find is damage for both
+        with opened(store) as checkpoints:  # damage that only one process can find is damage for both
             assert checkpoints.restore(like(MeshConfig(fsdp=8))).step == 1
 
 
-# How they end
+# How processes end
 
 
 def join_and_end(what):
@@ -246,7 +248,7 @@ ENDS = {
     "bug": (LOST, (1, "error: KeyError: 'a key'")),
     "killed": (LOST, (-signal.SIGKILL, None)),
 }
-"""What goes wrong in process 1; the exit code and the line with which each ends."""
+"""The fault in process 1, and the exit code and the line at the end of each process."""
 
 
 def assert_all_end(what, call):
@@ -262,7 +264,7 @@ def assert_all_end(what, call):
 
 
 @pytest.mark.slow
-def test_each_process_has_its_rows_and_reads_its_part_of_data_and_weights_and_all_end_when_one_fails(tmp_path):
+def test_each_process_reads_its_part_and_all_end_with_one(tmp_path):
     """One start for both, which takes most of the time."""
     path = str(tmp_path / "run")
     assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
@@ -285,10 +287,12 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
     assert not Path(settings.run_dir).exists()
 
 
-# How they find each other
+# How processes find each other
 
 
-def test_flags_take_precedence_over_the_environment_and_without_both_a_process_is_alone(monkeypatch):
+def test_flags_precede_the_environment_for_processes(monkeypatch):
+    """Without both a process is alone."""
+
     def found(*flags):
         options = train.make_parser().parse_args(["--config", "any.yaml", *flags])
         return options.coordinator, options.processes, options.process

@@ -1,4 +1,4 @@
-"""A configuration runs on the devices that are there: the mesh takes all of them, the micro-batch what fits."""
+"""A configuration runs on any devices: the mesh takes every device, and the micro-batch the rows that fit."""
 
 import jax
 import pytest
@@ -41,7 +41,7 @@ ONE = changed(OPEN, mesh={"fsdp": 1})
 
 
 def peak(config):
-    """MiB of an update: activations by rows and tokens, twice as many where all are kept."""
+    """MiB of an update: activations by rows and tokens, twice as many where every activation is kept."""
     kept = 1 if config.model.remat == "full" else 2
     return 10 + config.micro_batch_size * config.examples.max_length * kept
 
@@ -52,7 +52,7 @@ def devices_with(mib):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The numbers of rows of the updates that are compiled; what they take is `peak`, and nothing is compiled."""
+    """The numbers of rows of the updates that would be compiled. Nothing is compiled; `peak` gives the memory."""
     tried = []
 
     def update(config, devices):
@@ -72,7 +72,7 @@ def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
 
 
-def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled):
+def test_a_line_says_the_smallest_change_that_would_fit(compiled):
     least = peak(changed(ONE, micro_batch_size=1))
     with pytest.raises(UserError, match=r"micro_batch_size: nothing fits on .* too much .*; model.remat=full would"):
         fit.with_micro_batch(ONE, devices_with(least - 1))
@@ -84,7 +84,7 @@ def test_where_nothing_fits_a_line_says_the_smallest_change_that_would(compiled)
 
 
 @pytest.mark.slow
-def test_a_run_on_all_devices_notes_its_rows_and_a_resume_keeps_them(tmp_path, monkeypatch):
+def test_a_run_on_all_devices_notes_rows_and_resume_keeps_it(tmp_path, monkeypatch):
     settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
     with Run.build(settings, False, fit.fit):

@@ -1,4 +1,4 @@
-"""The plan of a run's memory, what it finds to fit, and what it says where nothing fits."""
+"""The plan of a run's memory, the settings that fit, and the line where nothing fits."""
 
 import importlib.util
 import re
@@ -18,7 +18,7 @@ from mllm.plan import memory, targets
 from mllm.plan.memory import subject
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
-from mllm.training.decode_limits import decode_limits
+from mllm.training.decode_limits import fitting_limits
 
 MIB = 2**20
 
@@ -65,7 +65,8 @@ def test_a_grpo_run_has_four_phases_and_planning_makes_no_array(shapes):
     assert min(found["update"].parts[name] for name in ("head", "activations")) > 0
 
 
-def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(planned, shapes):
+def test_the_plan_counts_states_as_each_device_holds_them(planned, shapes):
+    """The states are parameters, moments and gradients."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes.policy.params)
     sharded = sum(leaf.size for path, leaf in leaves if "embed" in LOGICAL_AXES[parameter_name(path)])
     unsharded = sum(leaf.size for _, leaf in leaves) - sharded
@@ -81,7 +82,8 @@ def test_parameters_moments_and_gradients_are_counted_as_each_device_holds_them(
     assert all(phase.parts["optimizer"] == update["optimizer"] for phase in found.values())
 
 
-def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_that_wait_for_slots(planned, shapes):
+def test_the_cache_counts_slots_and_two_waiting_batches(planned, shapes):
+    """The batches are prompts that were prefilled and wait for slots."""
     slots, places, prompts = 8 // 2, 32, 2 * 4 * 16  # a page holds 16 + 4 tokens
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
     found = planned(shapes)
@@ -89,7 +91,7 @@ def test_the_cache_is_that_of_a_device_s_slots_and_of_two_batches_of_prompts_tha
     assert found["update"].parts["KV cache"] == 0
 
 
-# What does not fit
+# Runs that do not fit
 
 
 def planned_run(folder):
@@ -106,9 +108,7 @@ def planned_run(folder):
         ("decode", (20, 0, 160, 0, 0), 80, "rollout.max_slots: 8 do not fit (MISSING); lower it, or raise mesh.tp"),
     ],
 )
-def test_the_error_names_the_setting_to_change_and_by_how_much_the_phase_is_too_large(
-    shapes, phase, mib, missing, message
-):
+def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, missing, message):
     columns = dict(zip(("parameters", "optimizer", "KV cache", "head", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
     found = memory.Phase(phase, in_bytes)
@@ -149,11 +149,11 @@ def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch
     assert re.fullmatch("error: --target: libtpu, the TPU compiler, isn't installed: pip install.*\n", said)
 
 
-# What is known without a compiler
+# Facts known without a compiler
 
 
-def test_the_subject_has_model_batch_lengths_steps_and_checkpoints(config, shapes):
-    """An older checkpoint stays until the new one is complete."""
+def test_the_subject_describes_model_batch_and_checkpoints(config, shapes):
+    """An older checkpoint stays until the new checkpoint is complete."""
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes.policy.params))
     mib = 12 * count / MIB  # parameters and moments
     model, batch, checkpoint = subject(shapes)
@@ -188,7 +188,7 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
         assert found["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
     arguments = config.rollout, config.optimizer, False, 2**23
-    assert decode_limits(shapes.policy, *arguments, shapes.teacher) < decode_limits(shapes.policy, *arguments)
+    assert fitting_limits(shapes.policy, *arguments, shapes.teacher) < fitting_limits(shapes.policy, *arguments)
 
 
 # Conversations
@@ -199,14 +199,14 @@ def test_answers_to_turns_are_a_phase_of_their_own(planned):
     assert list(found) == ["prefill", "decode", "answers", "update"]
 
 
-def test_states_of_delta_nets_are_counted_for_each_slot_and_each_prompt_that_waits(planned):
+def test_delta_net_states_count_for_slots_and_waiting_prompts(planned):
     shapes = Programs(tiny.config(model={"architecture": tiny.QWEN35}), make_mesh(MeshConfig(fsdp=1)))
     found = planned(shapes)
     heads, inputs = 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)
     state, token = 2 * 4 * (heads + inputs), 4 * 2 * 2 * 16  # two delta nets; keys and values of the other layer
     prompts = 2 * 8 * (state + 16 * token)
     assert found["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
-    # What a slot takes beside its tokens is its state, its tail and three arrays of logits.
-    room = partial(decode_limits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
+    # Beside its tokens a slot takes its state, its tail and three arrays of logits.
+    room = partial(fitting_limits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
     more = 2**26 * 0.92 / (room(2**27).slots - room(2**26).slots)
     assert more == pytest.approx(state + token * (16 + 20 / 4) + 3 * 4 * 260, rel=0.01)

@@ -19,7 +19,7 @@ from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
 
 
-def test_a_refusal_for_lack_of_memory_says_how_much_it_would_take_and_others_are_errors():
+def test_memory_refusals_give_the_need_and_others_are_errors():
     said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (56.06G) exceeds available HBM (31.25G)."  # noqa: E501
 
     def refused(text):
@@ -68,7 +68,7 @@ def decode_program(target, source, slots, shape, *settings):
 class TestByTheTpuCompiler:
     pytestmark = FOR_TPUS
 
-    def test_a_program_that_is_too_large_has_the_account_that_its_refusal_gives(self):
+    def test_a_too_large_program_has_the_account_of_its_refusal(self):
         mesh, sizes = targets.mesh("v6e"), {"features": 512, "vocabulary": 151936, "impl": "full_logits"}
         there = targets.Devices("v6e", mesh, 1, targets.CHIPS["v6e"].memory, here=False)
         found = targets.account_of(*head.loss(mesh, tokens=2**16, **sizes), there)
@@ -82,7 +82,7 @@ class TestByTheTpuCompiler:
         assert found.temporaries < 6 * weight
 
     @pytest.mark.parametrize("chip", targets.TPUS)
-    def test_devices_have_the_name_and_the_memory_that_the_compiler_grants(self, chip):
+    def test_devices_have_the_name_and_memory_of_the_compiler(self, chip):
         mesh = targets.mesh(chip)
         assert mesh.devices.flat[0].device_kind == targets.TPUS[chip].kind
         shape = jax.ShapeDtypeStruct((2**20, 2**17), np.float32)
@@ -111,9 +111,7 @@ class TestByTheTpuCompiler:
             pytest.param(QWEN2, ["rollout.weights=int8"], None, marks=pytest.mark.nightly),
         ],
     )
-    def test_a_decode_step_on_eight_v6e_copies_neither_weights_nor_cache_nor_states(
-        self, source, settings, layers, monkeypatch
-    ):
+    def test_decoding_on_v6e_copies_no_weights_cache_or_states(self, source, settings, layers, monkeypatch):
         """Six layers of Gemma are of both kinds."""
         if layers:
             short = replace(PRESETS[source], num_hidden_layers=layers, layer_types=PRESETS[source].layer_types[:layers])
@@ -125,7 +123,7 @@ class TestByTheTpuCompiler:
 class TestByTheGpuCompiler:
     pytestmark = FOR_GPUS
 
-    def test_full_logits_and_their_gradient_are_in_the_account_of_a_gpu_but_neither_with_the_fused_head(self):
+    def test_the_gpu_account_has_logits_only_without_the_fused_head(self):
         sizes, mesh = {"tokens": 4096, "features": 256, "vocabulary": 32768}, targets.mesh("h100")
         fused, full = (
             targets.account(*head.loss(mesh, impl=impl, **sizes), mesh).temporaries for impl in (None, "full_logits")
@@ -135,11 +133,11 @@ class TestByTheGpuCompiler:
         assert 1.5 * logits < full < 2 * logits  # the gradient is bfloat16
 
     @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
-    def test_a_decode_step_on_an_h100_copies_neither_weights_nor_cache(self, source, slots):
+    def test_decoding_on_an_h100_copies_no_weights_or_cache(self, source, slots):
         program = decode_program("h100", source, slots, (1, 1, 1))
         assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits
 
-    def test_a_decode_step_on_an_h100_keeps_no_second_array_of_a_delta_net_s_states(self):
+    def test_decoding_on_an_h100_keeps_one_array_of_states(self):
         """Left to itself XLA turns all states before a chunk of decode steps and after it."""
         program = decode_program("h100", QWEN35, 80, (1, 1, 1))
         assert program.memory_analysis().temp_size_in_bytes <= 96 * 2**20  # of 1440 MiB of states

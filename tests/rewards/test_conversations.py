@@ -26,7 +26,7 @@ from mllm.stopwatch import Stopwatch
 
 RENDERER = Renderer(BYTES, "always")
 START, END = 257, 258
-"""The ids with which the bytes' template begins and ends each message."""
+"""The ids at the start and the end of each message in the bytes' template."""
 
 
 def prompt(text="Go.", **fields) -> Prompt:
@@ -66,7 +66,7 @@ def turn(text, finished=True):
 
 
 def play(talk, prompts, says):
-    """What the engine does: conversation i says says[i], one text a turn, and the last of them again and again."""
+    """Acts as the engine: conversation i says says[i], one text a turn, and the last text again and again."""
     with talk:
         talk.start(prompts)
         live, round = [*range(len(prompts))], 0
@@ -86,7 +86,7 @@ def rendered(*texts):
     return [token for text in texts for token in (START, *text.encode(), END)]
 
 
-def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(guess):
+def test_a_conversation_is_samples_and_the_template_between(guess):
     with guess() as talk:
         (first,) = talk.start([prompt("Guess.")])
         assert first == [*rendered("Guess. Up to 9."), START]
@@ -110,16 +110,16 @@ def test_a_conversation_is_what_was_sampled_and_what_the_template_puts_between(g
     assert (scored.completion, [*scored.tokens]) == ("x", [*chain(*sampled)])
 
 
-def test_a_conversation_ends_before_a_turn_for_which_there_is_no_room(guess):
+def test_a_conversation_ends_before_a_turn_without_room(guess):
     limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
     for total, turns in ((limit, 2), (limit - 1, 1)):
         (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
         assert (len(found.assistant), found.finished) == (turns, False)
-        assert found.result.reward == ("value", -turns / 4)  # what the environment gives at the end, too
+        assert found.result.reward == ("value", -turns / 4)  # the environment gives it at the end as well
 
 
-def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in_others(guess):
-    """Where they are fixed, as problems that are held out, each step is the same."""
+def test_group_members_begin_in_one_state_and_steps_in_others(guess):
+    """Held-out problems have a fixed state that is the same at each step."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
     places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
     first, again, other, later, fixed, same = (
@@ -131,7 +131,7 @@ def test_members_of_a_group_begin_in_the_same_state_and_another_step_or_round_in
 
 
 @pytest.mark.slow
-def test_a_thought_that_the_prompt_has_opened_calls_nothing_before_its_end(monkeypatch):
+def test_a_thought_opened_by_the_prompt_calls_nothing(monkeypatch):
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     monkeypatch.setitem(globals(), "RENDERER", Renderer(tokenizer, "always"))
@@ -159,7 +159,7 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
         ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
     ],
 )
-def test_an_environment_that_can_not_begin_with_the_first_problem_is_refused_at_once(environment, begins, fault):
+def test_an_environment_that_fails_on_problem_one_is_refused(environment, begins, fault):
     first = prompt(**({} if begins is None else {"begins": begins})).example
     message = f"task.environment: own_environments:{environment} fails with the first problem: {fault}"
     with pytest.raises(UserError, match=message):
@@ -172,7 +172,9 @@ def test_an_environment_that_was_tried_out_is_closed(capfd):
 
 
 @pytest.mark.slow
-def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_begins():
+def test_an_interrupted_rollout_ends_its_environments():
+    """The next rollout begins them again."""
+
     def interrupt():
         raise KeyboardInterrupt
 
@@ -186,7 +188,7 @@ def test_a_rollout_that_is_interrupted_ends_its_environments_and_the_next_one_be
 
 
 def speaker(*says, **limits):
-    """An engine whose assistants say this, as in `play`."""
+    """An engine with assistants that say this, as in `play`."""
 
     class Speaker(Sampler):
         def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None, conversations=None):
@@ -208,8 +210,8 @@ def speaker(*says, **limits):
 HOW = {"step": 0, "first_sequence": 0, "rows": ALL_ROWS, "watch": Stopwatch(), "group": 2}
 
 
-def test_trajectories_have_what_was_sampled_the_sum_of_the_rewards_and_their_turns():
-    """The environments of a group begin in the same state, and those of another in another."""
+def test_trajectories_have_samples_reward_sums_and_turns():
+    """The environments of a group begin in the same state. Another group begins in another state."""
     sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
     rewards = [{"name": f"own_environments:{name}", "weight": w} for name, w in (("errors", 2), ("number", 0))]
     with RewardRunner(task("Guess", rewards=rewards), Task("", [prompt().example], []), 60) as runner:
@@ -236,7 +238,7 @@ def test_rewards_know_that_the_prompt_has_opened_a_thought():
     assert [sample.thinks for sample in rewards.samples] == [True, False]
 
 
-def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():
+def test_evaluations_begin_in_the_same_state_at_each_step():
     config = task("Guess", rewards=[{"name": "own_environments:number"}])
     problems = [prompt("Guess.", largest=10**6).example] * 2
     with RewardRunner(config, Task("", problems, []), 60) as runner:
@@ -247,7 +249,7 @@ def test_an_evaluation_begins_its_environments_in_the_same_state_at_each_step():
 
 
 def test_the_rewards_of_a_turn_are_added():
-    """An environment gives one with its answer, and one for a conversation that has ended."""
+    """An environment gives a reward with its answer, and a reward for a conversation that has ended."""
     found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
     for reward in (0.5, -2.0):
         found.record(("value", reward, ("turn", [], True, {})))
@@ -255,7 +257,8 @@ def test_the_rewards_of_a_turn_are_added():
 
 
 @pytest.mark.slow
-def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_counted(caplog):
+def test_a_failed_environment_gives_no_reward(caplog):
+    """Calls of tools are counted."""
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
     rewards = [
         {"name": f"own_environments:{name}", "weight": w} for name, w in (("by_environment", 1), ("numbered", 0))
@@ -264,7 +267,7 @@ def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_cou
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
     np.testing.assert_array_equal(group_rewards(found, runner, 2), [[3, np.nan], [0, 0]])
-    # A batched function may count on the order of the groups, so it gets the failed one, too.
+    # A batched function may count on the order of the groups, so it gets the failed conversation as well.
     assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
     metrics = completion_metrics(found, runner.names)
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
@@ -272,7 +275,7 @@ def test_a_conversation_whose_environment_failed_has_no_reward_and_tools_are_cou
     assert "reward environment raised: ValueError" in caplog.text
 
 
-# Whatever an environment does costs its own conversation, and at worst those of its process
+# A failure of an environment costs its own conversation, at worst the conversations of its process
 
 TOO_MUCH = r"raised ValueError: what it said and its values can't be sent: it takes [0-9,]+ bytes as JSON, and .*"
 LASTING = {
@@ -287,13 +290,13 @@ LASTING = {
     "self.board = float('inf')": None,
     "self.board = functools.reduce(lambda board, _: [board], range(10**5), 0)": None,
 }
-"""What an environment does in its first turn, and how it is counted; None: it is not, and each of its turns gives 1."""
+"""The acts of an environment in its first turn, and their counts. None: no count, and each of its turns gives 1."""
 HANGING = "time.sleep(600)", "re.match(r'(a+)+$', 'a' * 64 + 'b')"
 DEADLY = {
     "os._exit(3)": "raised ended its process with exit code 3",
     "while True:\n try: time.sleep(600)\n except BaseException: pass": "timed_out took longer than 2 s",
 }
-"""What ends the process, and the other environments in it; what moves in the same call fails as it does."""
+"""Acts that end the process with the other environments in it. Other moves of the same call fail in the same way."""
 
 
 def counted(found):
@@ -312,7 +315,7 @@ def test_a_hostile_environment_is_counted():
 
 
 @pytest.mark.slow
-def test_one_that_hangs_is_interrupted_alone_and_one_that_ends_its_process_loses_only_those_in_it():
+def test_a_hang_costs_one_conversation_and_an_exit_its_process():
     """Even conversations are in one process, odd ones in another."""
     late = "timed_out took longer than 0.5 s"
     with opened("Hostile", reward_timeout=0.5, reward_workers=2) as made:

@@ -35,7 +35,7 @@ def begun(number=0, seed=5, **fields) -> Move:
 
 
 def said(answer):
-    """The texts of an answer's messages, and what else it has."""
+    """The texts of an answer's messages, and its other fields."""
     kind, given, (_, messages, done, calls, errors, values) = answer
     return [message["content"] for message in messages], kind, given, done, [*calls], errors, values
 
@@ -44,7 +44,8 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def test_a_class_with_step_is_given_what_it_names_and_ends_with_its_rewards_and_values():
+def test_a_class_with_step_gets_the_fields_that_it_names():
+    """It ends with its rewards and values."""
     move = held("Guess")
     (first,) = move(begun(prompt="Guess.", largest=30, other=1))
     number = own_environments.random.Random(5).randint(1, 30)
@@ -62,7 +63,7 @@ def test_a_class_with_step_is_given_what_it_names_and_ends_with_its_rewards_and_
     assert len(own_environments.CLOSED) == 3
 
 
-def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_reward_is_no_number(capsys):
+def test_environments_close_at_a_restart_or_a_bad_reward(capsys):
     move = held("Hostile")
     move(begun(), begun())  # as after a rollout that was interrupted
     assert capsys.readouterr().err == "closed\n"
@@ -72,7 +73,8 @@ def test_an_environment_is_closed_where_its_conversation_begins_anew_or_its_rewa
     assert text[:2] == ("raised", "TypeError: expected observation, reward and done, got ('on', 1, 'false')")
 
 
-def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is_an_answer():
+def test_a_trl_class_has_tools_and_its_errors_are_answers():
+    """Its tools stand beside functions."""
     move = held("Echo", "double")
     (player,) = players("own_environments:Echo", ["own_environments:double"], 5.0)
     assert [schema["function"]["name"] for schema in player.tools] == ["double", "step"]
@@ -92,7 +94,7 @@ def test_a_class_in_trl_s_form_has_tools_beside_functions_and_what_they_raise_is
     assert said(over) == ([], "not_applicable", "", True, [], 0, {"row": ["answer", "level", "prompt"]})
 
 
-def test_conversations_of_a_problem_share_nothing_and_a_call_is_logged_as_it_was_written():
+def test_conversations_share_nothing_and_log_calls_verbatim():
     move, problem = held("Deck"), example(cards=[1, 2, 3])
     assert [said(turn)[0] for turn in move(*(Move(number, problem) for number in range(3)))] == [["Go. 3"]] * 3
     (turn,) = move(Move(0, completion=call("sort", numbers=[2, 1]) + call("sort", numbers=[])))
@@ -101,12 +103,12 @@ def test_conversations_of_a_problem_share_nothing_and_a_call_is_logged_as_it_was
     assert (calls[0]["arguments"], errors) == ({"numbers": [2, 1]}, 1)
 
 
-def test_functions_alone_are_tools_and_the_first_turn_without_a_call_is_the_last():
+def test_plain_functions_are_tools_until_a_turn_without_calls():
     turns = held(None, "double")(begun(), Move(0, completion=call("double", number=3)), Move(0, completion="6"))
     assert [said(turn)[::3] for turn in turns] == [(["Go."], False, {}), (["6"], False, {}), ([], True, {})]
 
 
-def test_coroutines_of_all_conversations_are_awaited_together_and_one_that_hangs_is_timed_out():
+def test_coroutines_run_together_and_a_hanging_one_times_out():
     own_environments.MET.clear()
     move = held("Meeting", seconds=0.5)
     move(*(begun(number) for number in range(4)))
@@ -145,7 +147,7 @@ def test_the_examples_of_the_docs_work_as_they_stand(tmp_path, monkeypatch):
     assert (said(turn)[0], said(over)[-1]) == (["3.0"], {"reward": 3.0})
 
 
-def test_games_that_differ_in_a_field_alone_are_problems_of_their_own(tmp_path):
+def test_games_that_differ_in_one_field_are_two_problems(tmp_path):
     lines = [f'{{"prompt": "Guess my number.", "largest": {largest}}}\n' for largest in range(10, 30)]
     (tmp_path / "games.jsonl").write_text("".join(lines))
     config = TaskConfig(name="jsonl", train=str(tmp_path / "games.jsonl"), environment="my_env:Guess", heldout=4)

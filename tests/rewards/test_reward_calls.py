@@ -1,4 +1,4 @@
-"""A reward function gets the arguments that it declares, by name; what it needs and there isn't is one line."""
+"""A reward function gets the arguments that it declares, by name. A missing argument is a one-line error."""
 
 import re
 from array import array
@@ -136,14 +136,14 @@ def test_a_function_gets_what_it_names():
     assert bound("mine:everything", given, more=1)([given]) == sorted([*fixed, *LOGS, "level", "more"])
 
 
-def test_what_a_function_does_to_its_arguments_is_seen_by_no_other_call_and_a_dict_is_no_list_of_numbers():
+def test_calls_share_no_arguments_and_a_dict_is_no_list():
     given = [sample("a b", words=["a", "b"])] * 2
     assert values("mine:takes", *given, bag=[]) == [3, 3]
     assert values("mine:takes_all", *given) == [2, 2]
     assert values("mine:numbered", sample("a")) == ["returned no list of numbers: a dict"]
 
 
-def test_a_batched_function_gets_lists_and_a_record_without_a_field_gives_none():
+def test_a_batched_function_gets_lists_with_none_for_gaps():
     given = [sample("a", level=2), sample("b", source="x")]
     rest = bound("mine:batch_of_everything", *given)(given)[0]
     assert rest.pop("examples") == [one.example for one in given]
@@ -162,7 +162,7 @@ def test_functions_for_trl_work_as_they_are():
     assert list(answers([bound("mine:only_math", *tasks)], tasks)) == [("value", 3.0), ("not_applicable", "")]
 
 
-def test_a_function_that_raises_says_the_line_of_its_file_that_led_there():
+def test_a_raising_function_names_the_line_of_its_file():
     divided, parsed = values("mine:divides", sample("a"), sample("long"))
     assert divided == f"ZeroDivisionError: division by zero ({place_of('1 / count')})"
     assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)
@@ -182,7 +182,7 @@ def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
 
 
 @pytest.mark.slow
-def test_coroutines_run_together_over_functions_and_completions_and_those_that_hang_are_timed_out():
+def test_coroutines_of_functions_run_together_and_time_out():
     given = [sample("1"), sample("2")]
     together = [bound("mine:meets", *given), bound("mine:meets_all", *given)]
     assert [value for _, value in answers(together, given, 60.0)] == [1, 2, 10, 20]
@@ -192,7 +192,7 @@ def test_coroutines_run_together_over_functions_and_completions_and_those_that_h
     assert found == [("timed_out", timed_out), ("value", 1), ("raised", exited), ("value", 1), ("value", 1)]
 
 
-def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monkeypatch):
+def test_documented_rewards_run_as_their_configuration_says(monkeypatch):
     folder = Path(__file__).parents[2] / "docs" / "examples"
     monkeypatch.syspath_prepend(str(folder))
     task = configs.load(str(folder / "rewards.yaml")).task
@@ -224,12 +224,12 @@ def test_the_rewards_of_the_docs_can_be_called_as_their_configuration_says(monke
         ("overlong", {"cache": 17}, r"overlong: cache is 17, expected 1 to rollout.max_completion_length \(16\)"),
     ],
 )
-def test_a_function_that_can_not_be_called_is_an_error_of_one_line(name, args, message):
+def test_an_uncallable_function_is_a_one_line_error(name, args, message):
     with pytest.raises(UserError, match=f"^task.rewards: .*{message}"):
         bound(name, sample("a", level=1), **args)
 
 
-def test_a_function_that_needs_answers_is_refused_where_the_problems_have_none():
+def test_a_function_that_needs_missing_answers_is_refused():
     given = sample("a", answer=None)
     with pytest.raises(
         UserError, match=r"exact_match: missing a required argument: .answer.; .* task.columns.answer names the answer"
@@ -290,7 +290,7 @@ LAST_NUMBERS = {
 }
 
 
-def test_flexible_match_reads_the_last_number_however_it_is_written():
+def test_flexible_match_reads_the_last_number_in_any_form():
     for number, completions in LAST_NUMBERS.items():
         for completion in completions:
             assert flexible_match(completion, number, example(number)) == 1, completion
@@ -302,7 +302,8 @@ def test_the_last_number_is_exact_whatever_its_size(number):
     assert last_number(f"It costs {number:,}") == last_number(f"It costs ${number}.") == number
 
 
-def test_text_without_a_number_matches_none_and_an_answer_without_one_is_matched_exactly():
+def test_an_answer_without_a_number_is_matched_exactly():
+    """A completion without a number matches no number."""
     assert flexible_match("yes", "yes", example("yes")) == 1
     for completion, answer in (("I do not know", "7"), ("yes 1", "yes"), ("7 - 1", "2 - 1")):
         assert flexible_match(completion, answer, example(answer)) == 0

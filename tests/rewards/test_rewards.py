@@ -78,12 +78,12 @@ def score(runner, *completions, poll=lambda: None):
 
 @pytest.fixture(scope="module")
 def hostile(place):
-    """One process for the tests that leave it alive, or say how it ended."""
+    """One process for the tests that leave it alive, or that report its end."""
     with opened(HOSTILE, seconds=3600) as runner:
         yield runner
 
 
-def test_functions_run_in_the_main_thread_of_one_lasting_process_without_jax(hostile):
+def test_functions_run_in_one_main_thread_without_jax(hostile):
     """Only a main thread may set an alarm, as math-verify does."""
     does = "result = os.getpid()", "signal.signal(signal.SIGALRM, print)", "result = 'jax' in sys.modules"
     ((_, pid),), *others = score(hostile, *does)
@@ -103,7 +103,8 @@ def test_several_processes_give_what_one_gives():
 
 
 @pytest.mark.slow
-def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_kind_is_logged(caplog):
+def test_a_batched_failure_fails_all_and_is_logged_once(caplog):
+    """Each kind of failure is logged once."""
     with opened("no_list", "half_hanging_batch", "batch", "late", seconds=0.5) as runner:
         scores = score(runner, "four", "", "raise")
         score(runner, "raise")
@@ -122,7 +123,8 @@ def test_a_batched_function_that_fails_fails_for_all_and_the_first_failure_of_a_
     assert metrics == {f"rewards/{name}": value for name, value in found.items()}
 
 
-def test_a_completion_of_which_no_function_with_a_weight_says_anything_has_no_reward_and_has_not_failed():
+def test_silent_functions_give_no_reward_and_no_failure():
+    """A silent function returns None. A function of weight 0 gives no reward either."""
     one, failure = ("value", -1.0), ("raised", "no")
     rows = [[one, NOTHING], [NOTHING, one], [NOTHING, NOTHING], [NOTHING, failure], [failure, NOTHING], [one, one]]
     for weights, reward, failed in (
@@ -135,7 +137,7 @@ def test_a_completion_of_which_no_function_with_a_weight_says_anything_has_no_re
         assert found.failed.tolist() == [*map(bool, failed)]
 
 
-def test_sums_that_differ_by_rounding_alone_are_equal_and_others_are_what_they_were():
+def test_sums_equal_but_for_rounding_become_equal():
     weights = np.array([0.1, 0.2, 0.3])
     scores = [(1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, -1), (0, 0, 0), (1 + 1e-12, 0, 0)]
     found = totals([[("value", float(value)) for value in row] for row in scores], weights).reward
@@ -153,7 +155,7 @@ def assert_answered(expected, answers):
         assert len(str(result)) < 400
 
 
-def test_what_a_function_does_is_answered_by_a_number_or_a_failure_and_its_process_lasts(hostile):
+def test_any_act_of_a_function_is_a_number_or_a_failure(hostile):
     """Each stands before a good completion."""
     pid = "result = os.getpid()"
     before = score(hostile, pid)
@@ -164,7 +166,7 @@ def test_what_a_function_does_is_answered_by_a_number_or_a_failure_and_its_proce
 
 
 @pytest.mark.slow
-def test_a_function_that_ends_its_process_or_hangs_in_it_fails_alone():
+def test_a_function_that_exits_or_hangs_fails_alone():
     for expected, seconds in ((ENDING, 60.0), (HANGING, 0.4)):
         with opened(HOSTILE, workers=2, seconds=seconds) as runner:
             scores = [answer for (answer,) in score(runner, *[does for name in expected for does in (name, "7")])]
@@ -186,7 +188,7 @@ def wait_until_gone(*pids):
 
 
 def trainer(does, folder):
-    """A process whose main module scores one completion as the trainer does.
+    """A process with a main module that scores one completion as the trainer does.
 
     It would start processes without end, if they imported it.
     """
@@ -207,7 +209,8 @@ workers.close()
 
 
 @pytest.mark.slow
-def test_what_a_function_prints_never_reaches_the_stdout_of_the_trainer_whose_main_module_is_not_imported(tmp_path):
+def test_prints_of_functions_never_reach_trainer_stdout(tmp_path):
+    """The trainer's main module is not imported by the process of the functions."""
     output, errors = trainer(PRINTS, tmp_path).communicate()
     assert output.splitlines() == ["[('value', 1.0)]"]
     for letter in "oew":
@@ -222,7 +225,7 @@ def noted(place):
 
 
 @pytest.mark.slow
-def test_what_a_function_started_ends_with_a_worker_that_is_stopped_late_or_ended_by_it(hostile, noted):
+def test_processes_of_a_function_end_with_its_worker(hostile, noted):
     def poll():
         if len(noted()) == 2:
             raise KeyboardInterrupt
@@ -240,7 +243,7 @@ def test_what_a_function_started_ends_with_a_worker_that_is_stopped_late_or_ende
     assert len(noted()) == 6
 
 
-def test_a_trainer_that_is_killed_takes_a_hanging_function_with_it_and_what_that_has_started(noted, tmp_path):
+def test_a_killed_trainer_takes_a_hanging_function_along(noted, tmp_path):
     """A pattern hangs in C and holds Python's lock, so that no thread of its process could end it."""
     killed = trainer(f"note(os.getpid())\n{STARTS}\n{FOREVER}", tmp_path)
     while len(noted()) < 3:
@@ -270,7 +273,8 @@ def test_a_process_that_ends_while_nothing_is_scored_is_replaced(hostile):
     assert score(hostile, "7") == [[("value", 1)]]
 
 
-def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait_for_all():
+def test_ended_completions_are_scored_before_the_rest_end():
+    """Batched functions wait for all completions."""
     samples = [Sample(SEVEN, completion, array("i", [1]), False) for completion in ("four", "7", "")]
     with opened("late", "batch") as runner:
         expected = runner.score(samples)
@@ -281,7 +285,7 @@ def test_what_has_ended_is_scored_before_the_rest_has_and_batched_functions_wait
             assert scoring.finish(samples) == expected
 
 
-def test_a_module_that_ends_its_process_when_it_is_imported_is_an_error_of_one_line(place):
+def test_a_module_that_exits_on_import_is_a_one_line_error(place):
     (place / "ends.py").write_text("import os\nos._exit(3)")
     with pytest.raises(UserError, match=r"^task.rewards: importing it ended its process$"):
         opened("ends:f")

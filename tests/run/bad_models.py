@@ -1,4 +1,4 @@
-"""Folders that are no model, or hold no tokenizer or chat template: how to spoil a whole one, and words of the line.
+"""Folders that are no model, or hold no tokenizer or chat template: how to spoil a folder, and words of the line.
 
 Code that a folder smuggles in would write a file into the current folder, where the tests see it.
 """
@@ -15,7 +15,7 @@ NORM, PICKLE, CONFIG = "model.norm.weight", "pytorch_model.bin", "config.json"
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
-# Each function gives one that spoils the folder of a whole model.
+# Each function gives a function that spoils the folder of a whole model.
 
 
 def edit(name, **changes):
@@ -46,7 +46,7 @@ def tensor(name, make, of=NORM):
 
 
 def index(name, *more):
-    """Name the weights as a shard, and write an index in which all tensors, and more, lie in the file `name`."""
+    """Name the weights as a shard, and write an index that has every tensor, and more, in the file `name`."""
 
     def spoil(model):
         names = [*load_file(model / WEIGHTS), *more]

@@ -82,7 +82,7 @@ def test_a_bad_configuration_file_is_refused(tmp_path, refused):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
-def test_a_configuration_that_is_no_file_is_answered_with_the_shipped_ones(name, refused):
+def test_a_missing_configuration_lists_the_shipped_ones(name, refused):
     assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
 
 
@@ -92,7 +92,7 @@ OVERRIDES = {
     # of an unknown name, out of bounds
     "steps='9999999999999999999999'": "steps: the number is too large: at most 2147483647",
     "task.name=chess": "task.name: there is no task chess: give arithmetic, gsm8k",
-    # what contradicts the machine or the data
+    # settings that contradict the machine or the data
     "log.wandb=project": "log.wandb needs the package wandb: pip install",
     "task.system_prompt='<|im_end|>'": "training prompts of task arithmetic: messages: <|im_end|> is a control token",
     "eval={test: true}": "eval.test: task arithmetic has no test set",
@@ -100,7 +100,7 @@ OVERRIDES = {
     # the model by its sizes
     "model.architecture={hidden_size: 1000000000, num_attention_heads: 4, vocab_size: 1000000000, "
     "intermediate_size: 4, num_hidden_layers: 1}": "model.architecture: ",
-    # the run's folder, where something else is
+    # a run's folder that holds something else
     "run_dir=thesis/chapter1.tex/run": "run_dir: thesis/chapter1.tex/run can't be written (Not a directory)",
 }
 """A setting that spoils a good configuration, and the message."""
@@ -214,7 +214,7 @@ def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
     assert text in refused(importlib.import_module(tool), *shlex.split(command))
 
 
-def test_a_shipped_configuration_without_its_weights_says_the_ways_out(tmp_path, refused):
+def test_a_configuration_without_weights_says_the_ways_out(tmp_path, refused):
     said = refused(train, "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run")
     assert said.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     for way in ("a local folder", "a hub id", "model.init=random"):

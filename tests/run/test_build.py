@@ -1,4 +1,4 @@
-"""What a run's parts are made with: its seed, numbers of steps and tokens, signals, and what it is known again by."""
+"""The parts of a run: its seed, numbers of steps and tokens, signals, and the facts that a resume compares."""
 
 import json
 import signal
@@ -20,12 +20,12 @@ from mllm.sampler.schedule import TypicalBatch
 
 SEED = 7
 ROWS = RowShare(0, 1)
-"""What the mesh is made to say of this process's rows; not the constant of a process that trains alone."""
+"""The rows of this process by a patched mesh. A process that trains alone has a constant instead."""
 
 
 @pytest.fixture(scope="module", params=["sft", "grpo"])
 def built(request, tmp_path_factory):
-    """A run whose data end before its steps and which validates, or one with a reference."""
+    """A run that validates and has too few data for its steps, or a run with a reference."""
     folder = tmp_path_factory.mktemp("built")
     lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
     (folder / "train.jsonl").write_text("".join(lines))
@@ -60,7 +60,7 @@ def test_every_random_number_depends_on_the_run_s_seed(built):
 
 
 def test_each_part_knows_what_it_must_know_of_the_others(built):
-    """Where the data end, what training holds, the temperature as a part of GRPO's policy, the rows of a process."""
+    """The end of the data, the memory of training, the temperature in GRPO's policy, the rows of a process."""
     grpo = None if built.config.examples else built.config.grpo
     batch, sampler = built.config.batch_size, built.sampling.sampler
     assert (built.source.steps < built.config.steps) == (grpo is None)
@@ -89,7 +89,7 @@ def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
             poll()
 
 
-def test_the_template_of_conversations_is_checked_with_the_run_s_own_setting(tmp_path, monkeypatch):
+def test_turns_are_checked_with_the_keep_thoughts_of_the_run(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: asked.append(keep))
     with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):

@@ -38,11 +38,11 @@ def assert_equal(state, other):
 
 
 def entries(store):
-    """What is in the directory of checkpoints beside Orbax's metadata."""
+    """The entries of the directory of checkpoints beside Orbax's metadata."""
     return {path.name for path in store.checkpoints.iterdir()} - {"metadata"}
 
 
-# What comes back, and to whom
+# Restoring
 
 
 def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
@@ -59,8 +59,8 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
 
 @pytest.mark.slow
 @disk
-def test_the_documented_lines_list_the_parameters_without_this_program(store):
-    """In a process of one device that can't import it, of a checkpoint of eight."""
+def test_the_documented_lines_list_parameters_without_mllm(store):
+    """A process of one device that can't import mllm reads a checkpoint of eight devices."""
     save(store, make_state(1, MeshConfig(fsdp=2, tp=4)))
     page = (ROOT / "docs/reliability.md").read_text()
     [lines] = [part.partition("```")[0] for part in page.split("```python\n") if "ocp.CheckpointManager" in part]
@@ -73,8 +73,8 @@ def test_the_documented_lines_list_the_parameters_without_this_program(store):
 # Which checkpoints are kept
 
 
-def test_the_newest_are_kept_and_the_best_beside_them_also_after_a_resume(store):
-    """Of equal scores the newest is the best, and one without a score never is."""
+def test_the_newest_and_the_best_are_kept_also_after_a_resume(store):
+    """Of equal scores the newest is the best. A checkpoint without a score never is."""
     scores = {4: 0.9, 8: 0.5, 12: 0.9, 16: None, 20: None}
     for steps in ((4, 8, 12), (16,), (20,)):
         save(store, *steps, accuracies=scores, keep=1, keep_best=True)
@@ -132,7 +132,7 @@ DAMAGE = {
 @pytest.mark.slow
 @disk
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(store, caplog, capfd, name):
+def test_a_damaged_newest_checkpoint_is_put_aside(store, caplog, capfd, name):
     save(store, 1, 2)
     DAMAGE[name](store, 2)
     with caplog.at_level(logging.WARNING), opened(store) as checkpoints:
@@ -146,7 +146,8 @@ def test_a_damaged_newest_checkpoint_is_put_aside_and_the_one_before_restored(st
 
 
 @disk
-def test_logs_are_cut_where_the_checkpoint_says_and_a_shorter_or_changed_one_is_no_damage(store, caplog):
+def test_logs_are_cut_at_the_checkpoint(store, caplog):
+    """A log that is shorter or changed is no damage."""
     store.folder.mkdir()
     with opened(store) as checkpoints:
         record = RunLog(store, -1, 9)
@@ -172,7 +173,7 @@ def test_logs_are_cut_where_the_checkpoint_says_and_a_shorter_or_changed_one_is_
 
 
 @disk
-def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_checkpoint(store):
+def test_a_reader_moves_nothing_and_takes_no_damaged_arrays(store):
     save(store, 1, 2)
     each(store, 2, "state/d", "flip")
     with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
@@ -183,7 +184,7 @@ def test_a_reader_puts_nothing_aside_and_takes_no_parameters_from_a_damaged_chec
 
 
 @disk
-def test_a_run_whose_checkpoints_can_all_not_be_read_does_not_begin_anew(store):
+def test_unreadable_checkpoints_do_not_begin_a_run_anew(store):
     save(store, 1, 2)
     DAMAGE["the state is deleted"](store, 1)
     DAMAGE["it is another step's"](store, 2)
@@ -233,7 +234,8 @@ def limited_files(size):
 
 
 @pytest.mark.parametrize("method", ["check", "wait"])
-def test_the_next_call_reports_that_a_checkpoint_did_not_fit_and_closing_is_silent_then(tmp_path, method, capfd):
+def test_the_next_call_reports_that_a_checkpoint_did_not_fit(tmp_path, method, capfd):
+    """Closing is silent then."""
     store = RunStore(tmp_path)
     save(store, 1)
     checkpoints = Checkpoints(store, CheckpointConfig(), frozen=None, known={})
@@ -266,7 +268,7 @@ REFERENCE, FROZEN = {"norm": ARRAYS["norm"]}, "a run with other frozen parameter
         ((MODEL | REFERENCE, {}), (MODEL | {"norm": ARRAYS["norm"] + 1}, {}), FROZEN),
     ],
 )
-def test_what_a_run_depends_on_is_compared_as_far_as_both_know_it(tmp_path, first, then, said):
+def test_dependencies_are_compared_where_both_know_them(tmp_path, first, then, said):
     for frozen, known in (first, then):
         checkpoints = Checkpoints(RunStore(tmp_path), CheckpointConfig(), frozen, known)
         with closing(checkpoints), pytest.raises(UserError, match=said) if known is then[1] and said else nullcontext():

@@ -38,7 +38,7 @@ def flipped(array, place, bit):
     return elements.reshape(array.shape)
 
 
-def test_the_checksum_of_each_array_does_not_depend_on_the_layout():
+def test_array_checksums_do_not_depend_on_the_layout():
     arrays = {dtype: random_bits(dtype) for dtype in DTYPES}
     first, *others = [checksums({name: placed(array, layout) for name, array in arrays.items()}) for layout in LAYOUTS]
     assert others == [first, first]
@@ -59,7 +59,7 @@ def test_every_bit_changes_both_sums():
             assert found[""][half] not in [found[place][half] for place in changed]
 
 
-def test_checksums_need_no_memory_even_for_more_elements_than_32_bits_count():
+def test_checksums_need_no_memory_beyond_2_32_elements():
     layout = NamedSharding(MESH, PartitionSpec("fsdp", "tp"))
     arrays = [jax.ShapeDtypeStruct((2**20, 2**13), dtype, sharding=layout) for dtype in ("float32", "bfloat16")]
     program = sums.lower(arrays, NamedSharding(MESH, PartitionSpec())).compile()

@@ -19,7 +19,8 @@ SEVERAL = "jax.process_count = lambda: 2"
 
 
 @pytest.mark.nightly
-def test_programs_are_kept_and_what_a_kill_in_the_middle_of_writing_has_left_is_removed(tmp_path):
+def test_programs_are_kept_and_torn_files_removed(tmp_path):
+    """A kill in the middle of a write leaves a torn file."""
     (folder := tmp_path / "mllm" / "xla").mkdir(parents=True)
     (cut_off := folder / "program-cache").write_bytes(b"half")  # without its -atime, at which JAX would fail
 
@@ -36,7 +37,7 @@ def test_programs_are_kept_and_what_a_kill_in_the_middle_of_writing_has_left_is_
     assert [*folder.glob("*-cache")]
 
 
-def test_seconds_of_compiling_that_is_within_another_s_count_once(monkeypatch):
+def test_nested_compile_seconds_count_once(monkeypatch):
     clock, now = CompileClock(), [0.0]
     monkeypatch.setattr("mllm.stopwatch.time.perf_counter", lambda: now[0])
     trace, backend = (f"/jax/core/compile/{name}_duration" for name in ("jaxpr_trace", "backend_compile"))

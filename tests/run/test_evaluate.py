@@ -65,7 +65,8 @@ def evaluate(problems=EXAMPLES, prefix="eval/", samples=1, rewards=REWARDS):
     return make_evaluation(options, task, problems, sampler, Lengths(task), ALL_ROWS, prefix)(None, 3)
 
 
-def test_evaluation_completes_the_problems_in_order_with_sequence_numbers_that_training_never_uses():
+def test_evaluation_takes_problems_in_order_under_own_numbers():
+    """Training never uses the sequence numbers of an evaluation."""
     metrics = evaluate()
     assert (metrics["eval/greedy_accuracy"], metrics["eval/avg@1"]) == (1 / 4, 3 / 4)
     for name, right in (("greedy_accuracy", 1), ("avg@1", 3)):
@@ -94,7 +95,7 @@ def test_an_answer_is_right_as_the_rewards_of_the_task_judge_it(rewards, greedy,
     assert (metrics.get("eval/greedy_accuracy"), metrics.get("eval/avg@1")) == (greedy, sampled)
 
 
-def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_long_prompts_are_left_out(caplog):
+def test_missing_answers_give_rewards_without_accuracy(caplog):
     long = replace(EXAMPLES[2], prompt=[{"role": "user", "content": "a long question"}])
     problems = [EXAMPLES[0], replace(EXAMPLES[1], answer=None), long]
     metrics = evaluate(problems, "test/", samples=0)
@@ -104,7 +105,7 @@ def test_where_a_problem_has_no_answer_there_are_rewards_and_no_accuracy_and_lon
     assert "1 of 3 test prompts of task arithmetic are longer than rollout.max_prompt_length" in caplog.text
 
 
-def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
+def test_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     metrics = evaluate(samples=4)
     assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
     found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
@@ -118,7 +119,7 @@ def test_several_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     assert metrics["eval/sampled_rewards/length/mean"] == (4 * 1 + 6 + 3 + 2 * 7 + 4 * 6) / 16
 
 
-def test_the_samples_of_a_problem_are_a_group_which_one_process_scores(monkeypatch):
+def test_one_process_scores_all_samples_of_a_problem(monkeypatch):
     asked, part_of = [], RowShare.part_of
     monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
     evaluate(samples=3)

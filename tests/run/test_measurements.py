@@ -1,4 +1,4 @@
-"""What is measured when, which checkpoint is the best by it, and when a run ends."""
+"""The times of measurements, the best checkpoint by them, and the end of a run."""
 
 import json
 import logging
@@ -33,8 +33,8 @@ def validating(losses: list[float], patience: int | None) -> Measurements:
         ([3.0, 4.0, 5.0, 6.0], None, None),
     ],
 )
-def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(losses, patience, end):
-    """Then all is measured, also what was not due."""
+def test_a_run_ends_when_patience_runs_out(losses, patience, end):
+    """Then every measurement is made, also one that was not due."""
     measurements, now = validating(losses, patience), RunState(0, TrainState({}, {}, 0), {})
     ended = []
     for step in range(len(losses)):
@@ -48,7 +48,7 @@ def test_a_run_ends_when_the_loss_has_not_fallen_for_as_long_as_its_patience(los
     assert ended[:1] == ([] if end is None else [end])
 
 
-def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_problems():
+def test_the_best_checkpoint_is_by_validation_or_held_out():
     everything = {"validation/loss": 2.0, "eval/greedy_accuracy": 0.5, "eval/reward": 0.7, "test/greedy_accuracy": 0.9}
     validates = validating([], None)
     assert validates.score(everything) == -2.0
@@ -64,7 +64,7 @@ def test_the_best_checkpoint_is_that_of_the_validation_or_of_the_held_out_proble
 
 @pytest.fixture
 def settings(tmp_path):
-    """A function that makes the configuration of a run on 40 examples, 8 of which are held out."""
+    """A function that makes the configuration of a run on 40 examples; 8 examples are held out."""
     path = tmp_path / "train.jsonl"
     lines = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -78,9 +78,7 @@ def settings(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_that_end_before_steps_are_announced_and_run_and_schedule_end_with_them(
-    settings, tmp_path, caplog, capsys
-):
+def test_data_that_end_before_steps_end_run_and_schedule(settings, tmp_path, caplog, capsys):
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
@@ -105,8 +103,8 @@ def test_a_run_without_a_number_of_steps_that_works_is_refused(settings, capsys)
 
 
 @pytest.mark.slow
-def test_a_run_ends_early_says_so_and_keeps_the_best_by_its_validation(settings, monkeypatch, capsys):
-    """The learning rate is so large that the loss soon rises. A step whose validation a signal ends is not saved."""
+def test_an_early_end_is_announced_and_keeps_the_best(settings, monkeypatch, capsys):
+    """The learning rate is so large that the loss soon rises. A step is not saved if a signal ends its validation."""
     measure = Measurements.measure_pending
 
     def stopped(self, state, *given):

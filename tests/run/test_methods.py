@@ -36,7 +36,7 @@ def settings(folder, loss_type="sigmoid", **sections):
 
 
 @pytest.mark.slow
-def test_pairs_are_validated_and_adapters_compared_with_the_frozen_model(tmp_path):
+def test_validated_adapters_compare_with_the_frozen_model(tmp_path):
     """Two processes: tests/parallel/test_processes.py."""
     with_adapters = settings(tmp_path, model={"lora": {"rank": 4, "alpha": 8}})
     assert run(with_adapters) == 0
@@ -51,9 +51,8 @@ def test_pairs_are_validated_and_adapters_compared_with_the_frozen_model(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["sigmoid", "orpo"])
-def test_the_plan_counts_the_arrays_that_an_update_has_and_a_checkpoint_says_its_reference(
-    tmp_path, loss_type, monkeypatch
-):
+def test_the_plan_counts_the_arrays_of_an_update(tmp_path, loss_type, monkeypatch):
+    """A checkpoint says which reference its run has."""
     rows = RowShare(0, 1)  # not the constant of a process that trains alone
     monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: rows)
     one = settings(tmp_path, loss_type)
@@ -81,7 +80,7 @@ def distilled(**sections):
 
 
 @pytest.mark.slow
-def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorded(finished, tmp_path):
+def test_a_teacher_run_merges_its_adapters_and_pins_its_step(finished, tmp_path):
     taught = finished("distill")
     policy = load_policy(taught, make_mesh(taught.mesh))
     layers = policy.complete(newest(taught).train.params)["layers"]
@@ -96,7 +95,7 @@ def test_the_teacher_is_the_run_with_its_adapters_merged_and_its_step_is_recorde
 
 
 @pytest.mark.slow
-def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
+def test_given_completions_are_distilled_with_their_labels(tmp_path):
     """Own completions: tests/run/test_train.py."""
     sections = {**GIVEN, "distill": {"kind": "jsd", "label_coef": 0.1}}
     settings = distilled(run_dir=str(tmp_path / "run"), steps=2, **sections)
@@ -109,14 +108,14 @@ def test_given_completions_are_distilled_and_their_labels_learned(tmp_path):
 
 def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(build, "decode_limits", lambda *parts, teacher: asked.append(teacher) or DecodeLimits(8))
+    monkeypatch.setattr(build, "fitting_limits", lambda *parts, teacher: asked.append(teacher) or DecodeLimits(8))
     with Run.build(distilled(run_dir=str(tmp_path / "run"))) as begun:
         assert begun.sampling.sampler.room() == DecodeLimits(8)
         assert asked == [begun.teacher]
 
 
 @pytest.mark.slow
-def test_every_sampled_completion_is_learned_from_with_the_teachers_term(tmp_path):
+def test_every_sampled_completion_gets_the_teacher_term(tmp_path):
     settings = distilled(run_dir=str(tmp_path / "run"), steps=1, distill={"estimator": "sampled"}, log={"samples": 3})
     assert run(settings) == 0
     (line,), samples = records(settings), records(settings, "samples.jsonl")

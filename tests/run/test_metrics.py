@@ -1,4 +1,4 @@
-"""What a run writes of itself is whole JSON, and what it says on the terminal and to Weights & Biases."""
+"""The metrics of a run: whole JSON in its folder, lines on the terminal, and events for Weights & Biases."""
 
 import io
 import math
@@ -16,7 +16,7 @@ from mllm.run.metrics import RunLog, summary
 from mllm.run.store import RunStore
 
 
-def test_tensorboard_reads_the_finite_numbers_of_all_steps_and_hides_those_that_a_resume_does_again(tmp_path):
+def test_tensorboard_reads_finite_numbers_and_hides_redone_steps(tmp_path):
     for last, steps, loss in ((-1, (1, 2, 3), 0.5), (1, (2, 3, 4), 0.25)):
         log = RunLog(RunStore(tmp_path), last, 4)
         for step in steps:
@@ -33,7 +33,7 @@ def test_tensorboard_reads_the_finite_numbers_of_all_steps_and_hides_those_that_
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("fault", ["No space left on device", "Not a directory"])
-def test_events_that_can_not_be_written_are_a_warning_and_nothing_waits_for_them(tmp_path, monkeypatch, caplog, fault):
+def test_unwritable_events_are_a_warning_and_block_nothing(tmp_path, monkeypatch, caplog, fault):
     folder = tmp_path / "tensorboard"
     if fault == "Not a directory":
         folder = tmp_path / "file" / "tensorboard"
@@ -49,12 +49,12 @@ def test_events_that_can_not_be_written_are_a_warning_and_nothing_waits_for_them
     assert fault in warning
 
 
-def test_the_summary_shows_what_was_measured_first_and_last_with_its_interval_and_a_loss_where_it_was_lowest(tmp_path):
+def test_the_summary_shows_first_last_and_lowest_values(tmp_path):
     log = RunLog(store := RunStore(tmp_path), -1, 3)
     for step, value in enumerate((0.25, math.nan, 0.5, 0.75)):
         accuracy = {"eval/greedy_accuracy": value, "eval/greedy_accuracy_low": 0.2, "eval/greedy_accuracy_high": 0.9}
         log.write(step, {**accuracy, "validation/loss": (value - 0.5) ** 2, "loss": 4.0 - step})
-    for step, speed in (1, 1234.0), (2, 1000.0), (3, 3000.0):  # a step with a rollout, and one with the same tokens
+    for step, speed in (1, 1234.0), (2, 1000.0), (3, 3000.0):  # a step with a rollout, and a step with the same tokens
         log.write_timings(step, {"time/update": 0.5, "tokens_per_second": speed, "memory/peak_bytes": 2**20}, {})
     log.close()
     with (tmp_path / "timings.jsonl").open("ab") as file:  # a line that does not parse is left out
@@ -80,7 +80,7 @@ def test_a_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
     assert run_id(first) == number != run_id(copied)
 
 
-def test_a_run_there_sees_all_events_and_its_trouble_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_wandb_sees_all_events_and_its_failure_is_a_warning(tmp_path, monkeypatch, caplog):
     """With a module that stands for the package."""
     seen = []
 

@@ -1,4 +1,4 @@
-"""What a resume finds out: lost checkpoints, and that settings or what lies outside of the run are not what they were.
+"""A resume finds out about lost checkpoints, changed settings, and changes outside of the run.
 
 `--change` goes on with other settings where that is sound, records it, and stays exact when the run is killed.
 """
@@ -85,13 +85,13 @@ EDITS = (
     ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
     ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
 )
-"""The setting that names a place, what changes there, and words of the message."""
+"""The setting that names a place, the change there, and words of the message."""
 KINDS = {"task.path": "gsm8k", "teacher.source": "distill"}
 """The kind of run that names a place; else "files"."""
 
 
 def settings_of(kind, at, run_dir):
-    """A run of this kind, whose files are all in the folder `at`."""
+    """A run of this kind with every file in the folder `at`."""
     data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
     model = {"init": "pretrained", "architecture": None, "source": str(at / "model")}
     if kind == "distill":
@@ -142,9 +142,8 @@ def test_places_may_move_and_what_is_there_may_not_change(place):
 
 
 @pytest.mark.slow
-def test_a_run_has_its_adapters_kind_and_its_templates_and_the_form_of_its_data_without_their_sources(
-    place, monkeypatch, capsys
-):
+def test_a_resume_depends_on_adapters_templates_and_data_form(place, monkeypatch, capsys):
+    """The places of the sources don't matter."""
     monkeypatch.chdir(place)
     chat = (place / "model/chat_template.jinja").read_text()
     (place / "model/additional_chat_templates").mkdir()
@@ -176,7 +175,8 @@ TOKENIZER = "model/tokenizer_config.json"
 
 
 @pytest.mark.slow
-def test_a_model_that_is_only_written_down_otherwise_is_the_same_and_so_is_one_whose_folder_is_gone(place, caplog):
+def test_a_model_written_down_otherwise_is_the_same(place, caplog):
+    """So is a model with a folder that is gone."""
     settings = beginning(place, steps=1)
     assert run(settings) == 0
     edit(place / TOKENIZER, local_files_only=True, is_local=True)  # a hub's answer about itself
@@ -199,7 +199,7 @@ def test_a_new_run_may_begin_beside_other_files(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["checkpoints/3", "model.safetensors"])
-def test_a_new_run_does_not_begin_in_another_s_checkpoints_or_weights(tmp_path, name):
+def test_a_new_run_refuses_a_folder_of_checkpoints_or_weights(tmp_path, name):
     (tmp_path / name).mkdir(parents=True)
     with (
         pytest.raises(UserError, match=r"holds checkpoints or weights and no config\.yaml; give another folder"),
@@ -210,7 +210,7 @@ def test_a_new_run_does_not_begin_in_another_s_checkpoints_or_weights(tmp_path, 
 
 @pytest.fixture
 def settings(tmp_path):
-    """The configuration of a run in `tmp_path`, whose newest checkpoint is that of step 4, and that of 6 is damaged."""
+    """The configuration of a run in `tmp_path`. Its newest whole checkpoint is step 4; step 6 is damaged."""
     settings = config(run_dir=str(tmp_path), steps=6, optimizer={"schedule": "linear", "warmup_steps": 2})
     folder.write(RunStore(tmp_path), settings)
     for step, recorded in ((3, 3), (4, 4), (6, 4)):
@@ -222,7 +222,7 @@ def settings(tmp_path):
 
 
 def check(place, settings, change=False):
-    """The configuration with which the run in a folder goes on."""
+    """The configuration for the next steps of the run in a folder."""
     with folder.open_run(changed(settings, run_dir=str(place)), change) as (_, found):
         return found
 
@@ -293,9 +293,8 @@ def test_a_change_that_has_no_effect_is_refused(tmp_path, settings):
 
 
 @pytest.mark.slow
-def test_a_change_is_recorded_and_a_kill_before_the_next_checkpoint_does_not_show_in_the_end(
-    finished, tmp_path, capsys
-):
+def test_a_change_is_recorded_and_survives_a_kill(finished, tmp_path, capsys):
+    """The kill comes before the next checkpoint."""
     first = killed_after(finished("sft"), 4, tmp_path / "straight")
     straight = changed(first, steps=6, optimizer={"learning_rate": 1e-3, "schedule": "cosine"})
     capsys.readouterr()

@@ -1,4 +1,4 @@
-"""The first signal is noted the second ends the process."""
+"""The first signal is noted; the second ends the process."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from mllm.run.signals import Interrupt, Interrupted
 
 
 @pytest.mark.parametrize("number", Interrupt.SIGNALS)
-def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(number):
+def test_the_first_signal_is_noted_and_handlers_are_restored(number):
     before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
     with Interrupt() as interrupt:
         interrupt.poll()
@@ -23,7 +23,7 @@ def test_the_first_signal_is_noted_and_the_handlers_of_before_are_restored(numbe
     assert {number: signal.getsignal(number) for number in Interrupt.SIGNALS} == before
 
 
-def test_in_a_thread_that_is_not_the_main_one_signals_are_the_caller_s():
+def test_signals_outside_the_main_thread_are_the_callers():
     before = {number: signal.getsignal(number) for number in Interrupt.SIGNALS}
 
     def handlers():
@@ -34,7 +34,7 @@ def test_in_a_thread_that_is_not_the_main_one_signals_are_the_caller_s():
         assert pool.submit(handlers).result() == before
 
 
-def test_a_signal_that_comes_while_the_processes_ask_each_other_is_not_lost(monkeypatch):
+def test_a_signal_while_processes_agree_is_not_lost(monkeypatch):
     with Interrupt() as interrupt:
 
         def gather(own):

@@ -1,4 +1,4 @@
-"""What a run begins with: another run as its model, and models and data in a bucket."""
+"""The beginning of a run: another run as its model, and models and data in a bucket."""
 
 import gzip
 import json
@@ -36,19 +36,19 @@ STOP = "~"
 
 @pytest.fixture
 def first(finished):
-    """A run with checkpoints 4 and 8, in which a stop token is set."""
+    """A run with checkpoints 4 and 8. Its configuration sets a stop token."""
     return finished("sft")
 
 
 def following(first, folder, algorithm="sft", **model):
-    """A configuration whose model begins as the first one's ends."""
+    """A configuration with a model that begins as the first run's model ends."""
     source = {"init": "pretrained", "architecture": None, "source": first.run_dir, **model}
     return changed(config(algorithm, run_dir=str(folder), steps=2), model=source)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "number"), [("newest", 8), ("best", 4), (4, 4)])
-def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp_path, monkeypatch, step, number):
+def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypatch, step, number):
     """Its masters are taken in the run's own dtype and mesh, with the source's stop tokens."""
     copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
     run_dir.write(RunStore(copy.run_dir), copy)
@@ -70,7 +70,8 @@ def test_the_step_becomes_a_number_that_stays_when_the_source_goes_on(first, tmp
 
 
 @pytest.mark.slow
-def test_a_run_begins_where_its_source_ends_and_is_a_model_folder_without_it(first, tmp_path):
+def test_a_run_begins_at_the_end_of_its_source(first, tmp_path):
+    """The run is then a model folder that needs no source."""
     shutil.copytree(first.run_dir, source := tmp_path / "source")
     second = changed(following(first, tmp_path / "second", source=str(source)), eval=None, rollout=None)
     assert run(second) == 0
@@ -89,7 +90,8 @@ def test_a_run_begins_where_its_source_ends_and_is_a_model_folder_without_it(fir
 
 
 @pytest.mark.slow
-def test_exported_adapters_name_the_export_of_the_run_below_them_which_other_programs_can_read(first, tmp_path):
+def test_exported_adapters_name_the_export_of_their_base_run(first, tmp_path):
+    """Other programs can read that export."""
     settings = following(first, tmp_path / "run", lora={"rank": 2, "alpha": 4.0}, step=4)
     policy = load_policy(settings, make_mesh(settings.mesh))
     adapters, _ = policy.split(policy.initial_params())
@@ -134,9 +136,8 @@ LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i 
 
 
 @pytest.mark.nightly
-def test_a_run_in_a_bucket_of_a_model_and_data_there_is_that_of_their_files_and_tools_and_other_runs_read_it(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_run_in_a_bucket_equals_that_of_local_files(tmp_path, monkeypatch, capsys):
+    """Tools and other runs read it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = tmp_path / "files"
     policy = load_policy(config("sft"), make_mesh(MeshConfig(fsdp=1)))

@@ -24,7 +24,7 @@ def put(url, name, content):
     (bucket_path(url) / name).write_bytes(content)
 
 
-def test_an_object_is_fetched_once_whole_and_again_when_it_has_changed(server, url):
+def test_an_object_is_fetched_once_until_it_changes(server, url):
     dice, data = Random(0), f"{url}/data"
     contents = {f"part-{size}.jsonl": dice.randbytes(size) for size in (1, 1000, 1001, 9999)}
     for name, content in (contents | {"part-1.txt": b"?", "old/part-2.jsonl": b"?", ".part-3.jsonl": b"?"}).items():
@@ -96,7 +96,7 @@ def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
     assert [*tmp_path.rglob("*")] == [mine]
 
 
-def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
+def test_an_object_name_that_leads_elsewhere_is_not_fetched(server, url):
     key = url.partition("test-runs/")[2]
     hostile = ("a\\b.jsonl", "..\\b.jsonl", "\x1b[2J.jsonl", ".a.jsonl", "../b.jsonl", "b/../c.jsonl")
     for name in ("a.jsonl", *hostile):
@@ -105,7 +105,7 @@ def test_an_object_whose_name_could_lead_elsewhere_is_not_fetched(server, url):
 
 
 @pytest.mark.slow
-def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(server, url, monkeypatch):
+def test_a_bucket_export_loads_and_a_cut_off_one_does_not(server, url, monkeypatch):
     url, params = f"{url}/model", load_weights(FIXTURES / "tied")
     architecture = weights.read_config(FIXTURES / "tied")
     monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)
@@ -136,7 +136,7 @@ def test_an_export_to_a_bucket_is_loaded_as_it_was_and_none_when_it_was_cut_off(
         weights.save(url, architecture, params)
 
 
-def test_an_export_s_files_in_a_folder_of_their_own_are_sent_and_fetched_too(server, url):
+def test_subfolders_of_an_export_are_sent_and_fetched(server, url):
     names = ["additional_chat_templates/tool_use.jinja", "chat_template.jinja", "config.json"]
     for _ in range(2):  # the second replaces the first
         with replacing(f"{url}/export") as folder:

@@ -57,7 +57,7 @@ def test_lines_that_do_not_parse_are_left_out(tmp_path):
 
 
 @google
-def test_a_bucket_has_the_logs_with_each_checkpoint_and_at_the_end(store, server):
+def test_a_bucket_has_the_logs_of_each_checkpoint_and_the_end(store, server):
     with lock_run(store):
         store.write(CONFIG, b"{}")
         log = RunLog(store, -1, 2)
@@ -77,7 +77,7 @@ def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
     place = r"metrics.jsonl: can't be written \(No space left on device\); .* checkpoint$"
     with pytest.raises(UserError, match=place):
         log.write(1, {"loss": 1.0}, [{"completion": "1"}])
-    # The line must be the last: where it stands, the step's samples stand, too.
+    # The line must be the last: where it stands, the step's samples must stand as well.
     assert (tmp_path / "samples.jsonl").read_text() == '{"step": 1, "completion": "1"}\n'
     with pytest.raises(UserError, match=r"metrics.jsonl: can't be written \(Invalid argument\)"):
         log.close()  # no buffer tries to write a second time; /dev/full can't be synced
@@ -94,7 +94,7 @@ with lock_run(RunStore(sys.argv[1])):
 
 
 @disk
-def test_a_run_that_a_process_holds_is_refused_to_others_until_it_is_killed(store, url):
+def test_a_held_run_is_refused_until_its_process_is_killed(store, url):
     process = spawn(["-c", HOLDER, url], subprocess.DEVNULL)
     try:
         assert process.stdout.readline() == "held\n"
@@ -126,7 +126,7 @@ def test_a_bucket_needs_gcsfs(monkeypatch):
 
 
 @google
-def test_a_bucket_that_refuses_is_one_line_and_not_taken_for_an_empty_one(store, server):
+def test_a_refusing_bucket_is_not_taken_for_an_empty_one(store, server):
     """Else a run in it would begin anew."""
     with lock_run(store):
         store.write(CONFIG, b"{}")
@@ -141,7 +141,7 @@ def test_a_bucket_that_refuses_is_one_line_and_not_taken_for_an_empty_one(store,
 
 
 @google
-def test_a_bucket_that_is_away_ends_a_run_with_the_code_that_starts_it_again(store, server, monkeypatch):
+def test_an_unreachable_bucket_ends_with_the_restart_code(store, server, monkeypatch):
     monkeypatch.setattr("gcsfs.retry.asyncio.sleep", lambda seconds: real_sleep(0))
     server.fault = lambda method, path: "503"
     with pytest.raises(TemporaryError) as failure:

@@ -1,4 +1,4 @@
-"""A stranger's run or model: what reads it runs no code of it, and writes into no folder but its own."""
+"""A stranger's run or model: a reader runs no code of it, and writes into no folder but the reader's own."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def stranger(tmp_path):
 
 
 def test_no_module_of_a_run_that_is_read_can_be_imported(stranger, monkeypatch):
-    """Neither by this process nor by the rewards', at whose start Python would look for a sitecustomize, too."""
+    """Neither this process nor the rewards' can import it. Python looks for a sitecustomize at a start."""
     monkeypatch.setattr(places, "MODULES", [])
     for name in ("stranger_module", "sitecustomize"):
         (stranger / f"{name}.py").write_text("raise SystemExit('code was run')\n")

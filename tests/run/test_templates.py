@@ -1,4 +1,4 @@
-"""What a model has learned from decides how it is asked: by later runs, by evaluation, and by the tools."""
+"""A model is asked in the form that it learned: by later runs, by evaluation, and by the tools."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def texts(tmp_path_factory):
 
 
 def answers(model, questions, folder, *options):
-    """What a model answers to questions."""
+    """The answers of a model to questions."""
     prompts, out = folder / "prompts.jsonl", folder / f"{len([*folder.iterdir()])}.jsonl"
     prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
     given = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]
@@ -53,9 +53,8 @@ def following(texts, folder, algorithm="grpo", model=None, **sections):
 
 
 @pytest.mark.slow
-def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generate_and_as_export(
-    texts, tmp_path, caplog
-):
+def test_a_run_that_learned_texts_is_asked_by_texts(texts, tmp_path, caplog):
+    """Evaluation, generate and the export ask by texts."""
     assert records(texts)[-1]["eval/greedy_accuracy"] == 1
     assert json.loads(Path(texts.run_dir, "config.json").read_text())["mllm_learned"] == "texts"
     for model in (texts.run_dir, f"{texts.run_dir}/export"):
@@ -75,7 +74,7 @@ def test_a_run_that_has_learned_texts_is_asked_by_texts_in_evaluation_by_generat
         ({"task": {"system_prompt": "Add."}}, "chats", "the prompts of task arithmetic are chats: chat_template=never"),
     ],
 )
-def test_a_run_that_begins_with_it_asks_by_texts_or_says_that_not(texts, tmp_path, caplog, sections, form, warned):
+def test_a_following_run_asks_by_texts_or_says_that_it_can_not(texts, tmp_path, caplog, sections, form, warned):
     settings = following(texts, tmp_path / "run", **sections)
     with Run.build(settings) as begun:
         assert begun.sampling.sampler.renderer.form == form
@@ -90,7 +89,7 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_each_example_of_the_documentation_is_trained_and_answers_as_often_right_as_it_was_measured(path, tmp_path):
+def test_documented_template_examples_reach_their_accuracy(path, tmp_path):
     """It begins with a model that can answer, so that a few steps are enough."""
     options = [f"run_dir={tmp_path / 'run'}", *["task.heldout=16"] * ("heldout:" in path.read_text())]
     options += ["model.init=pretrained", "model.architecture=null", "steps=4", "optimizer.warmup_steps=0"]

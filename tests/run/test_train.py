@@ -1,4 +1,4 @@
-"""The trainer end to end: what stops a run changes nothing of its end, and its folder holds all of its results."""
+"""The trainer end to end: a stop changes nothing of a run's end, and its folder holds every result."""
 
 import math
 import shutil
@@ -48,7 +48,7 @@ def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tm
 
 
 @slow
-def test_a_kill_before_the_first_checkpoint_is_whole_does_not_show_in_the_end(finished, tmp_path):
+def test_a_kill_before_the_first_checkpoint_does_not_show(finished, tmp_path):
     killed = changed(whole := finished("sft"), run_dir=str(tmp_path / "killed"))
     folder = Path(shutil.copytree(whole.run_dir, killed.run_dir))
     for checkpoint in checkpoints(whole):
@@ -62,9 +62,8 @@ def test_a_kill_before_the_first_checkpoint_is_whole_does_not_show_in_the_end(fi
 
 
 @slow
-def test_a_run_in_a_bucket_that_a_signal_stops_and_that_loses_a_checkpoint_ends_as_one_on_a_disk(
-    finished, tmp_path, monkeypatch
-):
+def test_a_stopped_run_in_a_bucket_ends_as_one_on_a_disk(finished, tmp_path, monkeypatch):
+    """A signal stops the run, and the bucket loses a checkpoint."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with object_store() as store:
         settings = changed(whole := finished("sft"), run_dir=f"{store.url}/run")
@@ -91,9 +90,7 @@ def run_with_signal(settings, monkeypatch, phase, count, number):
 
 
 @slow
-def test_a_signal_between_the_updates_of_a_rollout_saves_the_step_and_leaves_its_evaluation(
-    finished, tmp_path, monkeypatch, capsys
-):
+def test_a_signal_within_a_rollout_saves_without_evaluation(finished, tmp_path, monkeypatch, capsys):
     whole = finished("grpo")
     settings = changed(killed_after(whole, 4, tmp_path / "run"), checkpoint={"every": None})
     capsys.readouterr()
@@ -112,14 +109,14 @@ def test_a_signal_between_the_updates_of_a_rollout_saves_the_step_and_leaves_its
 
 @slow
 @pytest.mark.parametrize("name", ["sft", "grpo"])
-def test_the_folder_holds_the_configuration_the_lines_of_every_step_and_the_newest_checkpoints(finished, name):
+def test_the_folder_holds_configuration_logs_and_checkpoints(finished, name):
     settings = finished(name)
     noted = changed(settings, micro_batch_size=settings.batch_shape.micro)
     assert configs.load(f"{settings.run_dir}/config.yaml") == noted
     steps, lines = list(range(1, settings.steps + 1)), records(settings)
     assert [line["step"] for line in lines] == [0, *steps]
     assert all(math.isfinite(line["loss"]) for line in lines[1:])
-    best_by = "eval/greedy_accuracy" if name == "sft" else "eval/reward"  # whose own reward judges no answer
+    best_by = "eval/greedy_accuracy" if name == "sft" else "eval/reward"  # here the reward judges no answer
     evaluated = [line["step"] for line in lines if best_by in line]
     assert evaluated == sorted({*range(0, settings.steps, settings.eval.every), settings.steps})
     timings = records(settings, "timings.jsonl")
@@ -158,7 +155,7 @@ print("imported", *{name.split(".")[0] for name in sys.modules})
 """
 
 
-def test_the_command_line_and_the_configuration_are_handled_before_anything_heavy_is_imported():
+def test_arguments_are_handled_before_heavy_imports():
     process = subprocess.run([sys.executable, "-c", COMMANDS], env=environment(), capture_output=True, text=True)
     printed, helped, unknown, missing = process.stdout.split("exit code ")[:4]
     assert "\nseed: 7\n" in printed
@@ -171,8 +168,8 @@ def test_the_command_line_and_the_configuration_are_handled_before_anything_heav
 
 
 @pytest.mark.slow
-def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_counts_on(tmp_path, capsys):
-    """The first update throws the parameters to where nothing can be computed any more; no other changes any."""
+def test_too_many_skipped_updates_stop_and_a_rerun_counts_on(tmp_path, capsys):
+    """The first update moves the parameters so far that nothing can be computed. No later update changes any."""
     optimizer = {"learning_rate": 9e18, "max_skipped": 1}
     settings = config("sft", run_dir=str(tmp_path / "run"), steps=8, optimizer=optimizer, eval=None, rollout=None)
     for step, skipped in ((3, 2), (4, 3)):
@@ -189,7 +186,7 @@ def test_too_many_skipped_updates_in_a_row_stop_the_run_and_the_same_command_cou
 
 
 @pytest.mark.slow
-def test_what_ends_a_step_or_an_evaluation_costs_no_step_before_it(tmp_path, monkeypatch, capsys):
+def test_a_failed_step_or_evaluation_costs_no_earlier_step(tmp_path, monkeypatch, capsys):
     """The process of a reward function that can't be started again raises such an error in both."""
     settings, own_next = config("sft", run_dir=str(tmp_path / "run"), eval=None, rollout=None), ExampleSource.next
 

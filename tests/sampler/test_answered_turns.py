@@ -1,4 +1,4 @@
-"""Turns that are answered go on from what is cached, as the model without a cache would, and from states, too."""
+"""Answered turns go on from the cache, and from states, as the model without a cache would."""
 
 import re
 from dataclasses import replace
@@ -45,7 +45,7 @@ class Answers:
         pytest.param(QWEN35, DecodeLimits(1, 5 * 32), id="states, one slot", marks=pytest.mark.nightly),
     ],
 )
-def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on_from_them(sizes, room):
+def test_answers_are_prefilled_behind_cached_tokens(sizes, room):
     prompts, rng, chosen = random_prompts(), np.random.default_rng(1), made(sizes)
     texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
     options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
@@ -65,7 +65,7 @@ def test_answers_are_prefilled_behind_the_tokens_that_are_cached_and_turns_go_on
 
 
 @pytest.mark.slow
-def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_come(caplog):
+def test_the_first_rollout_compiles_all_decode_programs(caplog):
     """Where all conversations of the first last equally long, later ones need fewer slots in the end."""
     chosen = made(ARCHITECTURE)
     options = RolloutConfig(max_prompt_length=4, max_completion_length=3, max_turns=2, max_total_length=16)
@@ -79,7 +79,7 @@ def test_the_first_rollout_in_turns_compiles_all_decode_programs_of_those_to_com
 
 
 @pytest.mark.slow
-def test_turns_go_on_from_the_states_of_their_last_tokens_also_where_a_stop_text_ended_one_in_a_chunk(monkeypatch):
+def test_turns_go_on_from_the_states_of_their_last_tokens(monkeypatch):
     """A layer of each kind. Turns are one chunk; the first ends a token before it, once by a stop text.
 
     Where a stop token ends a turn in the middle of a chunk, the steps after it leave its states as they are.

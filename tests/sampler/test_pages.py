@@ -1,4 +1,4 @@
-"""Sizes of a rollout: which device has which prompts, whose tokens are in which pages, and how full the pools are."""
+"""Sizes of a rollout: the prompts of each device, the tokens of each page, and how full the pools are."""
 
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from mllm.sampler.schedule import TypicalBatch, assign_prompts, pool_pages
 from mllm.sampler.slots import CHUNK, written
 
 
-def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and_shards_share_the_usual_ones():
+def test_a_rollout_of_over_twice_the_usual_size_recompiles():
+    """Smaller rollouts, and each shard, share the programs of the usual size."""
     typical, own = TypicalBatch(2, 8), TypicalBatch(17, 17)
     assert (typical.serve(TypicalBatch(16, 16), 1), typical.serve(own, 1)) == (typical, own)
     assert (typical.serve(TypicalBatch(3, 4), 4), TypicalBatch(2, 6).serve(TypicalBatch(1, 1), 4)) == (
@@ -32,7 +33,7 @@ def test_a_rollout_of_more_than_twice_the_usual_size_has_programs_of_its_own_and
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=1, max_size=20), st.integers(1, 8))
-def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, shards):
+def test_prompts_are_dealt_evenly_to_shards(groups, shards):
     prompts = [[number] * length for number, (length, count) in enumerate(groups) for _ in range(count)]
     queues = assign_prompts(prompts, shards)
     dealt = [sequence for queue in queues for group in queue for sequence in group]
@@ -44,7 +45,7 @@ def test_prompts_are_dealt_so_that_every_shard_has_as_many_sequences(groups, sha
         assert all(prompts[sequence] == prompts[group[0]] for group in queue for sequence in group)
 
 
-def test_a_layer_with_a_window_has_no_more_pages_than_its_windows_need():
+def test_a_window_layer_has_only_the_pages_of_its_windows():
     sizes = Decoder.abstract(weights.read_config(Path(__file__).parent.parent / "fixtures" / "gemma3"))
     options = RolloutConfig(max_prompt_length=100, max_completion_length=900)
     assert page_size(options.total_length) == 64
@@ -88,7 +89,7 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "default"])
-def test_on_every_platform_the_pages_of_a_row_are_merged_and_no_others(platform, monkeypatch):
+def test_only_pages_of_a_row_are_merged_on_every_platform(platform, monkeypatch):
     chosen = lambda x, **ways: ways[platform](x)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     rows, none = np.array([[2, 3, 0, 2, 3, 0], [1, 1, 3, 3, 1, 2]]), 6  # of three rows; 3 is none
@@ -102,7 +103,7 @@ def test_on_every_platform_the_pages_of_a_row_are_merged_and_no_others(platform,
         np.testing.assert_allclose(found, np.array(expected), rtol=1e-6)
 
 
-def test_tokens_are_written_into_their_pages_from_an_offset_on_and_nothing_else_changes():
+def test_tokens_are_written_from_an_offset_and_nowhere_else():
     rng = np.random.default_rng(0)
     pool, new = rng.normal(size=(6, 2, 4, 3)), rng.normal(size=(2, 2, 5, 3))
     places, offsets = np.array([[4, 0, 6], [6, 1, 2]]), np.array([2, 3])  # 6 is no page
@@ -125,8 +126,8 @@ class CountedCache(PagedCache):
 
 
 @pytest.mark.slow
-def test_long_answers_read_and_hold_little_more_than_their_own_keys_and_values():
-    """Qwen2.5-3B, 320 answers of at most 16,384 tokens, a quarter of that on average."""
+def test_long_answers_hold_little_beyond_their_cache():
+    """Qwen2.5-3B, 320 answers of at most 16,384 tokens; the average is a quarter."""
     rows, limit, token, nbytes = 320, 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
     held = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)}), {})

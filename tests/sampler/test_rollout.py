@@ -39,7 +39,7 @@ OPTIONS = RolloutConfig(max_prompt_length=12, max_completion_length=LIMIT, tempe
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 WINDOWS = json.loads((FIXTURES / "gemma3" / "config.json").read_text())
-"""Layers with a window of 5 tokens, and layers without one."""
+"""Layers with a window of 5 tokens, and layers without a window."""
 
 
 def made(sizes):
@@ -117,7 +117,7 @@ def test_a_model_whose_logits_are_no_numbers_ends_the_rollout(greedy, model, pro
 
 
 @pytest.mark.parametrize("weights", [None, "int8"])
-def test_decode_steps_read_matrices_in_the_dtype_that_is_asked_for(weights, model):
+def test_decode_steps_read_matrices_in_the_asked_dtype(weights, model):
     graphdef, params = nnx.split(model)
     options = OPTIONS.model_copy(update={"weights": weights})
     sampler = Sampler(graphdef, Renderer(bytes_tokenizer()), STOPS, options, 0)
@@ -135,7 +135,7 @@ def gumbel_noise(keys):
 
 
 @pytest.mark.slow
-def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cache(model, prompts):
+def test_completions_match_the_model_without_a_cache(model, prompts):
     completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
     for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
@@ -146,7 +146,8 @@ def test_completions_and_log_probabilities_are_those_of_the_model_without_a_cach
         np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
 
 
-def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_the_limit(model, prompts, completions):
+def test_a_completion_ends_at_its_first_stop_token_or_limit(model, prompts, completions):
+    """Its text lacks the stop token."""
     assert {True, False} == {one.finished for one in completions}
     for one in completions:
         ends = np.flatnonzero(np.isin(one.tokens, STOPS)).tolist()
@@ -156,7 +157,7 @@ def test_a_completion_ends_with_its_first_stop_token_which_its_text_lacks_or_at_
     assert {(len(one.tokens), one.finished) for one in complete(model, prompts, stops=NO_STOPS)} == {(LIMIT, False)}
 
 
-def test_a_completion_whose_stop_token_is_the_last_that_it_may_have_has_ended_itself(model, prompts):
+def test_a_stop_token_at_the_limit_counts_as_finished(model, prompts):
     whole = complete(model, prompts, stops=NO_STOPS)
     number, last = next((i, one.tokens[-1]) for i, one in enumerate(whole) if one.tokens[-1] not in one.tokens[:-1])
     one = complete(model, prompts, stops=len(NO_STOPS) * (last,))[number]
@@ -168,14 +169,14 @@ def test_a_completion_s_text_has_no_control_tokens():
     assert Sampler(None, Renderer(bytes_tokenizer()), STOPS, OPTIONS, 0).text_of(ended) == "<7>"
 
 
-def test_each_completion_is_told_of_once_when_it_has_ended_while_others_are_decoded(model, prompts, completions):
+def test_each_completion_is_reported_once_as_it_ends(model, prompts, completions):
     told = []
     assert complete(model, prompts, ended=told.append) == completions
     assert len(told) > 2
     assert sorted(pair for found in told for pair in found.items()) == [*enumerate(completions)]
 
 
-def test_seed_and_step_choose_the_completions_and_need_no_further_program(model, prompts, completions, monkeypatch):
+def test_seed_and_step_choose_completions_in_one_program(model, prompts, completions, monkeypatch):
     traces = []
     complete(model, prompts, stops=NO_STOPS)
     sequence_keys = sampling.sequence_keys
@@ -188,7 +189,7 @@ def test_seed_and_step_choose_the_completions_and_need_no_further_program(model,
     assert not traces
 
 
-def test_the_clock_cuts_chunks_into_calls_that_poll_may_end_but_no_bit(model, prompts, completions, monkeypatch):
+def test_call_lengths_change_no_bit_and_poll_can_interrupt(model, prompts, completions, monkeypatch):
     polls = []
     monkeypatch.setattr(engine, "CALL_SECONDS", 0.0)  # a step in each call
     work = RolloutWork()
@@ -206,7 +207,7 @@ GROUPS = [prompt for prompt in ([7], [7, 8, 9], [3] * 20, [5, 4], [1, 2, 3, 4, 5
 
 
 def sample_groups(sizes, mesh, slots):
-    """24 sequences of 6 prompts; most end while others are in the middle, and the next ones take their slots."""
+    """24 sequences of 6 prompts. Most end early, and waiting sequences take their slots."""
     settings = config(mesh=mesh, model={"architecture": {**sizes, "initializer_range": 0.1}})
     policy = load_policy(settings, make_mesh(settings.mesh))
     options = RolloutConfig(max_prompt_length=20, max_completion_length=40, max_slots=None if mesh else slots)
@@ -236,7 +237,7 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stop_text_cuts_tokens_behind_it_and_the_text_before_it_whatever_the_clock(model, prompts, monkeypatch):
+def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, monkeypatch):
     """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
     options, given = (
         RolloutConfig(max_prompt_length=12, max_completion_length=160),
@@ -265,7 +266,8 @@ def test_a_stop_text_cuts_tokens_behind_it_and_the_text_before_it_whatever_the_c
     assert work.completions == 2 * len(whole)
 
 
-def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_found_once_it_is_complete():
+def test_a_stop_text_may_be_part_of_a_token_or_character():
+    """It is found once a character's bytes are complete."""
     sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "THE END"))
     across = "a" * (CHUNK - 6) + "THE END" + "a" * (CHUNK - 1), CHUNK + 1  # one token of seven lies in the last chunk
     for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("T" * 90 + "THE ENDT", 97), across, ("", None)):
@@ -273,7 +275,8 @@ def test_a_stop_text_may_be_part_of_a_token_or_of_a_character_s_bytes_and_is_fou
 
 
 @pytest.mark.slow
-def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_where_many_wait(model, prompts):
+def test_a_distinct_prompt_is_prefilled_once(model, prompts):
+    """Few slot steps are useless where many sequences wait."""
     work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
     complete(model, prompts[:8] * 8, options, stops=(3,), room=DecodeLimits(16), work=work)
     assert work.prefilled == 8 * 12
@@ -282,7 +285,7 @@ def test_a_distinct_prompt_is_prefilled_once_and_few_slot_steps_are_useless_wher
 
 
 @pytest.mark.slow
-def test_likeliest_and_drawn_tokens_and_all_calls_of_them_take_one_program(caplog):
+def test_greedy_and_sampled_calls_share_one_program(caplog):
     """Evaluation has other numbers of prompts and sequences than training, one prompt a sequence."""
     settings = config()
     policy = load_policy(settings, make_mesh(settings.mesh))
@@ -317,7 +320,7 @@ def test_greedy_completions_are_those_of_transformers(name):
 
 
 @pytest.mark.slow
-def test_neither_pages_nor_sequences_that_wait_for_pages_change_a_token(prompts):
+def test_pages_and_waiting_sequences_change_no_token(prompts):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
     chosen, work = made(WINDOWS), [RolloutWork(), RolloutWork()]
     options, rooms = (

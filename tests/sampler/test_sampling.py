@@ -33,7 +33,8 @@ def test_noise_has_all_bits_where_it_is_large():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_told_apart(settings):
+def test_tokens_are_as_frequent_as_their_distribution(settings):
+    """The log-probabilities also tell kept tokens from the rest."""
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     rows, keys = jnp.broadcast_to(logits, (DRAWS, 8)), sequence_keys(0, 0, jnp.arange(DRAWS))
     options = RolloutConfig(**LIMITS, **settings)
@@ -65,7 +66,7 @@ def test_tokens_are_as_frequent_as_the_distribution_says_and_what_is_kept_is_tol
         ([0.7, 0.3], 100, 1.0, [0, 1]),
     ],
 )
-def test_top_k_and_top_p_keep_the_likeliest_tokens_and_at_least_one(probabilities, top_k, top_p, kept):
+def test_top_k_and_top_p_keep_at_least_one_likely_token(probabilities, top_k, top_p, kept):
     logits = exclude(jnp.log(jnp.array([probabilities])), top_k, top_p)
     assert np.flatnonzero(np.isfinite(logits[0])).tolist() == kept
 
@@ -90,7 +91,7 @@ def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
 
 
 @pytest.mark.slow
-def test_a_token_drawn_from_a_certain_softmax_is_the_likeliest_and_certain():
+def test_a_certain_softmax_draws_the_likeliest_token():
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
     options = RolloutConfig(**LIMITS, temperature=0.5, top_k=5, top_p=0.9)
@@ -106,7 +107,7 @@ def test_keys_do_not_depend_on_the_process_s_default_generator():
 
 
 @pytest.mark.parametrize("on_a_gpu", [True, False])
-def test_a_flag_chooses_the_likeliest_tokens_or_drawn_ones_and_no_branch_on_a_gpu(on_a_gpu, monkeypatch):
+def test_a_flag_chooses_greedy_or_sampled_without_gpu_branches(on_a_gpu, monkeypatch):
     options = RolloutConfig(**LIMITS, top_p=0.7)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
     given = logits, sequence_keys(0, 0, jnp.arange(64)), jnp.zeros(64, jnp.int32)

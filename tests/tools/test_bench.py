@@ -1,4 +1,4 @@
-"""tools/bench and tools/tune.py: their tables, a method's errors, one that fails, and tilings."""
+"""tools/bench and tools/tune.py: their tables, a method's errors, a method that fails, and tilings."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def fails(*arrays):
 
 
 @pytest.mark.slow
-def test_the_head_s_table_has_times_and_errors_that_say_where_a_method_is_wrong(monkeypatch, capsys):
+def test_the_head_table_has_times_and_locates_errors(monkeypatch, capsys):
     known = {"right": METHOD, "general": methods.methods("cpu")["xla, general backward"]}
     known |= {"value only": Method(methods.value_only(fused())), "wrong": Method(wrong), "fails": Method(fails)}
     monkeypatch.setattr(head, "methods", lambda _: known)
@@ -45,7 +45,7 @@ def test_the_head_s_table_has_times_and_errors_that_say_where_a_method_is_wrong(
 
 
 @pytest.mark.slow
-def test_the_table_has_plain_jax_and_the_engine_and_the_check_holds_unless_a_number_is_off(monkeypatch, capsys):
+def test_the_logits_table_compares_jax_and_its_check_fails(monkeypatch, capsys):
     small = ["logits", "--shape", "8,300", "--rounds", "1"]
     assert bench.main(small) == 0
     assert [row[0] for row in cells(capsys.readouterr().out)[2:]] == ["plain JAX", "xla"]
@@ -68,7 +68,7 @@ def test_a_rollout_s_table_counts_what_the_engine_did(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
-def test_a_step_s_parts_are_an_update_s_and_where_it_samples_a_rollout_s(algorithm, capsys):
+def test_the_parts_of_a_step_are_update_and_rollout(algorithm, capsys):
     model = "{" + ", ".join(f"{name}: {value}" for name, value in tiny.QWEN35.items()).replace("'", "") + "}"
     settings = [f"model.architecture={model}", "model.tokenizer=bytes", "batch_size=16"]
     settings += ["model.source=null", "micro_batch_size=8"] if algorithm == "grpo" else ["--full"]
@@ -85,7 +85,7 @@ def test_a_step_s_parts_are_an_update_s_and_where_it_samples_a_rollout_s(algorit
     )
 
 
-def test_the_kernels_of_a_decode_loop_are_counted_in_the_branches_of_its_conditionals():
+def test_kernels_are_counted_in_branches_of_a_decode_loop():
     program = """
 %other (p: f32[]) -> f32[] {
   %a = f32[] fusion(%p), kind=kLoop
@@ -110,7 +110,7 @@ ENTRY %main (p: f32[]) -> f32[] {
 # tools/tune.py
 
 
-def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first():
+def test_every_tiling_fits_and_the_default_is_first():
     traced = []
     for tiling in tune.gpu_tilings():
         with tiling.override:
@@ -133,7 +133,7 @@ def test_every_tiling_fits_the_device_and_the_engine_s_own_choice_is_the_first()
 
 
 @pytest.mark.slow
-def test_a_method_s_program_is_the_one_with_the_tiles_that_are_wanted(monkeypatch, capsys):
+def test_a_method_is_compiled_with_the_wanted_tiles(monkeypatch, capsys):
     traced = []
     call = lambda *arrays: (traced.append(gpu_tiles.choose(*head.LARGE).chunk), METHOD.call(*arrays))[1]  # noqa: E731
     monkeypatch.setattr(tune, "methods", lambda _: {"mosaic_gpu, workspace 0": Method(call)})

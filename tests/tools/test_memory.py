@@ -1,4 +1,4 @@
-"""tools/memory.py: what its columns compare, and the table and picture of what fits."""
+"""tools/memory.py: the comparison of its columns, and the table and picture of the sizes that fit."""
 
 from itertools import chain, repeat
 
@@ -9,7 +9,8 @@ from mllm.plan.targets import Account, find_devices
 from tools import memory
 
 
-def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_several_micro_batches():
+def test_a_column_changes_only_head_and_adapters():
+    """The batch holds several micro-batches."""
     config = tiny.config(mesh={"fsdp": 2}, model={"param_dtype": "bfloat16"})
     mesh = make_mesh(config.mesh)
     full, chunked, fused, lora = (memory.with_head(config, head, 4, mesh) for head in memory.HEADS)
@@ -20,12 +21,11 @@ def test_a_column_changes_nothing_but_head_and_adapters_and_the_batch_holds_seve
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
-def test_the_head_is_what_the_peak_has_above_an_update_without_one_and_what_does_not_fit_stands_in_brackets(
-    tmp_path, monkeypatch, capsys
-):
+def test_the_head_is_the_peak_over_an_update_without_one(tmp_path, monkeypatch, capsys):
+    """What does not fit stands in brackets."""
     _, devices = find_devices(tiny.config("sft"), None)
     monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
-    # An update without a head, then each column's update and its head; adapters have an update without a head, too.
+    # An update without a head, then each column's update and its head. Adapters have their own update without a head.
     peaks = chain.from_iterable([[1], *([peak, 0] for peak in (5, 4, 2)), [1, 2, 0]])
     accounts = map(Account, repeat(2**29), (peak * 2**30 for peak in peaks))
     monkeypatch.setattr(memory, "account_of", lambda *_: next(accounts))

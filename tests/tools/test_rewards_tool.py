@@ -1,4 +1,4 @@
-"""tools/rewards.py: what rewards give for right, empty and given completions, where no model is."""
+"""tools/rewards.py: rewards for right, empty and given completions, without a model."""
 
 import json
 import subprocess
@@ -46,7 +46,7 @@ def tried(tmp_path, monkeypatch, capsys):
     return tried
 
 
-def test_without_samples_problems_are_answered_right_and_with_nothing(tried, caplog):
+def test_no_samples_means_right_and_empty_answers(tried, caplog):
     code, printed, _ = tried()
     blocks = printed.split("\n\n")
     for right, empty in zip(blocks[0:4:2], blocks[1:4:2], strict=True):
@@ -83,7 +83,7 @@ def test_the_user_s_module_may_be_called_as_the_tool_is():
     assert (done.returncode, "rewards/share/mean" in done.stdout) == (1, True)
 
 
-def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_their_prompts(tried):
+def test_run_samples_are_scored_by_the_problems_of_their_prompts(tried):
     of_a_run = {"step": 3, "prompt": "3+3=", "completion": "#### 6", "rewards": {}, "advantage": None}
     code, printed, _ = tried([of_a_run, {"prompt": "1+1=", "completion": "3\x1b"}])
     assert code == 0
@@ -99,14 +99,14 @@ def test_the_samples_of_a_run_are_scored_as_completions_of_the_problems_with_the
     assert ["rewards/exact_match/mean", "0.667"] in map(str.split, printed.splitlines())
 
 
-def test_settings_replace_the_file_s_and_an_environment_alone_is_one_line(tried):
+def test_overrides_apply_and_an_environment_alone_is_an_error(tried):
     code, output, _ = tried([{"prompt": "3+3=", "completion": "6"}], "task.rewards=[{name: format}]")
     assert (code, "rewards/format/mean" in output, "exact_match" in output) == (0, True, False)
     code, _, error = tried(None, "task.rewards=[]", "task.environment=rewards:Game", "rollout.max_turns=2")
     assert (code, error.startswith("error: task.environment: its reward is given in a conversation")) == (2, True)
 
 
-def test_samples_without_a_problem_and_bad_ones_are_errors_of_one_line(tried):
+def test_bad_samples_are_one_line_errors(tried):
     for sample, message in (
         ({"prompt": "4+4=", "completion": "8"}, "samples.jsonl: task jsonl has no problem with the prompt '4+4=':"),
         ({"prompt": "1+1=", "text": "8"}, "SAMPLES.jsonl: completion must be a string (samples.jsonl:1); the fields"),

@@ -1,4 +1,4 @@
-"""tools/samples.py: the page holds the samples and no text in it is obeyed; what is learned is marked."""
+"""tools/samples.py: the page holds the samples and no text in it is obeyed; learned tokens are marked."""
 
 import json
 import re
@@ -82,7 +82,7 @@ def test_the_first_examples_are_printed_with_marks(arguments, said, capsys):
     assert len([line for line in lines if " learned" in line]) == (6 if "dpo" in name else 3)
 
 
-def test_the_first_examples_of_each_source_are_printed_by_their_columns(tmp_path, capsys):
+def test_first_examples_are_printed_by_source_and_column(tmp_path, capsys):
     (tmp_path / "alpaca.json").write_text('[{"instruction": "1+1=", "output": "2"}]')
     (tmp_path / "mine.jsonl").write_text('{"question": "2+2=", "answer": "4"}')
     alpaca = f"{{source: {tmp_path}/alpaca.json, columns: {{question: instruction, answer: output}}}}"
@@ -102,6 +102,6 @@ def test_the_prompts_are_those_of_the_run(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == ["prompt: 4 tokens, 0 learned", "  1+1=", ""]
 
 
-def test_that_nothing_is_learned_of_the_first_examples_is_an_error(capsys):
+def test_learning_nothing_of_the_first_examples_is_an_error(capsys):
     assert samples.main(["--config", "docs/examples/sft.yaml", "data.max_length=4"]) == 2
     assert capsys.readouterr().err.startswith("error: data.max_length: nothing to learn of the first 100")

@@ -43,7 +43,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The configuration of a run with checkpoints 4 and 8, whose parameters all differ, though no update was made."""
+    """The configuration of a run with checkpoints 4 and 8. Every parameter differs between them, without an update."""
     settings = changed(METHODS["sft"], run_dir=str(tmp_path_factory.mktemp("trained") / "run"))
     with Run.build(settings) as run:
         for step in (4, 8):
@@ -74,7 +74,8 @@ def load(folder):
     return load_policy(settings, make_mesh(settings.mesh)).initial_params()
 
 
-def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_it_was(trained, exported):
+def test_an_export_holds_the_newest_parameters_to_the_bit(trained, exported):
+    """The run stays as it was."""
     jax.tree.map(np.testing.assert_array_equal, load(exported / "export"), newest(trained).train.params)
     generation = json.loads((exported / "export" / "generation_config.json").read_text())
     assert generation["pad_token_id"] == bytes_tokenizer().pad_token_id
@@ -84,9 +85,8 @@ def test_an_export_holds_the_newest_parameters_to_the_bit_and_leaves_the_run_as_
 
 
 @pytest.mark.slow
-def test_an_older_step_is_exported_in_another_dtype_dithered_as_training_and_sampling_are(
-    trained, exported, copy, capsys
-):
+def test_an_older_step_exports_in_another_dtype_dithered(trained, exported, copy, capsys):
+    """Dithered as in training and sampling."""
     assert export.main([str(copy), "--step", "4", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"step 4 of {copy} is exported to {copy / 'export'}\n")
     masters = restore_params(RunStore(copy), load_policy(trained, make_mesh(trained.mesh)).trained, 4)
@@ -98,7 +98,7 @@ def test_an_older_step_is_exported_in_another_dtype_dithered_as_training_and_sam
     assert sizes[0] < 0.6 * sizes[1]
 
 
-def test_merged_adapters_of_a_tied_head_part_it_from_the_embedding(trained, tmp_path):
+def test_merged_adapters_untie_a_tied_head(trained, tmp_path):
     settings = changed(trained, model={"lora": {"rank": 2, "alpha": 4, "targets": ["head"]}})
     policy = load_policy(settings, make_mesh(settings.mesh))
     ones = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), policy.trained)
@@ -109,7 +109,8 @@ def test_merged_adapters_of_a_tied_head_part_it_from_the_embedding(trained, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_nothing(exported, tmp_path, capsys):
+def test_a_run_and_its_export_complete_prompts_alike(exported, tmp_path, capsys):
+    """Neither call overwrites a file."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "run.jsonl"
     prompts.write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
 
@@ -133,7 +134,7 @@ def test_a_run_and_its_export_complete_a_file_of_prompts_alike_and_overwrite_not
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The samplers that are called, with their parameters, prompts and options; each answers with what it was asked."""
+    """The samplers that are called, with their parameters, prompts and options. Each answers with its prompt."""
     calls = []
 
     def complete(self, params, prompts, **given):
@@ -144,7 +145,7 @@ def calls(monkeypatch):
     return calls
 
 
-def test_prompts_of_the_command_line_are_answered_n_times_by_the_step_that_is_wanted(exported, calls, capsys):
+def test_prompts_get_n_answers_from_the_wanted_step(exported, calls, capsys):
     assert generate.main([str(exported), "1+2=", "3+4=", "--temperature", "1", "--n", "2"]) == 0
     said = capsys.readouterr()
     assert said.out.splitlines() == ["Sum.1+2=", "Sum.1+2=", "Sum.3+4=", "Sum.3+4="]
@@ -155,7 +156,7 @@ def test_prompts_of_the_command_line_are_answered_n_times_by_the_step_that_is_wa
     assert (newest != other).all()
 
 
-def test_prompts_of_a_run_are_rendered_with_its_task_s_arguments_of_the_template(exported, calls, monkeypatch, capsys):
+def test_prompts_use_the_template_arguments_of_the_run(exported, calls, monkeypatch, capsys):
     restore = export.restore
 
     def with_arguments(*given):
@@ -169,14 +170,14 @@ def test_prompts_of_a_run_are_rendered_with_its_task_s_arguments_of_the_template
     assert capsys.readouterr().out == "Sum.!1+2=!\n"
 
 
-def test_without_a_prompt_it_is_what_stands_on_stdin_and_is_not_counted(exported, calls, monkeypatch, capsys):
+def test_a_prompt_from_stdin_is_not_numbered(exported, calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert generate.main([f"{exported}/export", "--chat-template", "never", "--dtype", "float32"]) == 0
     said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
     assert capsys.readouterr() == ("two\nlines\n", said)
 
 
-def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exported, calls, monkeypatch, capsys):
+def test_a_terminal_chat_repeats_all_that_was_said(exported, calls, monkeypatch, capsys):
     typed = io.StringIO("one\ntwo\n\nnot read\n")
     monkeypatch.setattr(typed, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", typed)
@@ -187,7 +188,7 @@ def test_on_a_terminal_it_is_a_chat_in_which_all_that_was_said_is_said_again(exp
 
 
 @pytest.mark.slow
-def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(exported, calls, tmp_path, capsys):
+def test_an_adapter_folder_is_sampled_with_its_base_model(exported, calls, tmp_path, capsys):
     settings = {"source": f"{exported}/export", "lora": {"rank": 2, "alpha": 4}, "dtype": "float32"}
     policy = load_model(ModelConfig.model_validate(settings), make_mesh(MeshConfig(fsdp=1)), packed=False)
     adapters = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), policy.trained)
@@ -204,7 +205,7 @@ def test_an_adapter_s_folder_is_sampled_from_with_the_model_that_it_names(export
     assert f"{peft.CONFIG}: base_model_name_or_path: x/y: no such folder" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there_is_named_as_the_command_line_does(tmp_path, monkeypatch, capsys):
+def test_a_missing_model_is_named_as_on_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(generate, "read_prompts", lambda options: [])
     assert generate.main([str(tmp_path / "nope"), "hi"]) == 2
     error = capsys.readouterr().err
@@ -232,7 +233,7 @@ def test_a_completion_that_the_memory_has_no_room_for_is_refused(exported, capsy
 
 
 @pytest.mark.slow
-def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_path, monkeypatch, capsys):
+def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monkeypatch, capsys):
     def complete(self, params, prompts, conversations, **given):
         assert (self.options.turns, self.renderer.form) == (3, "chats")
         live = [*range(len(prompts))]
@@ -265,7 +266,7 @@ def test_an_environment_answers_a_model_and_says_what_that_earned(exported, tmp_
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_terminal_obeys_nothing_that_a_completion_says_and_a_file_gets_it_as_it_is(terminal, monkeypatch, capsys):
+def test_control_characters_are_escaped_on_a_terminal_only(terminal, monkeypatch, capsys):
     text = "a\tb\nc\x1b]0;title\x07\r\x9b2J\u202e 漢字\n"
     monkeypatch.setattr(generate, "load", lambda options: generate.Model(None, None, ""))
     monkeypatch.setattr(generate, "complete", lambda *given: [(text, {})])

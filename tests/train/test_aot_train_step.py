@@ -25,7 +25,7 @@ HEAD = {"head_forward_mean", "head_weight_gradient"}
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_an_update_on_eight_v6e_has_kernels_and_gathers_no_vocabulary(model):
+def test_an_update_on_v6e_has_kernels_and_gathers_no_head(model):
     """Random parameters need no files, and here none are made."""
     overrides = ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "model.init=random", f"model.source={model}"]
     settings, sizes = configs.load("qwen25_0p5b_grpo.yaml", overrides), PRESETS[model]
@@ -58,7 +58,7 @@ def test_an_update_on_eight_v6e_has_kernels_and_gathers_no_vocabulary(model):
     assert {array.dtype for array in matrices} == {"f32"}
 
 
-def test_the_head_of_3b_on_eight_v6e_takes_little_memory_whatever_the_micro_batch():
+def test_the_3b_head_on_v6e_takes_little_memory():
     """8 rows of 1,536 tokens a device: with a gathered weight it took 2 GiB."""
     settings = configs.load("qwen25_3b_grpo.yaml", ["mesh.fsdp=8", "model.init=random", "micro_batch_size=64"])
     mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
@@ -66,8 +66,8 @@ def test_the_head_of_3b_on_eight_v6e_takes_little_memory_whatever_the_micro_batc
     assert found.temporaries < 0.6 * 2**30
 
 
-def test_gemma_s_update_on_a_v6e_has_attention_kernels_with_and_without_a_window():
-    """Heads of 256; a kernel of the one kind stands beside one of the other, of which the layer's kind chooses."""
+def test_the_gemma_update_on_v6e_has_both_attention_kernels():
+    """Heads of 256. The program has a kernel for each kind of layer, and the layer's kind chooses."""
     settings = configs.load("gemma3_270m_sft.yaml", ["model.init=random"])
     mesh = targets.mesh("v6e", (1, 1, 1), AXES)
     program = targets.compiled(*Programs(settings, mesh).update(), mesh)

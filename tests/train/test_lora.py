@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what is trained, sampled and saved, and what a frozen model saves."""
+"""Adapters: their outputs; how they are trained, sampled and saved; and the memory that a frozen model saves."""
 
 from pathlib import Path
 
@@ -51,7 +51,8 @@ def test_sampling_merges_adapters_to_rounding():
     np.testing.assert_allclose(logits(decoder, stacked, tokens), expected, atol=1e-4, rtol=0)
 
 
-def test_adapters_begin_as_no_change_and_by_the_seed_with_numbers_of_their_own_uniform_within_peft_s_bound():
+def test_adapters_begin_as_no_change_with_seeded_numbers():
+    """The numbers are uniform within PEFT's bound, and each adapter has its own."""
     settings = lora_config("sft")
     trained = load_policy(settings, make_mesh(settings.mesh)).trained
     first, other = (initial_adapters(trained, seed)["layers"] for seed in (0, 1))
@@ -78,7 +79,8 @@ def in_int8_of(frozen):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("mesh", [{}, {"dp": 2, "fsdp": 2, "tp": 2}], ids=str)
-def test_an_int8_base_is_the_same_on_each_mesh_and_adapters_learn_as_on_the_matrices_that_it_stands_for(mesh):
+def test_an_int8_base_is_the_same_on_each_mesh(mesh):
+    """Adapters learn as on the matrices that the int8 numbers stand for."""
     source = {"init": "pretrained", "architecture": None, "source": str(FIXTURES / "tiny_sft"), "tokenizer": "bytes"}
     settings = lora_config("sft", mesh=mesh, model={**source, "remat": "full", "lora": INT8})
     policy = load_policy(settings, devices := make_mesh(settings.mesh))
@@ -105,7 +107,7 @@ SECTIONS = {
     "steps": 4,
     "grpo": {"num_iterations": 2, "beta": 0.1, "reference": "initial"},
     "task": {"rewards": [{"name": "user_rewards:even_characters"}]},
-    "rollout": {"temperature": 0.7},  # a part of the policy, in the sampler and in the trainer
+    "rollout": {"temperature": 0.7},  # a part of the policy, in sampler and trainer
     "checkpoint": {"every": 2},
     "eval": {"every": 2},
 }
@@ -129,7 +131,7 @@ def finished(request, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_run_saves_adapters_only_and_says_how_many(finished, capsys):
-    """Its KL reference is the frozen model, of which one copy is held. A kill: distillation's in run/test_train.py."""
+    """Its KL reference is the frozen model, held once. run/test_train.py kills a run of distillation."""
     settings, copies = finished
     assert copies == 1
     assert records(settings)[-1]["kl"] > 0
@@ -142,7 +144,7 @@ def test_a_run_saves_adapters_only_and_says_how_many(finished, capsys):
 
 
 @pytest.mark.nightly
-def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
+def test_a_merged_export_or_its_run_can_begin_a_next_run(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--dtype", "float32"]) == 0
     _, policy, _, params = restore(settings.run_dir, None)
@@ -157,7 +159,7 @@ def test_its_merged_export_and_the_run_itself_are_a_next_run_s_model(finished):
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
 
-def test_its_exported_adapters_are_a_next_run_s_beginning_also_under_sft(finished):
+def test_exported_adapters_can_begin_a_next_run_also_in_sft(finished):
     settings, _ = finished
     assert tools.export.main([settings.run_dir, "--adapter"]) == 0
     model = {"lora": {"source": f"{settings.run_dir}/adapter"}}

@@ -1,4 +1,4 @@
-"""The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and those of bfloat16 numbers.
+"""The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and updates of bfloat16 numbers.
 
 bfloat16 parameters move as far as float32 ones do, though an update is far below the distance of their numbers.
 """
@@ -33,7 +33,7 @@ def config(**settings):
 
 
 @pytest.mark.parametrize(("schedule", "middle"), [("constant", 0.1), ("linear", 0.06), ("cosine", 0.06)])
-def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedule, middle):
+def test_the_rate_warms_up_and_falls_to_its_final_fraction(schedule, middle):
     final = {} if schedule == "constant" else {"final_fraction": 0.2}
     rate = make_schedule(config(schedule=schedule, warmup_steps=4, **final), steps=24)
     np.testing.assert_allclose([rate(step) for step in range(4)], [0.025, 0.05, 0.075, 0.1], rtol=1e-6)
@@ -42,7 +42,7 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_its_final_fraction(schedul
     assert rate(24) == pytest.approx(0.1 if schedule == "constant" else 0.02)
 
 
-def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone():
+def test_dims_have_logical_axes_and_only_matrices_decay():
     applies = {}
     lora = Lora(rank=2, alpha=1.0, targets=get_args(LoraTarget))
     for family in ("qwen2", "qwen3", "gemma3_text", "qwen3_5_text"):  # together they have every parameter
@@ -57,7 +57,7 @@ def test_every_dim_has_a_logical_axis_and_weight_decay_applies_to_matrices_alone
 
 
 @pytest.mark.parametrize("max_grad_norm", [None, 3.0])
-def test_updates_are_optax_s_with_clipping_weight_decay_and_the_schedule(max_grad_norm):
+def test_updates_match_optax_with_clipping_decay_and_schedule(max_grad_norm):
     params, gradients = {"v": jnp.arange(2.0), "w": jnp.arange(4.0)}, {"v": jnp.ones(2), "w": jnp.arange(4.0) - 1}
     options = {"weight_decay": 0.3, "max_grad_norm": max_grad_norm, "b2": 0.95, "eps": 1e-6}
     ours = make_optimizer(config(**options, schedule="linear"), 10)
@@ -96,7 +96,8 @@ def train(dtype, moment_dtype=None):
 @pytest.mark.parametrize(
     "narrow", [(jnp.bfloat16,), pytest.param((jnp.float32, "bfloat16"), marks=pytest.mark.nightly)], ids=str
 )
-def test_the_mean_movement_after_100_updates_is_within_two_percent_of_float32_s(narrow):
+def test_mean_movement_is_within_two_percent_of_float32(narrow):
+    """The distance is measured after 100 updates."""
     exact, got = (np.asarray(train(*dtypes), np.float64) for dtypes in ((jnp.float32,), narrow))
     assert 1e-5 < np.abs(exact).mean() < 1e-4
     assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
@@ -148,7 +149,8 @@ class Average(Forward):
         return {}
 
 
-def test_each_step_and_seed_round_in_their_own_way_and_always_in_the_same():
+def test_each_step_and_seed_round_in_a_way_of_their_own():
+    """The rounding is the same each time."""
     optimizer, batch = make_optimizer(OptimizerConfig(learning_rate=1e-4), 10), random_batch(1, 10)
     params = nnx.State({"w": nnx.Param(jnp.linspace(0.1, 1, 4096, dtype=jnp.bfloat16))})
     updates = [make_train_step(Average(), optimizer, lambda count: 1e-4, seed) for seed in (0, 1)]

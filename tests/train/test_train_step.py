@@ -1,4 +1,4 @@
-"""An update is the same however it is computed: by which head, in which micro-batches, with how much padding."""
+"""An update is the same under any head, any micro-batches and any padding."""
 
 from functools import cache
 from unittest.mock import Mock
@@ -79,7 +79,7 @@ def gradient_of(settings, padding=0):
 
 
 @pytest.mark.slow
-def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding_and_an_update_reports_its_norm():
+def test_full_logits_match_the_fused_head_at_any_padding():
     """tests/algorithms/test_packed_update.py has gspo."""
     full_logits = changed(SETTINGS["grpo"], head={"impl": "full_logits"})
     expected_metrics, expected = gradient_of(full_logits, padding=LENGTH // 2)
@@ -91,7 +91,7 @@ def test_full_logits_give_the_gradient_of_the_fused_head_whatever_the_padding_an
     np.testing.assert_allclose(update(BATCH)[1]["grad_norm"], optax.tree.norm(gradients), rtol=1e-5)
 
 
-def test_gradients_of_bfloat16_parameters_are_summed_in_float32_over_micro_batches():
+def test_bfloat16_gradients_are_summed_in_float32():
     """512 gradients of 1: from 256 on bfloat16 has no odd numbers."""
 
     def loss(params, micro):
@@ -103,7 +103,7 @@ def test_gradients_of_bfloat16_parameters_are_summed_in_float32_over_micro_batch
 
 
 @pytest.mark.slow
-def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_optimizer_nor_learning_rate():
+def test_an_update_without_a_finite_gradient_moves_nothing():
     first_state, train_step = grpo_trainer()
     poisoned = with_inputs(BATCH, advantages=np.where(BATCH.weights > 0, np.inf, 0).astype(np.float32))
     state, metrics = train_step(first_state(), poisoned)
@@ -124,7 +124,7 @@ def test_an_update_without_gradient_or_not_finite_moves_neither_parameters_nor_o
 
 
 @pytest.mark.slow
-def test_the_log_prob_pass_gives_the_log_probabilities_that_the_update_sees():
+def test_the_log_prob_pass_matches_the_update():
     settings = changed(SETTINGS["grpo"], micro_batch_size=4)
     mesh = make_mesh(settings.mesh)
     logprobs = make_logprob_pass(forward_of(load_policy(settings, mesh).graphdef, mesh, settings))
@@ -156,7 +156,7 @@ def test_the_state_s_moments_are_laid_out_as_their_parameters():
     assert shard == {(130, 16)}
 
 
-def test_the_head_is_told_its_workspace_in_bytes_and_is_refused_on_other_devices(monkeypatch):
+def test_the_head_gets_its_workspace_and_refuses_other_devices(monkeypatch):
     settings = changed(SETTINGS["sft"], head={"workspace_mib": 3})
     monkeypatch.setattr(head.lm_head, "token_loss", called := Mock(side_effect=InterruptedError))
     weight, forward = jnp.zeros((260, 32)), forward_of(None, make_mesh(settings.mesh), settings)
@@ -181,7 +181,7 @@ def validation_settings(packing=True, **sections):
 
 @pytest.fixture(scope="module")
 def measured():
-    """The documents, half of whose labels are the model's likeliest, and their metrics from logits in float64."""
+    """The documents and their metrics from logits in float64. Half of the labels are the model's likeliest tokens."""
     one = validation_settings()
     mesh = make_mesh(one.mesh)
     policy = load_policy(one, mesh)
@@ -234,7 +234,7 @@ def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, secti
 
 
 @pytest.mark.slow
-def test_loss_and_log_probabilities_are_those_of_the_vocabulary_s_copy_at_the_temperature_of_the_rollout():
+def test_the_loss_uses_the_vocabulary_copy_and_temperature():
     """The trainer multiplies a narrower copy; a teacher's is its own."""
     rng, mesh = np.random.default_rng(0), make_mesh(SETTINGS["sft"].mesh)
     hidden, weight = rng.normal(size=(ROWS, LENGTH, 8)).astype(np.float32), rng.normal(size=(260, 8)).astype(np.float32)
