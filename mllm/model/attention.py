@@ -25,8 +25,10 @@ from mllm.parallel.mesh import RULES, sharding
 AttentionKernel = Literal["splash", "cudnn"]
 KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
-HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128)}
-"""Head sizes of published models that each kernel supports on all of its devices."""
+HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128, 256)}
+"""Head sizes of published models that each kernel supports, cuDNN 256 only where `compiles` says so."""
+COMMON = 128
+"""The largest head size that cuDNN supports on all GPUs from compute capability 8.0 on."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
@@ -187,9 +189,30 @@ def choose(
         obstacle = "it needs a GPU of compute capability 8.0"
     elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
+    elif kernel == "cudnn" and config.head_dim > COMMON and not compiles(config, packed):
+        obstacle = f"it has no gradient for heads of {config.head_dim} on this GPU"
     else:
         return AttentionChoice(Attention(kernel, mesh, packed, config.sliding_window), "")
     return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
+
+
+def compiles(config: Architecture, packed: bool) -> bool:
+    """Whether cuDNN has attention with its gradient for this model's heads.
+
+    That depends on the GPU and on the library's version. JAX checks the forward pass alone.
+    """
+
+    def total(queries: jax.Array, keys: jax.Array, segments: jax.Array) -> jax.Array:
+        return jnp.sum(cudnn_attention(queries, keys, keys, segments, packed, window=config.sliding_window))
+
+    group = config.num_attention_heads // config.num_key_value_heads
+    shapes = ((1, BLOCKS[-1], heads, config.head_dim) for heads in (group, 1))
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+    try:
+        program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
+        return bool(program.compile())
+    except (NotImplementedError, RuntimeError, ValueError):  # by JAX, without the library, or by cuDNN
+        return False
 
 
 def platform(mesh: Mesh) -> str:

@@ -1,8 +1,9 @@
 """Programs that were compiled once are read from a folder at later starts, by JAX's own cache.
 
-The folder is mllm/xla in $XDG_CACHE_HOME or ~/.cache. Several processes have none, unless JAX_COMPILATION_CACHE_DIR
-names one that they share: JAX lets only process 0 write, and where they tune a program for GPUs together, one that has
-it already would be waited for.
+The folder is mllm/xla in $XDG_CACHE_HOME or ~/.cache. On GPUs it also has XLA's choices among kernels, which XLA times
+for each product: a program that has changed a little is compiled with the same choices. Several processes have none,
+unless JAX_COMPILATION_CACHE_DIR names one that they share: JAX lets only process 0 write, and where they tune a program
+for GPUs together, one that has it already would be waited for.
 """
 
 import functools
@@ -34,5 +35,7 @@ def keep_programs() -> None:
                 program.unlink()
     jax.config.update("jax_compilation_cache_max_size", LARGEST)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")  # files that nothing checks or bounds
+    # A file of a few bytes for each product. Elsewhere nothing is timed, and other caches' files nothing bounds.
+    choices = "xla_gpu_per_fusion_autotune_cache_dir" if jax.default_backend() == "gpu" else "none"
+    jax.config.update("jax_persistent_cache_enable_xla_caches", choices)
     jax.config.update("jax_compilation_cache_dir", str(folder))

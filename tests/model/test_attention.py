@@ -5,6 +5,7 @@ On the CPU splash attention is interpreted, and XLA computes in cuDNN's place wi
 
 import dataclasses
 import importlib.util
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +170,8 @@ def test_attention_is_told_whether_rows_are_packed(monkeypatch):
     [
         ("splash", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
         ("splash", {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 2 kv_heads"),
-        ("cudnn", {"head_dim": 256}, {}, "it needs heads of size 64 or 128, and the model's have 256"),
+        ("cudnn", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
+        ("cudnn", {"head_dim": 256}, {}, "it has no gradient for heads of 256 on this GPU"),
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
     ],
 )
@@ -178,6 +180,15 @@ def test_xla_is_chosen_where_a_kernel_can_not_run(kernel, change, setting, reaso
     choice = chosen(architecture=dataclasses.replace(SMALL, **change), **setting)
     assert choice.attention is None
     assert choice.reason.startswith(f"{kernel} can't be used: {reason}")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
+def test_cudnn_takes_heads_of_256_where_it_compiles_their_gradient(packed, on, monkeypatch):
+    """XLA stands for a cuDNN that has it; without a GPU there is none."""
+    on("gpu")
+    monkeypatch.setattr(attention, "cudnn_attention", partial(attention.cudnn_attention, implementation="xla"))
+    wide = dataclasses.replace(SMALL, head_dim=256)
+    assert chosen(architecture=wide, packed=packed) == (Attention("cudnn", make_mesh(ONE), packed), "")
 
 
 def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
@@ -191,6 +202,10 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
 @pytest.mark.parametrize("time", [100, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_cudnn_matches_masked_attention_on_gpus(packed, time):
-    check_against_masked(chosen(packed=packed).attention, (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)
+def test_cudnn_matches_masked_attention_on_gpus(packed, head_dim, time):
+    choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=head_dim), packed=packed)
+    if choice.attention is None:
+        pytest.skip(choice.reason)
+    check_against_masked(choice.attention, (2, time, 14, 2, head_dim, jnp.bfloat16), 2e-2)

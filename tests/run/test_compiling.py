@@ -37,6 +37,16 @@ def test_programs_are_kept_and_torn_files_removed(tmp_path):
     assert [*folder.glob("*-cache")]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(("backend", "kept"), [("gpu", "xla_gpu_per_fusion_autotune_cache_dir"), ("cpu", "none")])
+def test_choices_among_kernels_are_kept_on_gpus(backend, kept, tmp_path):
+    lines = f"jax.default_backend = lambda: {backend!r}", "print(jax.config.jax_persistent_cache_enable_xla_caches)"
+    variables = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    program = PROCESS.format(lines[0]).replace("jax.jit(lambda x: x * 2)(1.0)", lines[1])
+    (said,) = outputs([spawn(["-c", program], subprocess.STDOUT, **variables)])
+    assert said.split() == [kept, str(tmp_path / "mllm" / "xla")]
+
+
 def test_nested_compile_seconds_count_once(monkeypatch):
     clock, now = CompileClock(), [0.0]
     monkeypatch.setattr("mllm.stopwatch.time.perf_counter", lambda: now[0])
