@@ -124,12 +124,12 @@ class TestByTheGpuCompiler:
     pytestmark = FOR_GPUS
 
     def test_the_gpu_account_has_logits_only_without_the_fused_head(self):
-        sizes, mesh = {"tokens": 4096, "features": 256, "vocabulary": 32768}, targets.mesh("h100")
+        sizes, mesh = {"tokens": 16384, "features": 256, "vocabulary": 32768}, targets.mesh("h100")
         fused, full = (
             targets.account(*head.loss(mesh, impl=impl, **sizes), mesh).temporaries for impl in (None, "full_logits")
         )
         logits = 4 * sizes["tokens"] * sizes["vocabulary"]
-        assert fused < logits / 4
+        assert fused < logits / 8  # waves of 2,048 rows
         assert 1.5 * logits < full < 2 * logits  # the gradient is bfloat16
 
     @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
