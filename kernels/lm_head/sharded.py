@@ -114,7 +114,8 @@ class Sharded:
         def on_device(part: Inputs, given: Any, saved: Any) -> Results:
             part, local = self._prepared(part, options, at, rows)
             number, own = len(part.labels), next((x for x in at.vocabulary_axes if x in stored.tokens), None)
-            blocks = 1 if own is None or self.engine is full_logits else -(-number * at.devices(own) // _MOST_GATHERED)
+            one = own is None or self.engine is full_logits  # whose logits are of all tokens, as a baseline's
+            blocks = 1 if one else -(-number * at.devices(own) // _MOST_GATHERED)
             size = -(-number // blocks)
 
             def of_block(dw: Array | None, i: Any) -> tuple[Array | None, Results]:

@@ -138,7 +138,7 @@ def test_long_answers_hold_little_beyond_their_cache():
         live = np.flatnonzero(lengths > made).tolist()
         for one in np.flatnonzero((lengths <= made) & (lengths > made - CHUNK)).tolist():
             cache.release(0, one)
-        cache.hold([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
+        cache.fit_pages([{one: (int(prompts[one]) + made - 1, CHUNK) for one in live}], rows)
         now = int(prompts[live].sum()) + made * len(live)
         work.steps, work.read, work.held = work.steps + 1, work.read + cache.places, work.held + now
         largest, most = max(largest, cache.places), max(most, now)

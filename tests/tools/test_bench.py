@@ -67,7 +67,7 @@ def test_a_rollout_s_table_counts_what_the_engine_did(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["sft", "grpo"])
+@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.nightly)])
 def test_the_parts_of_a_step_are_update_and_rollout(algorithm, capsys):
     model = "{" + ", ".join(f"{name}: {value}" for name, value in tiny.QWEN35.items()).replace("'", "") + "}"
     settings = [f"model.architecture={model}", "model.tokenizer=bytes", "batch_size=16"]
