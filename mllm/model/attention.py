@@ -3,7 +3,7 @@
 JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of scores at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
 JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
-query heads share a key head. No GPU has run the cuDNN path.
+query heads share a key head. No test of the cuDNN path has run on a GPU.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from lm_head.precision import precision_of
+from mllm.errors import brief
 from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
@@ -26,7 +27,7 @@ AttentionKernel = Literal["splash", "cudnn"]
 KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
 HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128, 256)}
-"""Head sizes of published models that each kernel supports, cuDNN 256 only where `compiles` says so."""
+"""Head sizes of published models that each kernel supports, cuDNN 256 only where `cudnn_refusal` finds none."""
 COMMON = 128
 """The largest head size that cuDNN supports on all GPUs from compute capability 8.0 on."""
 
@@ -141,7 +142,7 @@ def set_precision(dtype: DTypeLike) -> Any:
 
 
 def at_set_precision(attend: Callable[..., jax.Array], dtype: DTypeLike) -> Callable[..., jax.Array]:
-    """`attend`, traced in the context of `set_precision`, and so is its gradient, whose own rule is traced later."""
+    """`attend` and its gradient, both traced in the context of `set_precision`; the gradient is traced later."""
 
     def forward(*operands: Any) -> tuple[jax.Array, Any]:
         with set_precision(dtype):
@@ -189,17 +190,17 @@ def choose(
         obstacle = "it needs a GPU of compute capability 8.0"
     elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
-    elif kernel == "cudnn" and config.head_dim > COMMON and not compiles(config, packed):
-        obstacle = f"it has no gradient for heads of {config.head_dim} on this GPU"
+    elif kernel == "cudnn" and config.head_dim > COMMON and (fault := cudnn_refusal(config, packed)):
+        obstacle = f"it has no gradient for heads of {config.head_dim} on this GPU: {fault}"
     else:
         return AttentionChoice(Attention(kernel, mesh, packed, config.sliding_window), "")
     return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
 
 
-def compiles(config: Architecture, packed: bool) -> bool:
-    """Whether cuDNN has attention with its gradient for this model's heads.
+def cudnn_refusal(config: Architecture, packed: bool) -> str:
+    """The error of compiling cuDNN's attention with its gradient for this model's heads; empty if it compiles.
 
-    That depends on the GPU and on the library's version. JAX checks the forward pass alone.
+    Support depends on the GPU and on the library's version. JAX checks the forward pass alone.
     """
 
     def total(queries: jax.Array, keys: jax.Array, segments: jax.Array) -> jax.Array:
@@ -210,9 +211,10 @@ def compiles(config: Architecture, packed: bool) -> bool:
     arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
     try:
         program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
-        return bool(program.compile())
-    except (NotImplementedError, RuntimeError, ValueError):  # by JAX, without the library, or by cuDNN
-        return False
+        program.compile()
+    except (NotImplementedError, RuntimeError) as error:  # from JAX's checks; from cuDNN, or without its library
+        return brief(error)
+    return ""
 
 
 def platform(mesh: Mesh) -> str:

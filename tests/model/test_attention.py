@@ -206,6 +206,7 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_cudnn_matches_masked_attention_on_gpus(packed, head_dim, time):
     choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=head_dim), packed=packed)
-    if choice.attention is None:
+    if head_dim > attention.COMMON and choice.attention is None:  # cuDNN may lack the gradient on this GPU
         pytest.skip(choice.reason)
+    assert choice.attention is not None, choice.reason
     check_against_masked(choice.attention, (2, time, 14, 2, head_dim, jnp.bfloat16), 2e-2)
