@@ -170,7 +170,7 @@ def load(options: argparse.Namespace) -> Model:
     if (adapter := Path(options.model).expanduser() / peft.CONFIG).is_file():
         base = read_json(adapter).get("base_model_name_or_path")
         if not isinstance(base, str):
-            raise UserError(f"{adapter}: base_model_name_or_path names no model, whose adapters they are: add it")
+            raise UserError(f"{adapter}: base_model_name_or_path names no model: add the adapters' base model")
         local_folder(base, SMALL, f"{adapter}: base_model_name_or_path", "export it (tools/export.py RUN)")
         model, name = {"source": base, "lora": {"source": options.model}}, f"adapters of {base}"
     local_folder(options.model, SMALL, "MODEL_OR_RUN", "the folder of a run")
@@ -249,7 +249,7 @@ def converse(
     if options.environment != "task":
         task = TaskConfig(name="arithmetic").model_copy(update={"environment": options.environment})
     elif task is None or not task.converses:
-        raise UserError("--environment: task: it is no run whose task has an environment or tools: name one")
+        raise UserError("--environment: task: this is no run of a task with an environment or tools: name one")
     add_modules(Path())
     starts = [Example(chat, None, conversational=sum(turn["role"] != "system" for turn in chat) > 1) for chat in chats]
     alone = task.model_copy(update={"rewards": ()})

@@ -116,7 +116,7 @@ def read(run: RunStore) -> list[Sample]:
     """The lines of a run's samples.jsonl that are whole; UserError where there are none."""
     if samples := [{"turns": [], **line} for line in run.records("samples.jsonl") if line.keys() >= WRITTEN]:
         return samples
-    way_out = "give the run_dir of a GRPO run whose log.samples is not 0"
+    way_out = "give the run_dir of a GRPO run with log.samples above 0"
     raise UserError(f"{run}: no samples.jsonl with a sample in it; {way_out}")
 
 

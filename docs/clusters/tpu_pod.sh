@@ -1,4 +1,4 @@
-# A TPU pod whose hosts share /mnt/runs; a host that is killed is lost until it is started again by hand.
+# A TPU pod; its hosts share /mnt/runs. A killed host is lost until somebody starts it again.
 gcloud compute tpus tpu-vm ssh NAME --zone=ZONE --worker=all --command='
   cd mllm
   while true; do

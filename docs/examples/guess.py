@@ -14,7 +14,7 @@ from pathlib import Path
 
 LARGEST, TURNS = 31, 5
 SKILL = 0.5
-"""The share of played games whose guesses are the middle of the numbers left; other games have random guesses."""
+"""The share of played games that guess the middle of the numbers left; other games guess at random."""
 GAMES, PLAYED = 1000, 20_000
 """The number of games' names, and of played games in FILE."""
 
@@ -28,7 +28,7 @@ class Guess:
         self.left = TURNS
 
     def step(self, completion: str) -> tuple[str, float, bool]:
-        """The answer to a guess, its reward, and whether the game is over; what is no number counts as a guess, too."""
+        """The answer to a guess, its reward, and whether the game is over. A text without a number counts."""
         self.left -= 1
         text = completion.strip()
         guess = int(text) if re.fullmatch("[0-9]{1,2}", text) else None

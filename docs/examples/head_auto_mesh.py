@@ -1,4 +1,4 @@
-"""The head on a mesh of four devices whose axes are Auto: `HeadSharding` says the layout.
+"""The head on a mesh of four devices with Auto axes: `HeadSharding` says the layout.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python docs/examples/head_auto_mesh.py
 """

@@ -1,4 +1,4 @@
-"""The head on a mesh of four devices whose axes are Explicit: types say the layout.
+"""The head on a mesh of four devices with Explicit axes: types say the layout.
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python docs/examples/head_mesh.py
 """

@@ -1,7 +1,7 @@
 """The head over a mesh of devices: an engine's passes inside `jax.shard_map`, on a device's own tokens and rows of W.
 
 docs/head.md says what devices exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first
-sum, ahead of adding them up. JAX differentiates nothing in here. Hidden states whose features are spread are not
+sum, ahead of adding them up. JAX differentiates nothing in here. Hidden states with spread features are not
 supported.
 """
 
@@ -114,7 +114,7 @@ class Sharded:
         def on_device(part: Inputs, given: Any, saved: Any) -> Results:
             part, local = self._prepared(part, options, at, rows)
             number, own = len(part.labels), next((x for x in at.vocabulary_axes if x in stored.tokens), None)
-            one = own is None or self.engine is full_logits  # whose logits are of all tokens, as a baseline's
+            one = own is None or self.engine is full_logits  # full logits, a baseline, take all tokens at once
             blocks = 1 if one else -(-number * at.devices(own) // _MOST_GATHERED)
             size = -(-number // blocks)
 
@@ -186,7 +186,7 @@ class Sharded:
         return part._replace(weight=weight, columns=columns, teacher=teacher), options
 
     def _with_features(self, weight: Float[Array, "V d"], at: HeadSharding, options: Options) -> Float[Array, "W D"]:
-        """All features of a device's rows of a weight, of which it stores some features.
+        """All features of a device's rows of a weight; the device stores some of the features.
 
         Features are exchanged for rows, and then rows gathered: a gather of features would copy the whole weight.
         """

@@ -140,7 +140,7 @@ def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
     if training.hashes is None or heldout.hashes is None:
         return
     if repeated := np.isin(heldout.hashes, training.hashes).sum():
-        log.warning("%s: %d of %d examples are trained on, too", key, repeated, len(heldout))
+        log.warning("%s: %d of %d examples are also trained on", key, repeated, len(heldout))
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:

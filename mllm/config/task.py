@@ -93,8 +93,8 @@ class TaskConfig(Section):
     template_args: dict[str, Any] | None = None
     """Further variables of the chat template, by name, e.g. Qwen3's `enable_thinking: false`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
-    """The reward functions with their weights; each name once. With an environment, whose reward is added, the default
-    is none."""
+    """The reward functions with their weights; each name once. With an environment the default
+    is none; the environment's reward is added."""
     environment: str | None = None
     """The environment that answers the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None

@@ -29,7 +29,7 @@ from mllm.model.architecture import DeltaNet
 
 CHUNK = 64
 GROUP = 16
-"""Chunks whose systems are solved at once."""
+"""The number of chunks that solve their systems at once."""
 EPSILON = 1e-6
 """Added to the square of a length."""
 SHORT_SEQUENCE = 8
@@ -43,7 +43,7 @@ class Precisions(NamedTuple):
 
     products: Precision = precision_of(jnp.float32)
     inverse: Precision = precision_of(jnp.float32)
-    """Of the triangular systems, whose inverse may be as large as its error is small."""
+    """The precision for the inverse of the triangular systems, which needs all of float32's digits."""
 
     @classmethod
     def of(cls, dtype: DTypeLike, platform: str) -> "Precisions":

@@ -48,7 +48,7 @@ def local_folder(
 ) -> Path:
     """The folder that `source` names, or the local cache's copy of a hub id or a bucket, fetched if need be.
 
-    From the hub, at a `revision`, or a bucket, files whose names match `patterns` are fetched. UserError, which names
+    From the hub, at a `revision`, or a bucket, files that match `patterns` are fetched. UserError, which names
     the setting `key` and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local
     cache, gives.
     """

@@ -234,7 +234,7 @@ def gather_layer_float32(
 ) -> Params:
     """The parameters of the stack's layer as `gather` gives them, with the same values, but float32.
 
-    Their gradients are float32, too: devices add them up over fsdp, which would round them in the compute dtype. An
+    Their gradients are float32 as well: devices sum them over fsdp, and the compute dtype would round the sums. An
     `Int8Matrix` stays one, and has no gradient.
     """
 

@@ -182,7 +182,7 @@ def find_learned(model: ModelConfig, folder: Path | None, adapters: Path | None,
 
 
 def find_tokenizer(model: ModelConfig, folder: Path | None) -> Tokenizer:
-    """The tokenizer of a model whose files are in a folder; UserError where the files are missing."""
+    """The tokenizer of a model in a folder; UserError where the files are missing."""
     return load_tokenizer(model.tokenizer or ("bytes" if folder is None else str(folder)))
 
 

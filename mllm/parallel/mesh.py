@@ -39,7 +39,7 @@ device along fsdp has all rows of its replica."""
 
 
 def make_mesh(config: MeshConfig) -> Mesh:
-    """The mesh (dp, fsdp, tp) over the first devices, whose numbers are given.
+    """The mesh (dp, fsdp, tp) over the first devices; the configuration gives their numbers.
 
     UserError is raised where there are too few devices, or processes would be idle.
     """
@@ -55,7 +55,7 @@ def make_mesh(config: MeshConfig) -> Mesh:
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
-    """The sharding of an array whose dims have the logical names `axes`; None is never sharded."""
+    """The sharding of an array with the logical names `axes` of its dims; None is never sharded."""
     return NamedSharding(mesh, PartitionSpec(*(axis and RULES[axis] for axis in axes)))
 
 

@@ -73,7 +73,7 @@ def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:
 
 
 def changes_that_fit(config: RunConfig, update: Phase, devices: Devices) -> Iterator[str]:
-    """Changes of a configuration that does not fit, the smallest first, with each of which an update of few rows fits;
+    """Changes of a configuration that does not fit, the smallest first, that let an update of few rows fit;
     and the card that would hold it."""
     lengths: dict[str, Any] = {}
     if config.examples is not None:

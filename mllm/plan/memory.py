@@ -95,7 +95,7 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
         states = bytes_on_device(rollouts.states())
         states_part = f", {size(states // per_device)} a slot for the states of delta nets" if states else ""
         tell(f"rollout: {rollouts.slots} slots, {per_device} a device{states_part}")
-    tell(f"micro_batch_size: up to about {fitting[-1]} would fit, of those that divide batch and mesh")
+    tell(f"micro_batch_size: up to about {fitting[-1]} would fit (a divisor of the batch, a multiple of the mesh)")
 
 
 def phases(
@@ -166,13 +166,13 @@ def held_in_update(shapes: Programs) -> dict[str, int]:
 
 
 def frozen_beside(shapes: Programs) -> tuple[int, int]:
-    """Bytes of a reference and of a teacher: in memory in every phase, whose program may not have them."""
+    """Bytes of a reference and of a teacher: in memory in every phase, whether its program has them or not."""
     reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
     return reference, bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
-    """A phase whose head and activations share the peak's bytes beyond `known`, which may be freed by then."""
+    """A phase: its head and activations share the peak's bytes beyond `known`, which may be freed by then."""
     remaining = max(peak - sum(known.values()), 0)
     head = min(head, remaining)
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": remaining - head})
@@ -181,7 +181,7 @@ def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
 def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[int]:
     """The numbers of rows of a micro-batch that divide batch and mesh and about fit, in ascending order.
 
-    Activations are taken to be proportional to the rows; the head, too, but with fewer rows it is taken as it is.
+    Activations are assumed proportional to the rows, and the head as well; with fewer rows the head is taken as it is.
     """
     head, activations = (update.parts[name] for name in ("head", "activations"))
     fixed = update.peak - head - activations

@@ -234,7 +234,7 @@ class Account(NamedTuple):
 
 
 def account_of(function: Callable[..., Any], arguments: Sequence[Any], devices: Devices) -> Account:
-    """The account of a program on the devices, of one that a TPU has no room for, too.
+    """The account of a program on the devices, also of a program that a TPU has no room for.
 
     UserError is raised if the compiler refuses the program for another reason.
     """

@@ -189,7 +189,7 @@ def start_lines(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
-            f"{total:,} parameters in {dtypes}" + f", of which {trained:,} train" * (trained < total),
+            f"{total:,} parameters in {dtypes}" + f" ({trained:,} trained)" * (trained < total),
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),

@@ -65,7 +65,7 @@ class Pages(NamedTuple):
     """The contents of the pages of one kind of layers."""
 
     rows: Int[Any, " P"]
-    """The row of the page's shard whose tokens it has; -1 where no query reads it."""
+    """The row, in the page's shard, of the page's tokens; -1 where no query reads it."""
     starts: Int[Any, " P"]
     """The position of its first token in the row's sequence."""
     of_row: Int[Any, "B M"]

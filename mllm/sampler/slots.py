@@ -82,7 +82,7 @@ class Prefilled(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A sequence whose prompt is prefilled, and which waits for a slot."""
+    """A sequence with a prefilled prompt that waits for a slot."""
 
     sequence: int
     batch: Prefilled
@@ -95,7 +95,7 @@ class Candidate(NamedTuple):
 def prefill(
     graphdef: nnx.GraphDef, params: Params, prompts: Int[jax.Array, "M W"], lengths: Int[jax.Array, "M"]
 ) -> Prefilled:
-    """Keys, values and states of prompts, each of which begins its row."""
+    """Keys, values and states of prompts; each prompt begins its row."""
     model = nnx.merge(graphdef, params)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     kept = model.apply_layers(prompts, positions, (positions < lengths[:, None]).astype(jnp.int32), keep=True)[1]

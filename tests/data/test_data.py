@@ -217,7 +217,7 @@ def test_validation_that_repeats_training_examples_warns(tmp_path, caplog):
     other = write(tmp_path, [*some(3), qa("new", "b")], "other.jsonl")
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32, validation={"source": other})
     load_documents(settings, Renderer(BYTES), None)
-    assert "data.validation.source: 3 of 4 examples are trained on, too" in caplog.text
+    assert "data.validation.source: 3 of 4 examples are also trained on" in caplog.text
 
 
 @pytest.mark.parametrize(

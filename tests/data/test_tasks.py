@@ -229,7 +229,7 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
-        ("import nothing_like_it", "nothing_like_it.*; modules are looked for beside the configuration, too"),
+        ("import nothing_like_it", "nothing_like_it.*; modules are also looked for beside the configuration"),
         ("yield {}\n raise ValueError('a\\nb')", "can't be used: ValueError: a$"),
         ("return {'dev': []}", "returned 'dev': expected train, and test"),
         ("return 'abc'", r"task.name: expected a mapping, got str \(our_problems:make\[0\], our_"),

@@ -84,7 +84,7 @@ MODELS = {
     "a tensor of another shape": (tensor(NORM, np.diff), f"{NORM} has shape [63]; by config.json it must be"),
     "a missing tensor": (edit(CONFIG, num_hidden_layers=3), "is missing; config.json asks for it"),
     "a tensor too many, by a hostile name": (tensor("\x1b[2J\n", np.copy), r"tensor \x1b[2J\n is not part of this"),
-    "a head whose last row is not the embedding's": (LAST_ROW_CHANGED, OTHER_HEAD),
+    "a head with another last row than the embedding's": (LAST_ROW_CHANGED, OTHER_HEAD),
     "a configuration that is a pipe": (each(without(CONFIG), lambda x: os.mkfifo(x / CONFIG)), "config.json: missing"),
     "its own code as a tokenizer": (each(OWN_CODE, NO_VOCABULARY), f"{NO_TOKENIZER}it has no tokenizer.json"),
     "more tokens than the model": (edit(SETTINGS, eos_token="<|one more|>"), "'<|one more|>' has id 260, but the"),

@@ -258,7 +258,7 @@ def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monke
     assert [one["content"] for one in line["turns"]] == ["16", said[1]] * 3
     assert (line["reward"], line["tokens"], line["finished"]) == (0, 9, True)
     for options, message in (
-        (["--environment", "task"], "--environment: task: it is no run whose task has an environment or tools"),
+        (["--environment", "task"], "--environment: task: this is no run of a task with an environment or tools"),
         (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
     ):
         assert generate.main([str(exported), "hi", *options]) == 2

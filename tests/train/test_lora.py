@@ -139,7 +139,7 @@ def test_a_run_saves_adapters_only_and_says_how_many(finished, capsys):
     assert run(settings) == 0
     count = sum(leaf.size for leaf in jax.tree.leaves(newest(settings).train.params))
     dtypes = "float32/int8" if settings.model.lora.base else "float32"
-    assert f" parameters in {dtypes}, of which {count:,} train; head" in capsys.readouterr().err
+    assert f" parameters in {dtypes} ({count:,} trained); head" in capsys.readouterr().err
     assert all(name.endswith(("_a", "_b")) for name in newest(settings).train.params["layers"])
 
 

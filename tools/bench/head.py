@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--dtype", choices=("float32", "bfloat16"), help="default on a CPU float32, else bfloat16")
     shares = "shares of rows that count (default 1 0.25)"
     add("--live", type=positive(float, most=1), nargs="+", default=[1.0, 0.25], metavar="SHARE", help=shares)
-    add("--methods", nargs="+", metavar="TEXT", help="only those whose name has one of these in it")
+    add("--methods", nargs="+", metavar="TEXT", help="only the methods with one of the texts in their name")
     add("--repeats", type=positive(int), help="rounds timed, after one that is not (default on a CPU 5, else 10)")
     options = parser.parse_args(arguments)
     platform = jax.default_backend()

@@ -9,7 +9,7 @@ Where `micro_batch_size` or `model.remat` is open, the memory plan chooses. A pa
     optimizer   update - gradients
     log-prob    the log-prob pass over a batch, where the run has one
     prefill     the widest batch of prompts, where the run samples
-    decode      one decode step, with half of the longest sequences' tokens in each slot; on GPUs its kernels, too
+    decode      one decode step, with half of the longest sequences' tokens in each slot; on GPUs also its kernels
 
 MFU counts 6 N operations a token, N without the embedding that is looked up but with the head; the products of causal
 attention stand beside it. What is computed again doesn't count. Noise can make a small difference negative. Leaves out

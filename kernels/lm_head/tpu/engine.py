@@ -25,7 +25,7 @@ from .forward import finish
 from .forward import forward as forward_kernel
 from .tiles import Tiles, case_of
 
-_DEFAULT_WAVE = 1024  # rows whose exponentials are kept where the caller names no workspace
+_DEFAULT_WAVE = 1024  # rows with kept exponentials where the caller names no workspace
 
 
 class Saved(NamedTuple):
@@ -166,7 +166,7 @@ def _plan(inputs: Inputs, options: Options, mean: Any) -> tuple[Tiles, int]:
 
 
 def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
-    """Tiles, and the rows of a wave whose exponentials are kept; None where there is no room, or no use for them."""
+    """Tiles, and the rows of a wave with kept exponentials; None without room, or without a use for them."""
     if not options.wants_weight or _needs_logits(options):
         return None
     mean = jnp.float32 if options.wants_hidden else None
@@ -186,7 +186,7 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
 
 
 def _are_faster(inputs: Inputs, options: Options, mean: Any, tile: Tiles, rows: int) -> bool:
-    """Whether several waves, each of which reads and writes a float32 dW, take no longer than all logits twice."""
+    """Whether several waves take no longer than all logits twice. Each wave reads and writes a float32 dW."""
     in_two_passes = (case_of(inputs, options, "forward", mean), case_of(inputs, options, "weight"))
     float32 = dataclasses.replace(options, gradient_dtypes=(jnp.dtype(jnp.float32),) * 2)
     in_waves = (case_of(inputs, options, "forward", mean, keep=True), case_of(inputs, float32, "kept"))

@@ -77,7 +77,7 @@ def function_records(name: str) -> dict[str, Records]:
             parts = {**returned} if isinstance(returned, Mapping) else {"train": returned}
             lists = {part: list(rows) for part, rows in parts.items()}
     except (Exception, SystemExit) as error:  # the user's code may do anything
-        hint = "; modules are looked for beside the configuration, too" * isinstance(error, ModuleNotFoundError)
+        hint = "; modules are also looked for beside the configuration" * isinstance(error, ModuleNotFoundError)
         raise UserError(f"task.name: {name} can't be used: {type(error).__name__}: {brief(error)}{hint}") from None
     if not {"train"} <= {*lists} <= {"train", "test"}:
         raise UserError(f"task.name: {name} returned {', '.join(map(repr, lists))}: expected train, and test")
