@@ -1,13 +1,18 @@
 """The seconds of a step by phase, with the seconds of compiling apart, and its memory."""
 
 import contextlib
+import json
 import resource
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
+
+SLOW = 1.0
+"""Seconds of compiling from which on a program is named."""
 
 
 class CompileClock:
@@ -17,21 +22,37 @@ class CompileClock:
         self.seconds = self.began = 0.0
         self.depth = 0  # a trace may contain other traces
         self.notice = threading.Timer(0, print)
+        self.file: Path | None = None
+        self.last: dict[str, float] = {}
+
+    def remember(self, file: Path) -> None:
+        """Say how long a slow program took last time. The file keeps the seconds by the program's name."""
+        self.file = file
+        with contextlib.suppress(OSError, ValueError):
+            self.last = json.loads(file.read_text())
 
     def begin(self, event: str, value: float | int, fun_name: str | int = "", **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.began = self.began if self.depth else time.perf_counter()
             self.depth += 1
             if event.endswith("backend_compile_duration") and jax.process_index() == 0:
-                text = f"compiling {str(fun_name).removeprefix('jit(').removesuffix(')')} ..."
-                self.notice = threading.Timer(1, print, [text], {"file": sys.stderr})
+                last = f" ({self.last[name]:.0f} s last time)" if (name := name_of(fun_name)) in self.last else ""
+                self.notice = threading.Timer(SLOW, print, [f"compiling {name} ...{last}"], {"file": sys.stderr})
                 self.notice.start()
 
-    def end(self, event: str, duration_secs: float, **_: str | int) -> None:
+    def end(self, event: str, duration_secs: float, fun_name: str | int = "", **_: str | int) -> None:
         if event.startswith("/jax/core/compile/") and threading.current_thread() is threading.main_thread():
             self.notice.cancel()
             self.depth -= 1
             self.seconds += 0 if self.depth else time.perf_counter() - self.began
+            if event.endswith("backend_compile_duration") and duration_secs > SLOW and self.file:
+                self.last[name_of(fun_name)] = duration_secs
+                with contextlib.suppress(OSError):
+                    self.file.write_text(json.dumps(self.last))
+
+
+def name_of(fun_name: str | int) -> str:
+    return str(fun_name).removeprefix("jit(").removesuffix(")")
 
 
 COMPILING = CompileClock()

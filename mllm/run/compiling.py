@@ -28,6 +28,7 @@ def keep_programs() -> None:
     jax.monitoring.register_event_duration_secs_listener(COMPILING.end)
     if jax.config.values["jax_compilation_cache_dir"] or jax.process_count() > 1:
         return
+    COMPILING.remember(cache_folder() / "compile_seconds.json")
     folder = cache_folder() / "xla"
     with suppress(OSError):
         for program in folder.glob("*-cache"):  # what a kill has cut off has no -atime yet; JAX would fail at it

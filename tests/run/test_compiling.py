@@ -1,6 +1,7 @@
 """Compiled programs are kept in a folder; whatever happens to it, a run computes the same bits."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from runs import outputs, spawn
@@ -56,3 +57,19 @@ def test_nested_compile_seconds_count_once(monkeypatch):
         now[0] = float(second)
         note(event, 1.0, fun_name="jit(decode)")
     assert clock.seconds == 3.0 + 1.0
+
+
+def test_a_slow_program_says_how_long_it_took_last_time(tmp_path, capsys, monkeypatch):
+    def at_once(seconds, print, words=(), to=None):
+        return SimpleNamespace(start=lambda: print(*words, **to), cancel=lambda: None)
+
+    monkeypatch.setattr("mllm.stopwatch.threading.Timer", at_once)
+    event = "/jax/core/compile/backend_compile_duration"
+    for seconds in (42.4, 0.5, 7.0):
+        (clock := CompileClock()).remember(tmp_path / "seconds.json")
+        clock.begin(event, 0, fun_name="jit(train_step)")
+        clock.end(event, seconds, fun_name="jit(train_step)")
+    (tmp_path / "seconds.json").write_text("{")  # a kill cut it off
+    clock.remember(tmp_path / "seconds.json")
+    said = "compiling train_step ...\n" + 2 * "compiling train_step ... (42 s last time)\n"
+    assert capsys.readouterr().err == said
