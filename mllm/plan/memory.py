@@ -95,7 +95,7 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
         states = bytes_on_device(rollouts.states())
         states_part = f", {size(states // per_device)} a slot for the states of delta nets" if states else ""
         tell(f"rollout: {rollouts.slots} slots, {per_device} a device{states_part}")
-    tell(f"micro_batch_size: up to about {fitting[-1]} would fit (a divisor of the batch, a multiple of the mesh)")
+    tell(f"micro_batch_size: up to about {min(fitting[-1], config.batch_size)} rows would fit")
 
 
 def phases(
