@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.target and not options.plan:
         raise UserError("--target: is for --plan; training takes the devices at hand")
+    from mllm.parallel.mesh import claim_gpu_memory
+
+    claim_gpu_memory()
     if options.plan:
         from mllm.plan.fit import with_micro_batch
         from mllm.plan.memory import plan
@@ -77,7 +80,7 @@ def make_parser() -> ArgumentParser:
 
 def train(config: RunConfig, change: bool = False) -> int:
     """Train until `steps` are done, the data ends, or a signal asks to stop. Returns the exit code."""
-    from mllm.parallel.mesh import shard_batch
+    from mllm.parallel.mesh import claim_gpu_memory, shard_batch
     from mllm.parallel.processes import is_writer
     from mllm.plan.fit import fit
     from mllm.run.build import Run
@@ -85,6 +88,8 @@ def train(config: RunConfig, change: bool = False) -> int:
     from mllm.run.signals import Interrupted
     from mllm.run.state import PendingEvaluation
     from mllm.stopwatch import Stopwatch
+
+    claim_gpu_memory()  # again where Python calls this
 
     # Load and check every part: nothing is written before all of them are sound.
     with Run.build(config, change, fit) as run:

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh
 from mllm.config.load import for_devices
 from mllm.config.run import RunConfig
 from mllm.errors import UserError
-from mllm.parallel.mesh import AXES, bytes_on_device, device_memory, make_mesh
+from mllm.parallel.mesh import AXES, GPU_SHARE, bytes_on_device, device_memory, make_mesh
 from mllm.parallel.processes import gather_objects
 
 # libtpu reads these as it is loaded: there is no TPU to ask for its metadata, nor one to keep other programs from.
@@ -51,7 +51,7 @@ class Chip(NamedTuple):
     dims: int
     """The number of dims of a slice's shape."""
     memory: int
-    """Bytes that a program may have, by the refusals of libtpu 0.0.42; of a GPU three quarters, JAX's default."""
+    """Bytes that a program may have, by the refusals of libtpu 0.0.42; of a GPU `GPU_SHARE`."""
 
 
 TPUS = {
@@ -65,7 +65,7 @@ GPUS = {
     "h200": (150_754_820_096, 4_800_000_000_000, "NVIDIA H200"),
 }
 """Memory in bytes, its bandwidth in bytes a second, and JAX's name. The rest of an H200 is an H100's."""
-CHIPS = {**TPUS, **{name: Chip(kind, 1, memory * 3 // 4) for name, (memory, _, kind) in GPUS.items()}}
+CHIPS = {**TPUS, **{name: Chip(kind, 1, int(memory * GPU_SHARE)) for name, (memory, _, kind) in GPUS.items()}}
 GPUS_OF_A_HOST = 8
 GPU_PLUGIN = Path(sys.prefix) / "aot-gpu"
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}

@@ -16,16 +16,19 @@ import numpy as np
 import pytest
 from compiled_program import exchanged
 from flax import nnx
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
+import train
 from lm_head import xla
+from mllm.config import load as configs
 from mllm.config.model import MeshConfig
 from mllm.errors import UserError
 from mllm.model.layout import Layout, gather_layer_float32
 from mllm.model.load import load_policy
 from mllm.model.presets import PRESETS
-from mllm.parallel.mesh import bytes_on_device, make_mesh, shard_batch, sharding
+from mllm.parallel.mesh import bytes_on_device, claim_gpu_memory, make_mesh, shard_batch, sharding
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.sampler.decoding import decoding_weights
 from mllm.sampler.pages import page_size
@@ -41,6 +44,33 @@ def test_a_mesh_that_leaves_devices_unused_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"mesh: dp \* fsdp \* tp = 4, but the 2 processes have 8 devices"):
         make_mesh(MeshConfig(dp=2, fsdp=1, tp=2))
+
+
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [({}, 0.9), ({"XLA_CLIENT_MEM_FRACTION": "0.5"}, 0.5), ({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.6"}, 0.6)],
+)
+def test_jax_may_use_most_of_a_gpu_or_the_share_that_is_given(given, share, monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    claim_gpu_memory()
+    assert generate_pjrt_gpu_plugin_options()["memory_fraction"] == share
+
+
+@pytest.mark.parametrize("start", ["train", "--plan", "from Python"])
+def test_gpu_memory_is_claimed_before_a_device_is_used(start, monkeypatch):
+    def claim():
+        raise UserError("claimed")
+
+    monkeypatch.setattr("mllm.parallel.mesh.claim_gpu_memory", claim)
+    monkeypatch.setattr(jax, "device_count", lambda: pytest.fail("a device was used"))
+    if start == "from Python":
+        with pytest.raises(UserError, match="claimed"):
+            train.train(configs.load("tiny_sft.yaml"))
+    else:
+        assert train.main(["--config", "tiny_sft.yaml", *[start] * (start == "--plan")]) == 2
 
 
 @pytest.mark.parametrize(
