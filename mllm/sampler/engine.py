@@ -90,8 +90,7 @@ class RolloutEngine:
         """How many tokens the pages of waiting and answered sequences have."""
         self.overrun: set[int] = set()
         """The sequences with a stop text in the last chunk before its last token."""
-        truncates = self.options.truncates and not greedy
-        self.completions = [Completion(kept=array("f") if truncates else None) for _ in prompts]
+        self.completions = [Completion(kept=array("f") if self.options.truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
         """The sequence in each slot, -1 for none."""
 

@@ -140,6 +140,7 @@ def test_a_thought_opened_by_the_prompt_calls_nothing(monkeypatch):
     with opened(None, tools=["own_environments:double"]) as talk:
         found = play(talk(max_completion_length=120), [prompt()] * 3, says)
     assert [len(each.assistant) for each in found] == [1, 1, 2]
+    assert all(each.sample(prompt().example).thinks for each in found)  # so a reward finds no answer in the thought
     assert [message["content"] for message in found[2].messages if message["role"] == "tool"] == ["4"]
 
 

@@ -3,6 +3,7 @@
 import json
 import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 from runs import changed
@@ -72,6 +73,23 @@ def test_each_part_knows_what_it_must_know_of_the_others(built):
     # A run is known again by the reference of its policy.
     assert built.checkpoints.frozen == (checksums(by_name(built.frozen_models.reference)) if grpo else {})
     assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])
+
+
+def test_the_test_set_is_measured_at_the_end_under_its_own_name(tmp_path, monkeypatch):
+    def make_evaluation(options, task, problems, prefix="eval/", **_):
+        return lambda params, step: {prefix: problems}
+
+    monkeypatch.setattr(build, "make_evaluation", make_evaluation)
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    for first, file in zip((0, 50), files.values(), strict=True):
+        lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(first, first + 10)]
+        Path(file).write_text("".join(lines))
+    task = {"name": "jsonl", **files, "heldout": 2}
+    settings = config("grpo", run_dir=str(tmp_path / "run"), eval={"test": True, "every": 7}, task=task)
+    with Run.build(settings) as run:
+        (repeated,), (at_end,) = run.measurements.repeated, run.measurements.at_end
+        assert (repeated.measure({}, 1), repeated.every) == ({"eval/": run.task.heldout}, 7)
+        assert at_end({}, 1) == {"test/": run.task.test}
 
 
 def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
