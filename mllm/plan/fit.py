@@ -23,13 +23,14 @@ def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
     devices = at_hand(mesh)
     if config.micro_batch_size is not None or sure_to_fit(policy, config.batch_shape, devices.memory):
         return config.model_copy(update={"micro_batch_size": config.batch_shape.micro})
-    return with_micro_batch(config, devices)[0]
+    return with_micro_batch(config, devices, with_head=False)[0]
 
 
-def with_micro_batch(config: RunConfig, devices: Devices) -> tuple[RunConfig, Phase | None]:
+def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True) -> tuple[RunConfig, Phase | None]:
     """The configuration with the largest micro-batch that fits on the devices, where it leaves that open.
 
-    The second result is the phase of its update; None where nothing was compiled.
+    The second result is the phase of its update; None where nothing was compiled. Only a table needs the phase
+    `with_head`, whose memory then is apart from the activations.
 
     UserError is raised where not even the fewest rows fit; it says the smallest change that would.
     """
@@ -41,7 +42,7 @@ def with_micro_batch(config: RunConfig, devices: Devices) -> tuple[RunConfig, Ph
 
     def fits(rows: int) -> bool:
         if rows not in tried:
-            tried[rows] = compiled_update(config.model_copy(update={"micro_batch_size": rows}), devices)
+            tried[rows] = compiled_update(config.model_copy(update={"micro_batch_size": rows}), devices, with_head)
         return tried[rows].peak <= devices.memory
 
     rows = choices[-1]
@@ -59,9 +60,9 @@ def with_micro_batch(config: RunConfig, devices: Devices) -> tuple[RunConfig, Ph
     return config.model_copy(update={"micro_batch_size": rows}), tried[rows]
 
 
-def compiled_update(config: RunConfig, devices: Devices) -> Phase:
+def compiled_update(config: RunConfig, devices: Devices, with_head: bool = False) -> Phase:
     """What an update takes, by the compiler."""
-    return update_phase(Programs(config, devices.mesh), devices)
+    return update_phase(Programs(config, devices.mesh), devices, with_head)
 
 
 def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:

@@ -148,12 +148,13 @@ def phases(
     return [*planned, update]
 
 
-def update_phase(shapes: Programs, devices: Devices) -> Phase:
-    """The phase of the update."""
+def update_phase(shapes: Programs, devices: Devices, with_head: bool = True) -> Phase:
+    """The phase of the update; without its head, which is compiled by itself, the activations include the head's."""
     reference, teacher = frozen_beside(shapes)
-    update, head = (account_of(*program, devices) for program in (shapes.update(), shapes.head_of_update()))
+    update = account_of(*shapes.update(), devices)
+    head = account_of(*shapes.head_of_update(), devices).temporaries if with_head else 0
     beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
-    return phase("update", update.peak + beside, held_in_update(shapes), head.temporaries)
+    return phase("update", update.peak + beside, held_in_update(shapes), head)
 
 
 def held_in_update(shapes: Programs) -> dict[str, int]:

@@ -8,10 +8,11 @@ from runs import changed
 from mllm.config import load as configs
 from mllm.config.load import for_devices
 from mllm.errors import UserError
+from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
-from mllm.plan import fit
+from mllm.plan import fit, memory
 from mllm.plan.memory import COLUMNS, Phase
-from mllm.plan.targets import at_hand
+from mllm.plan.targets import Account, at_hand
 from mllm.run.build import Run
 from mllm.run.store import tool_run
 
@@ -55,7 +56,7 @@ def compiled(monkeypatch):
     """The numbers of rows of the updates that would be compiled. Nothing is compiled; `peak` gives the memory."""
     tried = []
 
-    def update(config, devices):
+    def update(config, devices, with_head=False):
         tried.append(config.micro_batch_size)
         parts = dict.fromkeys(COLUMNS, 0) | {"parameters": 10 * 2**20, "activations": (peak(config) - 10) * 2**20}
         return Phase("update", parts)
@@ -70,6 +71,14 @@ def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     found, update = fit.with_micro_batch(ONE, devices_with(peak(most)))
     assert (found, update.peak, compiled) == (most, peak(most) * 2**20, tried)
     assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
+
+
+def test_a_start_compiles_the_update_and_no_head_apart(monkeypatch):
+    programs = []
+    monkeypatch.setattr(memory, "account_of", lambda *program: programs.append(program[0]) or Account(0, 2**20))
+    monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
+    assert fit.fit(ONE, load_policy(ONE, make_mesh(ONE.mesh)), make_mesh(ONE.mesh)).micro_batch_size == 8
+    assert len(programs) == 1
 
 
 def test_a_line_says_the_smallest_change_that_would_fit(compiled):

@@ -72,7 +72,8 @@ def test_each_part_knows_what_it_must_know_of_the_others(built):
     assert ord("+") in sampler.stop_ids
     # A run is known again by the reference of its policy.
     assert built.checkpoints.frozen == (checksums(by_name(built.frozen_models.reference)) if grpo else {})
-    assert all(share is ROWS for share in [built.source.rows, *([] if grpo else [built.source.batches.share])])
+    examples = [] if grpo else [built.source.batches, built.source.heldout]
+    assert all(share is ROWS for share in [built.source.rows, *(rows.share for rows in examples)])
 
 
 def test_the_test_set_is_measured_at_the_end_under_its_own_name(tmp_path, monkeypatch):
