@@ -102,8 +102,8 @@ class Run:
         self.recipe, demands = (recipe := recipe_of(config)), recipe.demands
         self.forward = recipe.forward(config, policy.graphdef, self.mesh, None if teacher is None else teacher.graphdef)
         self.source, self.sampling = self.make_source()
-        self.optimizer = make_optimizer(config.optimizer, self.source.steps)
-        schedule = make_schedule(config.optimizer, self.source.steps)
+        steps = self.source.steps
+        self.optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
         train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
         self.measurements = self.make_measurements()
         # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.

@@ -16,9 +16,9 @@ from test_model import FAMILIES
 from tiny import load_weights
 from transformers import AutoConfig
 
-from mllm.config.model import LoraConfig, MeshConfig
+from mllm.config.model import LoraConfig, MeshConfig, ModelConfig
 from mllm.errors import UserError
-from mllm.model import peft, weights
+from mllm.model import load, peft, weights
 from mllm.model.architecture import FULL, KNOWN_KEYS, LINEAR, Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.folder import replacing
@@ -50,6 +50,20 @@ def bytes_in(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / "untied_sharded", tmp_path / "sharded"))
+
+
+def test_a_model_and_its_weights_are_of_one_revision(monkeypatch) -> None:
+    asked = []
+
+    def local_folder(source, *patterns, revision=None):
+        asked.append((source, revision))
+        return FIXTURES / "llama"
+
+    monkeypatch.setattr(load, "local_folder", local_folder)
+    monkeypatch.setattr(load, "check_fits", lambda *_: None)  # the bytes have more ids than the model has rows
+    model = ModelConfig(source="a/b", revision="1" * 40, tokenizer="bytes")
+    load.load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False).initial_params()
+    assert asked == [("a/b", "1" * 40)] * 2
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def test_several_processes_give_what_one_gives():
         alone = score(one, *mixed)
     with opened("late", "batch", "exact_match", seconds=0.7, workers=3) as three:
         assert score(three, *mixed) == alone
+        assert three.workers.count == 3
     failed = [late for late, *_ in alone if late[0] != "value"]
     assert failed[:2] == [("raised", "ValueError: no (own_rewards.py:6)"), ("timed_out", "took longer than 0.7 s")]
 

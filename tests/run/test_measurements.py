@@ -11,9 +11,10 @@ from runs import changed, checkpoints, records, run
 from tiny import config
 
 from mllm.config.data import ValidationConfig
+from mllm.run import build
 from mllm.run.build import Run
 from mllm.run.state import Measurement, Measurements, PendingEvaluation, RunState
-from mllm.training.optimizer import make_schedule
+from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.step import TrainState
 
 
@@ -78,12 +79,15 @@ def settings(tmp_path):
 
 
 @pytest.mark.slow
-def test_data_that_end_before_steps_end_run_and_schedule(settings, tmp_path, caplog, capsys):
+def test_data_that_end_before_steps_end_run_and_schedule(settings, tmp_path, caplog, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(build, "make_optimizer", lambda *given: asked.append(given) or make_optimizer(*given))
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
     assert "data.epochs: 1 passes over the 32 examples are 4 batches: the run and its schedule end" in caplog.text
     lines = records(done)
+    assert asked == [(done.optimizer, 4)]
     assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
     assert "validation/loss" in lines[-1]
     assert checkpoints(done) == [4]
