@@ -254,6 +254,8 @@ def test_the_rewards_of_a_turn_are_added():
     for reward in (0.5, -2.0):
         found.record(("value", reward, ("turn", [], True, {})))
     assert found.result.reward == ("value", -1.5)
+    found.messages += [{"role": "assistant", "content": "", "reward": reward} for reward in (1e17, 1.0, -1e17)]
+    assert found.result.reward == ("value", -0.5)  # in any order of the turns
 
 
 @pytest.mark.slow

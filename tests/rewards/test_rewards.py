@@ -146,6 +146,15 @@ def test_sums_equal_but_for_rounding_become_equal():
     exact = np.array(scores) @ weights
     np.testing.assert_array_equal(found[[2, 3, 6]], exact[[2, 3, 6]])
     np.testing.assert_allclose(found, exact, atol=1e-15)
+    rows = [[("value", float(value)) for value in row] for row in [(1, 1, 1), (0, 0, 0)]]
+    assert totals(rows, np.array([0.3, -0.1, -0.2])).reward.tolist() == [0, 0]
+
+
+def test_a_failed_evaluation_is_no_better_than_a_loss():
+    won, lost, failure = ("value", 1.0), ("value", -1.0), ("raised", "no")
+    for column, mean in (([won, won, failure, failure], 0.5), ([won, lost, failure], -1 / 3), ([failure], math.nan)):
+        metrics = reward_metrics(["game"], [[answer] for answer in column], evaluates=True)
+        np.testing.assert_equal(metrics["rewards/game/mean"], mean)
 
 
 def assert_answered(expected, answers):
