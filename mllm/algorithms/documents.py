@@ -2,13 +2,14 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt64
 
 from mllm.config.data import DataConfig, SourceConfig, names_files
 from mllm.data.cache import cached_documents
@@ -48,7 +49,8 @@ def load_documents(
     if validation is None:
         return training, None
     if validation.share is not None:
-        return hold_out(training, validation.share)
+        (training,), (validating,) = hold_out([training], validation.share)
+        return training, validating
     if validation.source is not None:
         heldout = origin_of("data.validation.source", validation.source)
     else:
@@ -71,7 +73,7 @@ def load_mix(
         loaded.append(cached_documents(origin, entry_config, renderer, pairs))
     if config.validation is None or (share := config.validation.share) is None:
         return joined(loaded), None
-    training, heldout = zip(*(hold_out(documents, share) for documents in loaded), strict=True)
+    training, heldout = hold_out(loaded, share)
     return joined(training), joined(heldout)
 
 
@@ -107,32 +109,47 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
 
 
-def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation.
+def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents], list[Documents]]:
+    """The documents of each source to train on, and the `share` of each that is held out.
 
-    Equal documents are all on one side.
+    Equal documents are all on one side, also those of several sources.
     """
-    count, hashes = max(1, round(share * len(documents))), documents.hashes
-    if hashes is None:
-        raise UserError("data.validation.share: the examples are made on demand: give a source")
-    _, group = np.unique(hashes, return_inverse=True)
-    order, members = training_order(len(documents), seed=0, epochs=1), np.bincount(group)
-    in_order = list(dict.fromkeys(group[[order[index] for index in range(len(order))]].tolist()))
-    chosen = in_order[: 1 + int(np.searchsorted(np.cumsum(members[in_order]), count))]
-    heldout = np.isin(group, chosen)
-    if heldout.all():
-        raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
+    chosen = np.concatenate([first_hashes(documents, share) for documents in sources])
+    sides = []
+    for documents in sources:
+        heldout = np.isin(documents.hashes, chosen)
+        if heldout.all():
+            raise UserError(f"data.validation.share: {share} of {len(heldout)} examples leaves none to train on")
+        sides.append([choose(documents, np.flatnonzero(side)) for side in (~heldout, heldout)])
+    training, validating = zip(*sides, strict=True)
+    return [*training], [*validating]
 
-    def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
-        return replace(
-            documents,
-            sizes=documents.sizes[indices],
-            read=lambda at: documents.read(indices[at].tolist()),
-            content=f"{documents.content} {len(indices)}",
-            hashes=hashes[indices],
-        )
 
-    return choose(np.flatnonzero(~heldout)), choose(np.flatnonzero(heldout))
+def first_hashes(documents: Documents, share: float) -> UInt64[np.ndarray, " chosen"]:
+    """The hashes of the documents that come first in a fixed permutation, of at most a `share` of all documents.
+
+    A hash of more documents than are left to choose is passed over, unless there is no other.
+    """
+    assert documents.hashes is not None, "data.source: task has no share"
+    count, order = len(documents), training_order(len(documents), seed=0, epochs=1)
+    sizes = Counter(documents.hashes[[order[index] for index in range(count)]].tolist())
+    left, chosen = max(1, round(share * count)), []
+    for value, size in sizes.items():
+        if size <= left:
+            chosen.append(value)
+            left -= size
+    return np.array(chosen or [min(sizes, key=sizes.__getitem__)], np.uint64)
+
+
+def choose(documents: Documents, indices: Int[np.ndarray, " chosen"]) -> Documents:
+    """The documents of these indices."""
+    return replace(
+        documents,
+        sizes=documents.sizes[indices],
+        read=lambda at: documents.read(indices[at].tolist()),
+        content=f"{documents.content} {len(indices)}",
+        hashes=None if documents.hashes is None else documents.hashes[indices],
+    )
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
