@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,10 +106,8 @@ def encode_records(
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[Encoded]:
     """The documents of records, or their `pairs`, in their order. `columns` name the records' fields."""
-    if columns:
-        records = read_records(records, partial(renamed, columns))
     encode: Callable[..., Any] = encode_pair if pairs else encode_document
-    return read_records(records, partial(encode, renderer, max_length))
+    return read_records(records, lambda record: encode(renderer, max_length, renamed(columns or {}, record)))
 
 
 def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool] | Skipped:
