@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from mllm.config.task import ENVIRONMENT
 from mllm.data.batch import Trajectory
 from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
@@ -126,7 +127,8 @@ def group_rewards(
         name, kind, message = next(failure for failure in failures if failure[:2] == most)
         share = f"{failed.sum()} of {failed.size} completions, and for at most {most_failed:.0%} of them it may"
         first = f"{name} {kind} {count} times, first: {message}"
-        raise StepError(f"task.rewards: a reward failed for {share}; {first}; correct the function")
+        key = functions.environments[0].key if name == ENVIRONMENT else "task.rewards"
+        raise StepError(f"{key}: a reward failed for {share}; {first}; correct the code")
     return rewards.reshape(-1, group)
 
 

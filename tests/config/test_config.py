@@ -238,11 +238,12 @@ def test_hub_ids_splits_and_words_are_not_taken_for_folders(here: Path) -> None:
 
 
 def test_a_missing_file_is_answered_with_a_similar_name(here: Path) -> None:
-    """A file with the same ending is no similar name."""
+    """A file with the same ending is no similar name; neither is a file where a folder is missing."""
     for name in ("ant.jsonl", "training.jsonl"):
         (here / name).touch()
     assert "(did you mean training.jsonl?)" in places.missing("trainings.jsonl")
     assert "did you mean" not in places.missing("missing.jsonl")
+    assert "did you mean" not in places.missing("training.yaml", "folder")
 
 
 def test_user_modules_are_found_in_both_folders_last(here: Path) -> None:
