@@ -24,14 +24,14 @@ CONFIGS = (Path(__file__).parent.parent / "recipes").resolve()  # a link to conf
 COMMENT = re.compile(r"(^|\s)#")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
     Files and modules that it names are looked for in its own folder, then in the current folder.
 
     UserError is raised if the file is missing or not YAML, or a setting is unknown or impossible.
     """
-    path = find(name)
+    path = find(str(name))
     settings = read(path)
     places.add_modules(path.parent)
     places.locate(settings, (path.parent, Path()))

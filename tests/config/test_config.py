@@ -80,7 +80,7 @@ def test_a_configuration_is_found_by_its_name_in_configs(tmp_path, monkeypatch):
         configs.load("tiny_grop.yaml")
     (tmp_path / "sft.yaml").write_text(SFT)
     monkeypatch.chdir(tmp_path)
-    for name in (str(tmp_path / "sft.yml"), "sft", "./sft.json"):
+    for name in (tmp_path / "sft.yml", "sft", "./sft.json"):
         with pytest.raises(UserError, match=r"did you mean (/.*/)?sft\.yaml\?"):
             configs.load(name)
 
