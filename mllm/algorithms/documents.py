@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt64
 
-from mllm.config.data import DataConfig, SourceConfig, names_files
+from mllm.config.data import Column, DataConfig, names_files
 from mllm.data.cache import cached_documents
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
@@ -36,45 +36,31 @@ def load_documents(
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
-    if config.mix:
-        training, mix_heldout = load_mix(config, config.mix, renderer, pairs)
-        if mix_heldout is not None:
-            return training, mix_heldout
-    elif task is not None and config.source == "task":
-        training = task_documents(task, renderer, config.max_length, pairs)
+
+    def load(origin: Origin, columns: dict[Column, str] | None = None) -> Documents:
+        own = config.model_copy(update={"columns": columns or config.columns})
+        return cached_documents(origin, own, renderer, pairs)
+
+    mix, validation = config.mix or (config,), config.validation
+    if task is not None and config.source == "task":
+        sources = [task_documents(task, renderer, config.max_length, pairs)]
     else:
-        origin = origin_of("data.source", config.source, config.subset, config.split)
-        training = cached_documents(origin, config, renderer, pairs)
-    validation = config.validation
+        sources = [load(origin_of("data.source", x.source, x.subset, x.split), x.columns) for x in mix]
     if validation is None:
-        return training, None
+        return joined(sources), None
     if validation.share is not None:
-        (training,), (validating,) = hold_out([training], validation.share)
-        return training, validating
+        kept, heldout = hold_out(sources, validation.share)
+        return joined(kept), joined(heldout)
     if validation.source is not None:
-        heldout = origin_of("data.validation.source", validation.source)
-    else:
-        named = config.mix[0] if config.mix else config  # which data.source is the name of
-        config = config.model_copy(update={"columns": named.columns or config.columns})
-        heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
-    validating = cached_documents(heldout, config, renderer, pairs)
-    warn_of_repeats(heldout.key, training, validating)
+        origin, columns = origin_of("data.validation.source", validation.source), None
+    else:  # another split of what data.source is the name of
+        origin, columns = (
+            Origin("data.validation.split", mix[0].source, mix[0].subset, validation.split),
+            mix[0].columns,
+        )
+    training, validating = joined(sources), load(origin, columns)
+    warn_of_repeats(origin.key, training, validating)
     return training, validating
-
-
-def load_mix(
-    config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, pairs: bool
-) -> tuple[Documents, Documents | None]:
-    """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
-    loaded = []
-    for entry in mix:
-        entry_config = config.model_copy(update={"columns": entry.columns or config.columns})
-        origin = origin_of("data.source", entry.source, entry.subset, entry.split)
-        loaded.append(cached_documents(origin, entry_config, renderer, pairs))
-    if config.validation is None or (share := config.validation.share) is None:
-        return joined(loaded), None
-    training, heldout = hold_out(loaded, share)
-    return joined(training), joined(heldout)
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
@@ -114,10 +100,13 @@ def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents
 
     Equal documents are all on one side, also those of several sources.
     """
-    chosen = np.concatenate([first_hashes(documents, share) for documents in sources])
+    hashes = [
+        documents.hashes for documents in sources if documents.hashes is not None
+    ]  # not a task's: it has no share
+    chosen = np.concatenate([first_hashes(each, share) for each in hashes])
     sides = []
-    for documents in sources:
-        heldout = np.isin(documents.hashes, chosen)
+    for documents, each in zip(sources, hashes, strict=True):
+        heldout = np.isin(each, chosen)
         if heldout.all():
             raise UserError(f"data.validation.share: {share} of {len(heldout)} examples leaves none to train on")
         sides.append([choose(documents, np.flatnonzero(side)) for side in (~heldout, heldout)])
@@ -125,15 +114,14 @@ def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents
     return [*training], [*validating]
 
 
-def first_hashes(documents: Documents, share: float) -> UInt64[np.ndarray, " chosen"]:
-    """The hashes of the documents that come first in a fixed permutation, of at most a `share` of all documents.
+def first_hashes(hashes: UInt64[np.ndarray, "N"], share: float) -> UInt64[np.ndarray, " chosen"]:
+    """The hashes that come first in a fixed permutation, of at most a `share` of all documents.
 
     A hash of more documents than are left to choose is passed over, unless there is no other.
     """
-    assert documents.hashes is not None, "data.source: task has no share"
-    count, order = len(documents), training_order(len(documents), seed=0, epochs=1)
-    sizes = Counter(documents.hashes[[order[index] for index in range(count)]].tolist())
-    left, chosen = max(1, round(share * count)), []
+    order = training_order(len(hashes), seed=0, epochs=1)
+    sizes = Counter(hashes[[order[index] for index in range(len(hashes))]].tolist())
+    left, chosen = max(1, round(share * len(hashes))), []
     for value, size in sizes.items():
         if size <= left:
             chosen.append(value)

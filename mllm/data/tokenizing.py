@@ -66,7 +66,9 @@ class Documents:
 
 
 def joined(sources: Sequence[Documents]) -> Documents:
-    """The documents of several sources, one after the other."""
+    """The documents of several sources, one after the other; those of one source as they are."""
+    if len(sources) == 1:
+        return sources[0]
     parts = tuple(map(len, sources))
     starts = np.cumsum([0, *parts])
 
