@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         answers = rewards.score(samples)
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
-    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights).reward, strict=False):
+    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights)[0], strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, result, *logged) in zip(rewards.names, row, strict=True):
             shown = f"{result:.3f}" if kind == "value" else f"{kind} {result}"

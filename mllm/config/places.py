@@ -41,14 +41,14 @@ def importable() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str] = (*FILES, *FOLDERS)) -> None:
+def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
     """Replace each name of a file or folder in `settings` by its absolute path in the first of `folders` that has it.
 
-    A name that none has stays: a hub id, or a file that is missing. So do settings that are not among `keys`.
+    A name that none has stays: a hub id, or a file that is missing.
     """
     task = settings.get("task")
     hub = isinstance(task, dict) and task.get("name") == "hub"  # its train and test are names of splits
-    for key in keys:
+    for key in (*FILES, *FOLDERS):
         *sections, name = key.split(".")
         values: Any = settings
         for section in sections:

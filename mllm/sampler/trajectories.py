@@ -110,7 +110,7 @@ def trajectory(
 def group_rewards(
     trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MAX_FAILED_SHARE
 ) -> Float[np.ndarray, "G n"]:
-    """The reward of each completion, as in `Totals`, by groups of `group` one after the other.
+    """The reward of each completion, as in `totals`, by groups of `group` one after the other.
 
     Raises StepError where the rewards of more than the share `most_failed` of the completions failed; it quotes the
     first failure of the most frequent function and kind.
@@ -174,7 +174,7 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
         "rewards": dict(zip(functions.names, map(finite, map(number, trajectory.rewards)), strict=True)),
-        "reward": finite(totals([trajectory.rewards], functions.weights).reward[0]),
+        "reward": finite(totals([trajectory.rewards], functions.weights)[0][0]),
         "advantage": finite(advantage),
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,
