@@ -54,10 +54,8 @@ def load_documents(
     if validation.source is not None:
         origin, columns = origin_of("data.validation.source", validation.source), None
     else:  # another split of what data.source is the name of
-        origin, columns = (
-            Origin("data.validation.split", mix[0].source, mix[0].subset, validation.split),
-            mix[0].columns,
-        )
+        origin = Origin("data.validation.split", mix[0].source, mix[0].subset, validation.split)
+        columns = mix[0].columns
     training, validating = joined(sources), load(origin, columns)
     warn_of_repeats(origin.key, training, validating)
     return training, validating
@@ -100,9 +98,7 @@ def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents
 
     Equal documents are all on one side, also those of several sources.
     """
-    hashes = [
-        documents.hashes for documents in sources if documents.hashes is not None
-    ]  # not a task's: it has no share
+    hashes = [source.hashes for source in sources if source.hashes is not None]  # a task's has none, and no share
     chosen = np.concatenate([first_hashes(each, share) for each in hashes])
     sides = []
     for documents, each in zip(sources, hashes, strict=True):
