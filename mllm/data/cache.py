@@ -37,7 +37,7 @@ from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 8
+VERSION = 9
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
 """The endings of a cache's files."""
