@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int, UInt64
 
 from mllm.config.data import Column, DataConfig, names_files
-from mllm.data.cache import cached_documents
+from mllm.data.cache import cached_documents, hash_of
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
 from mllm.data.tasks.task import OnDemand, Task
@@ -137,10 +137,13 @@ def choose(documents: Documents, indices: Int[np.ndarray, " chosen"]) -> Documen
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
-    """Warn where documents of the validation are trained on."""
-    if training.hashes is None or heldout.hashes is None:
+    """Warn where documents of the validation are trained on; documents of a task are compared where they are few."""
+    hashes = training.hashes
+    if hashes is None and len(training) <= CACHED_DOCUMENTS:
+        hashes = np.array([hash_of(document) for document in training.read(range(len(training)))], np.uint64)
+    if hashes is None or heldout.hashes is None:
         return
-    if repeated := np.isin(heldout.hashes, training.hashes).sum():
+    if repeated := np.isin(heldout.hashes, hashes).sum():
         log.warning("%s: %d of %d examples are also trained on", key, repeated, len(heldout))
 
 

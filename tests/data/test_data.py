@@ -237,6 +237,9 @@ def test_validation_that_repeats_training_examples_warns(tmp_path, caplog):
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32, validation={"source": other})
     load_documents(settings, Renderer(BYTES), None)
     assert "data.validation.source: 3 of 4 examples are also trained on" in caplog.text
+    problems = [Example([{"role": "user", "content": f"q{i}"}], None, solution="a") for i in range(2)]
+    load_documents(settings.model_copy(update={"source": "task"}), Renderer(BYTES), Task("", problems, []))
+    assert "data.validation.source: 1 of 4 examples are also trained on" in caplog.text
 
 
 @pytest.mark.parametrize(
