@@ -98,6 +98,13 @@ class Undescribed:
         return amount
 
 
+class Ended:
+    """An environment with a method that can't be called."""
+
+    def step(self):
+        return "", 0.0, True
+
+
 class Deck:
     """Takes cards out of its record's list, and has a tool that changes its argument."""
 

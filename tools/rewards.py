@@ -16,12 +16,15 @@ from pathlib import Path
 from mllm import errors
 from mllm.config import load as configs
 from mllm.config.model import ModelConfig
+from mllm.config.task import ChatTemplate
 from mllm.data.formats import text
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
+from mllm.data.turns import opens_thought
 from mllm.errors import UserError, printable
+from mllm.model.tokenizer import Renderer, Tokenizer, bytes_tokenizer, encode, encode_prompt
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
 from mllm.rewards.scores import FAILURES, reward_metrics, totals
@@ -52,15 +55,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     task = load_task(config.task.of_run(config.eval is not None))
     most = config.rollout.sampled_length
     pairs = completed(task, file) if file else answered(task.train[:PROBLEMS])
-    tokens = token_ids(config.model, [completion for _, completion in pairs])
-    samples = [
-        Sample(example, completion, array("i", ids[:most]), len(ids) > most)
-        for (example, completion), ids in zip(pairs, tokens, strict=True)
-    ]
+    tokenizer = tokenizer_of(config.model)
+    rule: ChatTemplate = "always" if tokenizer.chat_template and config.chat_template != "never" else "never"
+    renderer = Renderer(tokenizer, rule, config.task.template_args or {})
+    samples = []
+    for example, completion in pairs:
+        ids = [*encode(tokenizer, completion), tokenizer.eos_token_id or 0]
+        thinks = rule == "always" and opens_thought(renderer, encode_prompt(renderer, example.prompt))
+        samples.append(Sample(example, completion, array("i", ids[:most]), len(ids) > most, thinks))
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         answers = rewards.score(samples)
     failed = any(kind in FAILURES for row in answers for kind, *_ in row)
-    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights).reward, strict=False):
+    for sample, row, total in zip(samples[:SHOWN], answers, totals(answers, rewards.weights)[0], strict=False):
         lines = [("prompt", sample.example.question), ("completion", sample.completion)]
         for name, (kind, result, *logged) in zip(rewards.names, row, strict=True):
             shown = f"{result:.3f}" if kind == "value" else f"{kind} {result}"
@@ -105,19 +111,16 @@ def completed(task: Task, file: str) -> list[tuple[Example, str]]:
     return [(examples[prompt], completion) for prompt, completion in samples]
 
 
-def token_ids(model: ModelConfig, texts: Sequence[str]) -> list[list[int]]:
-    """Each text's tokens and a stop token; where the model isn't there yet, its bytes."""
+def tokenizer_of(model: ModelConfig) -> Tokenizer:
+    """The model's tokenizer; bytes where the model isn't there yet."""
     from mllm.model.load import find_model, find_tokenizer
-    from mllm.model.tokenizer import bytes_tokenizer, encode
 
     try:
         folder, _ = find_model(model)
-        tokenizer = find_tokenizer(model, folder)
+        return find_tokenizer(model, folder)
     except UserError as error:
         log.warning("length and completion_ids are those of the text's bytes: %s", error)
-        tokenizer = bytes_tokenizer()
-    stop = tokenizer.eos_token_id or 0
-    return [[*encode(tokenizer, text), stop] for text in texts]
+        return bytes_tokenizer()
 
 
 if __name__ == "__main__":

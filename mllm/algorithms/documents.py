@@ -2,16 +2,17 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt64
 
-from mllm.config.data import DataConfig, SourceConfig, names_files
-from mllm.data.cache import cached_documents
+from mllm.config.data import Column, DataConfig, names_files
+from mllm.data.cache import cached_documents, hash_of
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
 from mllm.data.tasks.task import OnDemand, Task
@@ -35,44 +36,29 @@ def load_documents(
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
-    if config.mix:
-        training, mix_heldout = load_mix(config, config.mix, renderer, pairs)
-        if mix_heldout is not None:
-            return training, mix_heldout
-    elif task is not None and config.source == "task":
-        training = task_documents(task, renderer, config.max_length, pairs)
+
+    def load(origin: Origin, columns: dict[Column, str] | None = None) -> Documents:
+        own = config.model_copy(update={"columns": columns or config.columns})
+        return cached_documents(origin, own, renderer, pairs)
+
+    mix, validation = config.mix or (config,), config.validation
+    if task is not None and config.source == "task":
+        sources = [task_documents(task, renderer, config.max_length, pairs)]
     else:
-        origin = origin_of("data.source", config.source, config.subset, config.split)
-        training = cached_documents(origin, config, renderer, pairs)
-    validation = config.validation
+        sources = [load(origin_of("data.source", x.source, x.subset, x.split), x.columns) for x in mix]
     if validation is None:
-        return training, None
+        return joined(sources), None
     if validation.share is not None:
-        return hold_out(training, validation.share)
+        kept, heldout = hold_out(sources, validation.share)
+        return joined(kept), joined(heldout)
     if validation.source is not None:
-        heldout = origin_of("data.validation.source", validation.source)
-    else:
-        named = config.mix[0] if config.mix else config  # which data.source is the name of
-        config = config.model_copy(update={"columns": named.columns or config.columns})
-        heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
-    validating = cached_documents(heldout, config, renderer, pairs)
-    warn_of_repeats(heldout.key, training, validating)
+        origin, columns = origin_of("data.validation.source", validation.source), None
+    else:  # another split of what data.source is the name of
+        origin = Origin("data.validation.split", mix[0].source, mix[0].subset, validation.split)
+        columns = mix[0].columns
+    training, validating = joined(sources), load(origin, columns)
+    warn_of_repeats(origin.key, training, validating)
     return training, validating
-
-
-def load_mix(
-    config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, pairs: bool
-) -> tuple[Documents, Documents | None]:
-    """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
-    loaded = []
-    for entry in mix:
-        entry_config = config.model_copy(update={"columns": entry.columns or config.columns})
-        origin = origin_of("data.source", entry.source, entry.subset, entry.split)
-        loaded.append(cached_documents(origin, entry_config, renderer, pairs))
-    if config.validation is None or (share := config.validation.share) is None:
-        return joined(loaded), None
-    training, heldout = zip(*(hold_out(documents, share) for documents in loaded), strict=True)
-    return joined(training), joined(heldout)
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
@@ -107,39 +93,57 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
     return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
 
 
-def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation.
+def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents], list[Documents]]:
+    """The documents of each source to train on, and the `share` of each that is held out.
 
-    Equal documents are all on one side.
+    Equal documents are all on one side, also those of several sources.
     """
-    count, hashes = max(1, round(share * len(documents))), documents.hashes
-    if hashes is None:
-        raise UserError("data.validation.share: the examples are made on demand: give a source")
-    _, group = np.unique(hashes, return_inverse=True)
-    order, members = training_order(len(documents), seed=0, epochs=1), np.bincount(group)
-    in_order = list(dict.fromkeys(group[[order[index] for index in range(len(order))]].tolist()))
-    chosen = in_order[: 1 + int(np.searchsorted(np.cumsum(members[in_order]), count))]
-    heldout = np.isin(group, chosen)
-    if heldout.all():
-        raise UserError(f"data.validation.share: {share} of {len(documents)} examples leaves none to train on")
+    hashes = [source.hashes for source in sources if source.hashes is not None]  # a task's has none, and no share
+    chosen = np.concatenate([first_hashes(each, share) for each in hashes])
+    sides = []
+    for documents, each in zip(sources, hashes, strict=True):
+        heldout = np.isin(each, chosen)
+        if heldout.all():
+            raise UserError(f"data.validation.share: {share} of {len(heldout)} examples leaves none to train on")
+        sides.append([choose(documents, np.flatnonzero(side)) for side in (~heldout, heldout)])
+    training, validating = zip(*sides, strict=True)
+    return [*training], [*validating]
 
-    def choose(indices: Int[np.ndarray, " chosen"]) -> Documents:
-        return replace(
-            documents,
-            sizes=documents.sizes[indices],
-            read=lambda at: documents.read(indices[at].tolist()),
-            content=f"{documents.content} {len(indices)}",
-            hashes=hashes[indices],
-        )
 
-    return choose(np.flatnonzero(~heldout)), choose(np.flatnonzero(heldout))
+def first_hashes(hashes: UInt64[np.ndarray, "N"], share: float) -> UInt64[np.ndarray, " chosen"]:
+    """The hashes that come first in a fixed permutation, of at most a `share` of all documents.
+
+    A hash of more documents than are left to choose is passed over, unless there is no other.
+    """
+    order = training_order(len(hashes), seed=0, epochs=1)
+    sizes = Counter(hashes[[order[index] for index in range(len(hashes))]].tolist())
+    left, chosen = max(1, round(share * len(hashes))), []
+    for value, size in sizes.items():
+        if size <= left:
+            chosen.append(value)
+            left -= size
+    return np.array(chosen or [min(sizes, key=sizes.__getitem__)], np.uint64)
+
+
+def choose(documents: Documents, indices: Int[np.ndarray, " chosen"]) -> Documents:
+    """The documents of these indices."""
+    return replace(
+        documents,
+        sizes=documents.sizes[indices],
+        read=lambda at: documents.read(indices[at].tolist()),
+        content=f"{documents.content} {len(indices)}",
+        hashes=None if documents.hashes is None else documents.hashes[indices],
+    )
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
-    """Warn where documents of the validation are trained on."""
-    if training.hashes is None or heldout.hashes is None:
+    """Warn where documents of the validation are trained on; documents of a task are compared where they are few."""
+    hashes = training.hashes
+    if hashes is None and len(training) <= CACHED_DOCUMENTS:
+        hashes = np.array([hash_of(document) for document in training.read(range(len(training)))], np.uint64)
+    if hashes is None or heldout.hashes is None:
         return
-    if repeated := np.isin(heldout.hashes, training.hashes).sum():
+    if repeated := np.isin(heldout.hashes, hashes).sum():
         log.warning("%s: %d of %d examples are also trained on", key, repeated, len(heldout))
 
 

@@ -79,9 +79,8 @@ class RolloutSource:
     """A `mllm.data.source.Source` over batches of completions."""
 
     def __init__(self, config: RolloutRun, parts: Parts, learning: Learning) -> None:
-        """UserError is raised as by `PromptIterator`, ValueError where `parts` has nothing to sample with."""
-        if parts.sampling is None:
-            raise ValueError("parts: the source of completions needs `sampling`")
+        """UserError is raised as by `PromptIterator`."""
+        assert parts.sampling is not None
         self.config, self.learning, self.batch_size = config.grpo, learning, config.batch_size
         self.task, self.sampler, self.rewards = parts.sampling.task, parts.sampling.sampler, parts.sampling.rewards
         self.form = self.sampler.renderer.form

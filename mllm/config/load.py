@@ -24,14 +24,14 @@ CONFIGS = (Path(__file__).parent.parent / "recipes").resolve()  # a link to conf
 COMMENT = re.compile(r"(^|\s)#")
 
 
-def load(name: str, overrides: Sequence[str] = ()) -> RunConfig:
+def load(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
     Files and modules that it names are looked for in its own folder, then in the current folder.
 
     UserError is raised if the file is missing or not YAML, or a setting is unknown or impossible.
     """
-    path = find(name)
+    path = find(str(name))
     settings = read(path)
     places.add_modules(path.parent)
     places.locate(settings, (path.parent, Path()))
@@ -135,7 +135,11 @@ def find(name: str) -> Path:
             return path
     names = sorted(path.name for path in CONFIGS.glob("*.yaml"))
     beside = [str(path) for path in Path(name).parent.glob("*.y*ml")]
-    close = difflib.get_close_matches(name, beside, n=1, cutoff=0.8) or difflib.get_close_matches(name, names, n=1)
+    stem = os.path.splitext(name)[0]
+    same = [path for path in beside if os.path.splitext(path)[0] == os.path.normpath(stem)]
+    close = (
+        same or difflib.get_close_matches(name, beside, n=1, cutoff=0.8) or difflib.get_close_matches(name, names, n=1)
+    )
     hint = f"did you mean {close[0]}?" if close else f"configs/ has {', '.join(names) or 'none'}"
     raise UserError(f"--config {name}: no such file, here or in configs/; {hint}")
 
@@ -182,6 +186,8 @@ def explain(error: ValidationError) -> str:
         return f"{key}: expected a section of settings, got {value!r}"
     if problem["type"] == "missing":
         return f"{key}: this setting is required"
+    if problem["type"] == "tuple_type":
+        return f"{key}: expected a list (got {value!r})"
     shown = f" (got {value!r})" if isinstance(value, str | int | float | None) else ""
     return f"{key}: {problem['msg']}{shown}"
 
@@ -199,6 +205,10 @@ def nearest(kind: str, location: Sequence[str]) -> str:
         return f"; it is {' or '.join(elsewhere)}"
     if users := [key for key, run in RUNS.items() if ".".join(location) in keys_of(run)]:
         return f" of algorithm: {kind}; it is for {', '.join(users)}"
+    runs = [*RUNS.items()][::-1]  # the first one with a setting is named
+    others = {key: run for run, settings in runs for key in keys_of(settings) if key.rpartition(".")[2] == name}
+    if others:
+        return f" of algorithm: {kind}; it is {' or '.join(f'{key} of {run}' for key, run in others.items())}"
     if close := difflib.get_close_matches(name, [key[2] for key in keys if key[0] == section], n=1):
         return f"; did you mean {close[0]}?"
     close = difflib.get_close_matches(name, [key[2] for key in keys], n=1)

@@ -41,14 +41,14 @@ def importable() -> Iterator[None]:
             sys.path.remove(folder)
 
 
-def locate(settings: dict[str, Any], folders: Sequence[Path], keys: Sequence[str] = (*FILES, *FOLDERS)) -> None:
+def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
     """Replace each name of a file or folder in `settings` by its absolute path in the first of `folders` that has it.
 
-    A name that none has stays: a hub id, or a file that is missing. So do settings that are not among `keys`.
+    A name that none has stays: a hub id, or a file that is missing.
     """
     task = settings.get("task")
     hub = isinstance(task, dict) and task.get("name") == "hub"  # its train and test are names of splits
-    for key in keys:
+    for key in (*FILES, *FOLDERS):
         *sections, name = key.split(".")
         values: Any = settings
         for section in sections:
@@ -75,8 +75,9 @@ def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> 
 def missing(name: str, kind: str = "file") -> str:
     """The message that there is no such file, with the folders that were searched and the most similar name there."""
     folders = dict.fromkeys(os.path.dirname(os.path.join(folder, name)) for folder in MODULES or [os.getcwd()])
-    paths = [os.path.basename(path) for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
-    stems = {os.path.splitext(path)[0]: path for path in paths}  # equal endings make no two names alike
+    paths = [path for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
+    names = [os.path.basename(path) for path in paths if os.path.isdir(path) == (kind == "folder")]
+    stems = {os.path.splitext(name)[0]: name for name in names}  # equal endings make no two names alike
     close = difflib.get_close_matches(os.path.splitext(os.path.basename(name))[0], stems, n=1, cutoff=0.7)
     hint = f" (did you mean {stems[close[0]]}?)" if close else ""
     return f"{name}: no such {kind} in {' or '.join(folders)}{hint}"

@@ -37,7 +37,7 @@ from mllm.storage import cache_folder
 
 log = logging.getLogger(__name__)
 
-VERSION = 8
+VERSION = 9
 """The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
 """The endings of a cache's files."""
@@ -147,7 +147,7 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
             writer.write(record)
             content.update(record)
             sizes.extend(document.size)
-            hashes.append(int.from_bytes(hashlib.blake2b(record, digest_size=8).digest(), "little"))
+            hashes.append(hash_of(document))
             cut += not complete
             texts += is_text
     if not sizes:
@@ -163,6 +163,11 @@ def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:
         header = np.array([len(document.chosen.tokens)], np.int32)
         return np.concatenate([header, signed(document.chosen), signed(document.rejected)])
     return np.where(document.counts, ~document.tokens, document.tokens)
+
+
+def hash_of(document: Document | Pair) -> int:
+    """A hash of 64 bits that equal documents share."""
+    return int.from_bytes(hashlib.blake2b(signed(document).tobytes(), digest_size=8).digest(), "little")
 
 
 def unsigned(stored: Int32[np.ndarray, " T"], pairs: bool = False) -> Document | Pair:

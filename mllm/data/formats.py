@@ -108,7 +108,8 @@ def parsed(value: Any, what: str) -> Any:
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:
     """The objects in a list; an object or the whole list may be a text of JSON; null has none; else UserError."""
-    items = parsed(value or [], what) or []
+    items = parsed([] if value in (None, "") else value, what)
+    items = [] if items is None else items
     items = [parsed(item, what) for item in items] if isinstance(items, list) else items
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise UserError(f"{what} must be a list of objects, or its JSON")
@@ -120,7 +121,8 @@ def tool_call(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError("tool_calls must have a function with name and arguments")
-    arguments = parsed(function.get("arguments") or {}, "tool_calls: arguments")
+    given = function.get("arguments")
+    arguments = parsed({} if given in (None, "") else given, "tool_calls: arguments")
     if not isinstance(arguments, dict):
         raise UserError("tool_calls: arguments must be an object, or its JSON")
     function = {**function, "arguments": arguments}
@@ -160,5 +162,7 @@ def pair_of(record: Record) -> tuple[Record, Record]:
     elif "question" in shared and "prompt" not in shared:
         shared["prompt"] = [{"role": "user", "content": text(shared, "question")}]
         chosen, rejected = ([{"role": "assistant", "content": text(record, name)}] for name in ("chosen", "rejected"))
+    elif not isinstance(shared.get("prompt"), list):
+        chosen, rejected = (text(record, name) for name in ("chosen", "rejected"))
     shared.pop("question", None)
     return {**shared, "completion": chosen}, {**shared, "completion": rejected}

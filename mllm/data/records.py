@@ -28,7 +28,7 @@ Record = dict[str, Any]
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
 MAX_BAD_LINES = 10_000
 """How many bad lines are looked for."""
-LISTED = 5
+LISTED_FAULTS, LISTED_LINES = 5, 40
 """How many kinds of faults an error lists, and lines of each."""
 PARQUET_ROWS = 64
 """The rows of a parquet file that are held at once."""
@@ -126,16 +126,27 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
     places = dict[str, list[str]]()
     for location, error in bad:
         places.setdefault(str(error), []).append(location)
-    listed = [f"{fault} ({', '.join(shortened(found, 'more'))})" for fault, found in places.items()]
+    listed = [
+        f"{fault} ({', '.join(shortened(numbers(found), LISTED_LINES, 'more'))})" for fault, found in places.items()
+    ]
     fields = ", ".join(first.fields) if isinstance(first := bad[0][1], BadRecord) else ""
-    faults = "; ".join(shortened(listed, "other faults"))
+    faults = "; ".join(shortened(listed, LISTED_FAULTS, "other faults"))
     return UserError(f"{key}: {faults}" + f"; the fields there are {fields}" * bool(fields))
 
 
-def shortened(items: Sequence[str], what: str) -> list[str]:
-    """The first of the items, and how many `what` there are."""
-    more = len(items) - LISTED
-    return [*items[:LISTED], *([f"and {more} {what}"] if more > 0 else [])]
+def numbers(places: Sequence[str]) -> list[str]:
+    """The places; a line of the same file as the place before it by its number alone: `a.jsonl:2`, `7`."""
+    split = [place.rpartition(":") for place in places]
+    return [
+        number if number.isdecimal() and before and before[0] == file else place
+        for place, (file, _, number), before in zip(places, split, [None, *split], strict=False)
+    ]
+
+
+def shortened(items: Sequence[str], most: int, what: str) -> list[str]:
+    """At most so many of the items, and how many `what` there are."""
+    more = len(items) - most
+    return [*items[:most], *([f"and {more} {what}"] if more > 0 else [])]
 
 
 def file_paths(source: str, key: str) -> list[Path]:
@@ -212,8 +223,9 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
 def read_json(path: Path, key: str) -> Iterator[bytes | Record]:
     """The objects of a file that holds one list of them, or JSON lines; UserError where it holds anything else."""
     with open_file(path, key, ValueError) as file:
-        content = file.read().decode("utf-8-sig").lstrip()
-        rows = None if is_object(content.partition("\n")[0]) else json.loads(content)
+        content = file.read().decode("utf-8-sig")
+        first = content.lstrip().partition("\n")[0]
+        rows = None if not first or is_object(first) else json.loads(content)
     if rows is None:
         yield from read_lines(path, key)
     elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):

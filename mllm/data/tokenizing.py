@@ -3,7 +3,6 @@
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,7 +66,9 @@ class Documents:
 
 
 def joined(sources: Sequence[Documents]) -> Documents:
-    """The documents of several sources, one after the other."""
+    """The documents of several sources, one after the other; those of one source as they are."""
+    if len(sources) == 1:
+        return sources[0]
     parts = tuple(map(len, sources))
     starts = np.cumsum([0, *parts])
 
@@ -107,10 +108,8 @@ def encode_records(
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[Encoded]:
     """The documents of records, or their `pairs`, in their order. `columns` name the records' fields."""
-    if columns:
-        records = read_records(records, partial(renamed, columns))
     encode: Callable[..., Any] = encode_pair if pairs else encode_document
-    return read_records(records, partial(encode, renderer, max_length))
+    return read_records(records, lambda record: encode(renderer, max_length, renamed(columns or {}, record)))
 
 
 def encode_document(renderer: Renderer, max_length: int, record: Record) -> tuple[Document, bool, bool] | Skipped:

@@ -14,7 +14,7 @@ from mllm.config.model import LoraConfig, LoraTarget
 from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import weights
-from mllm.model.architecture import Architecture
+from mllm.model.architecture import LARGEST_FLOAT, Architecture
 from mllm.model.compute_copy import Rounding
 from mllm.model.folder import local_folder, read_json, replacing, write_json
 from mllm.model.layout import MATRICES, TENSORS, Params
@@ -77,7 +77,7 @@ def read_config(folder: Path) -> Lora:
     checked = {
         "peft_type": ("LORA", fields.get("peft_type") == "LORA"),
         "r": ("a positive whole number", type(rank) is int and rank > 0),
-        "lora_alpha": ("a positive number", isinstance(alpha, int | float) and alpha > 0),
+        "lora_alpha": ("a positive number", type(alpha) in (int, float) and 0 < alpha <= LARGEST_FLOAT),
         "target_modules": (f"a list of {', '.join(known)}", all_known),
         "bias": ("none", fields.get("bias", "none") == "none"),
         "init_lora_weights": (untouched, fields.get("init_lora_weights", True) in UNTOUCHED_BASE),

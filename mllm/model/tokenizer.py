@@ -248,11 +248,21 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens at the beginning of a text: the tokenizer's `bos_token`, or none."""
     begins = tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
-    if not begins and tokenizer.bos_token_id is not None and "bos_token" in str(tokenizer.chat_template):
+    if not begins and tokenizer.bos_token_id is not None and begins_chats(tokenizer):
         way_out = "where the model has learned that they do, set add_bos_token: true in tokenizer_config.json"
         fault = f"its chat template writes {tokenizer.bos_token}, and texts do not begin with it"
         log.warning("model.tokenizer: %s: %s", fault, way_out)
     return begins
+
+
+def begins_chats(tokenizer: Tokenizer) -> bool:
+    """Whether the chat template writes `bos_token` once, at the beginning; SmolLM2's begins every message with it."""
+    turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        chat = render(Renderer(tokenizer), [*turn, *turn])
+    except UserError:  # it has no template, or one for other chats
+        return False
+    return chat.startswith(tokenizer.bos_token) and chat.count(tokenizer.bos_token) == 1
 
 
 def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:

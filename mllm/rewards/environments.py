@@ -153,7 +153,20 @@ class Player:
             messages[-1] = messages[-1] | {"content": messages[-1]["content"] + observation}
         elif observation is not None:
             messages[:] = as_messages(observation)
+        if move.trial:
+            self.check_methods(environment)
         return Turn([*messages])
+
+    def check_methods(self, environment: Any) -> None:
+        """Raise TypeError where a method can't be called as it will be."""
+        calls = {"step": ("",)} if self.has_step else {}
+        for name, arguments in {**calls, "get_reward": (), "close": ()}.items():
+            method = getattr(environment, name, None)
+            try:
+                with suppress(ValueError):  # Python can't tell the arguments of some methods
+                    _ = method and inspect.signature(method).bind(*arguments)
+            except TypeError as error:
+                raise TypeError(f"{name}: {error}") from None
 
     async def take_turn(self, move: Move, environment: Any, messages: Messages) -> tuple[Turn, Any]:
         """The answers of the tools that a turn calls, or else the environment's observation; or the end."""

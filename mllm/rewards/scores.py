@@ -7,7 +7,7 @@ reward. JAX must not be imported here.
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -51,32 +51,24 @@ def number(answer: Answer) -> float:
     return float(value) if kind == "value" else float("nan")
 
 
-class Totals(NamedTuple):
-    """The rewards of completions."""
+def totals(
+    answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]
+) -> tuple[Float[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
+    """The reward of each completion, from each function's answer, and whether a function failed.
 
-    reward: Float[np.ndarray, "B"]
-    """The weighted sum; NaN for no reward: a function failed, or none says anything of the completion.
-
-    A completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged: they don't
-    matter here.
-    """
-    failed: Bool[np.ndarray, "B"]
-    """Whether a function failed."""
-
-
-def totals(answers: Sequence[Sequence[Answer]], weights: Float[np.ndarray, "R"]) -> Totals:
-    """The rewards of completions, from the answer of each function for each completion.
-
-    Sums that differ by their rounding alone are equal, to the bit.
+    A reward is a weighted sum, or NaN for no reward: a function failed, or none says anything of the completion. A
+    completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged: they don't
+    matter here. Sums that differ by their rounding alone are equal, to the bit; so are a sum and 0.
     """
     kinds = np.array([[kind for kind, *_ in row] for row in answers])
     values = np.array([[number(answer) for answer in row] for row in answers])
     counts = weights != 0
     parts = np.where(counts & (kinds == "value"), weights * values, 0.0)
-    sums = without_rounding(parts.sum(axis=1), ROUNDINGS * np.abs(parts).sum(axis=1))
+    sums, tolerance = parts.sum(axis=1), ROUNDINGS * np.abs(parts).sum(axis=1)
+    sums = without_rounding(np.where(np.abs(sums) <= tolerance, 0.0, sums), tolerance)
     failed = (counts & np.isin(kinds, FAILURES)).any(axis=1)
     unscored = counts.any() & (~counts | (kinds == NOT_APPLICABLE)).all(axis=1)
-    return Totals(np.where(failed | unscored, np.nan, sums), failed)
+    return np.where(failed | unscored, np.nan, sums), failed
 
 
 def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
@@ -91,9 +83,9 @@ def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, 
 
 
 def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.ndarray, " K"]:
-    """The values that aren't NaN, and the lowest of them for each failure, for evaluations: failing is no success."""
+    """The values that aren't NaN, and for each failure 0 or the lowest of them, whichever is less, for evaluations."""
     known = values[~np.isnan(values)]
-    return np.append(known, [known.min()] * failures) if known.size else known
+    return np.append(known, [min(known.min(), 0.0)] * failures) if known.size else known
 
 
 def reward_metrics(
@@ -101,7 +93,7 @@ def reward_metrics(
 ) -> dict[str, float]:
     """For each reward function what it logs, the mean and deviation of its values, and how often it failed.
 
-    Where it `evaluates`, a failure counts as the lowest of the values.
+    Where it `evaluates`, a failure counts as in `with_failures`.
     """
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):

@@ -36,11 +36,11 @@ def make_evaluation(
 
     It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
     with `prefix` for `eval/`: `eval/reward`, the mean over the completions, and `eval/rewards/NAME/...` for each
-    function; for conversations `eval/environment/mean_turns` and `eval/tools/...`; for the completions at
-    temperature `eval/sampled_reward...` and so on; and the mean length in tokens. A failed reward counts as the
-    lowest reward. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`), there are
-    `eval/greedy_accuracy`, `eval/avg@k` (the mean accuracy at temperature) and `eval/pass@j` for k and the powers of
-    two below it, each with the ends `_low` and `_high` of its 95 % interval.
+    function; for conversations `eval/environment/mean_turns` and `eval/tools/...`; for the completions at temperature
+    `eval/sampled_reward...` and so on; and the mean length in tokens. A failed reward counts as 0, or as the lowest
+    reward where that is less. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`),
+    there are `eval/greedy_accuracy`, `eval/avg@k` (the mean accuracy at temperature) and `eval/pass@j` for k and the
+    powers of two below it, each with the ends `_low` and `_high` of its 95 % interval.
 
     Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
     """

@@ -7,6 +7,7 @@ environment ends its conversation without a reward.
 
 import hashlib
 import json
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -70,7 +71,7 @@ class Conversation:
                 if kind == "value" and self.assistant:
                     self.assistant[-1]["reward"] = (self.assistant[-1]["reward"] or 0.0) + reward
                 return Turn(*fields)
-        self.failure = answer[:2]
+        self.failure = (answer[0], answer[1])
         return None
 
     @property
@@ -82,7 +83,7 @@ class Conversation:
     def result(self) -> ConversationResult:
         """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
-        total: Answer = judge(float(sum(rewards))) if rewards else NOTHING
+        total: Answer = judge(math.fsum(rewards)) if rewards else NOTHING
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
         return ConversationResult(self.messages, self.values, errors, self.failure or total)
 

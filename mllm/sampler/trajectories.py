@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from mllm.config.task import ENVIRONMENT
 from mllm.data.batch import Trajectory
 from mllm.data.prompts import Prompt
 from mllm.errors import StepError, printable
@@ -109,7 +110,7 @@ def trajectory(
 def group_rewards(
     trajectories: Sequence[Trajectory], functions: RewardRunner, group: int, most_failed: float = MAX_FAILED_SHARE
 ) -> Float[np.ndarray, "G n"]:
-    """The reward of each completion, as in `Totals`, by groups of `group` one after the other.
+    """The reward of each completion, as in `totals`, by groups of `group` one after the other.
 
     Raises StepError where the rewards of more than the share `most_failed` of the completions failed; it quotes the
     first failure of the most frequent function and kind.
@@ -126,7 +127,8 @@ def group_rewards(
         name, kind, message = next(failure for failure in failures if failure[:2] == most)
         share = f"{failed.sum()} of {failed.size} completions, and for at most {most_failed:.0%} of them it may"
         first = f"{name} {kind} {count} times, first: {message}"
-        raise StepError(f"task.rewards: a reward failed for {share}; {first}; correct the function")
+        key = functions.environments[0].key if name == ENVIRONMENT else "task.rewards"
+        raise StepError(f"{key}: a reward failed for {share}; {first}; correct the code")
     return rewards.reshape(-1, group)
 
 
@@ -172,7 +174,7 @@ def sample_line(trajectory: Trajectory, functions: RewardRunner, advantage: floa
         "prompt": trajectory.prompt,
         "completion": trajectory.text,
         "rewards": dict(zip(functions.names, map(finite, map(number, trajectory.rewards)), strict=True)),
-        "reward": finite(totals([trajectory.rewards], functions.weights).reward[0]),
+        "reward": finite(totals([trajectory.rewards], functions.weights)[0][0]),
         "advantage": finite(advantage),
         "length": len(trajectory.logprobs),
         "truncated": not trajectory.finished,

@@ -73,14 +73,16 @@ def test_an_environment_pays_alone_unless_rewards_are_given_too(tmp_path):
     assert [reward.name for reward in both.task.rewards] == ["format"]
 
 
-def test_a_configuration_is_found_by_its_name_in_configs(tmp_path):
+def test_a_configuration_is_found_by_its_name_in_configs(tmp_path, monkeypatch):
     """A wrong name is answered with the nearest name."""
     assert configs.load("tiny_grpo") == configs.load("tiny_grpo.yaml")
     with pytest.raises(UserError, match=r"did you mean tiny_grpo\.yaml\?"):
         configs.load("tiny_grop.yaml")
     (tmp_path / "sft.yaml").write_text(SFT)
-    with pytest.raises(UserError, match=r"did you mean .*/sft\.yaml\?"):
-        configs.load(str(tmp_path / "sft.yml"))
+    monkeypatch.chdir(tmp_path)
+    for name in (tmp_path / "sft.yml", "sft", "./sft.json"):
+        with pytest.raises(UserError, match=r"did you mean (/.*/)?sft\.yaml\?"):
+            configs.load(name)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +116,13 @@ def test_a_configuration_is_found_by_its_name_in_configs(tmp_path):
         (DATA, "distill.estimator=sampled", "distill.estimator: unknown setting"),
         (GRPO, "teacher={source: teacher}", "teacher: unknown setting of algorithm: grpo; it is for distill"),
         (SFT, "grpo.beta=0.1", "grpo: unknown setting of algorithm: sft; it is for grpo, distill"),
+        (
+            SFT,
+            "beta=0.1",
+            "beta: unknown setting of algorithm: sft; it is distill.beta of distill or grpo.beta of grpo or",
+        ),
+        (GRPO, "model.lora.lora_alpha=8", "model.lora.lora_alpha: unknown setting; here: model.lora.alpha"),
+        (GRPO, "task.tools=m:f", "task.tools: expected a list (got 'm:f')"),
         (SFT, "lerning_rate=0.1", "lerning_rate: unknown setting; did you mean optimizer.learning_rate?"),
         (SFT, "algorithm=ppo", "algorithm: expected one of sft, grpo, dpo, distill (got 'ppo')"),
         (SFT, "data={source: [a.jsonl, b.jsonl], max_length: 8, epochs: 2}", "data.epochs: a mix has no end"),
@@ -229,11 +238,12 @@ def test_hub_ids_splits_and_words_are_not_taken_for_folders(here: Path) -> None:
 
 
 def test_a_missing_file_is_answered_with_a_similar_name(here: Path) -> None:
-    """A file with the same ending is no similar name."""
+    """A file with the same ending is no similar name; neither is a file where a folder is missing."""
     for name in ("ant.jsonl", "training.jsonl"):
         (here / name).touch()
     assert "(did you mean training.jsonl?)" in places.missing("trainings.jsonl")
     assert "did you mean" not in places.missing("missing.jsonl")
+    assert "did you mean" not in places.missing("training.yaml", "folder")
 
 
 def test_user_modules_are_found_in_both_folders_last(here: Path) -> None:

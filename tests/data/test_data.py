@@ -197,7 +197,7 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     """Equal examples fall on the same side."""
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
     documents, _ = load_documents(settings, Renderer(BYTES), None)
-    training, heldout = hold_out(documents, 0.2)
+    (training,), (heldout,) = hold_out([documents], 0.2)
     trained, held, everything = map(read_all, (training, heldout, documents))
     assert (len(held), sorted(trained + held)) == (8, sorted(everything))
     assert held != everything[:8]
@@ -206,11 +206,30 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     twice, _ = load_documents(
         DataConfig(source=write(tmp_path, some(40) * 2, "twice.jsonl"), max_length=32), Renderer(BYTES), None
     )
-    trained, held = map(read_all, hold_out(twice, 0.2))
+    (trained,), (held,) = hold_out([twice], 0.2)
     assert len(held) == 16
-    assert {*trained}.isdisjoint(held)
+    assert {*read_all(trained)}.isdisjoint(read_all(held))
     with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
-        hold_out(documents, 0.99)
+        hold_out([documents], 0.99)
+
+
+def test_a_share_of_a_mix_repeats_nothing_of_another_source(tmp_path):
+    names = [write(tmp_path, records, f"{i}.jsonl") for i, records in enumerate([some(40), some(50)[::-1]])]
+    settings = DataConfig(source=names, max_length=32, validation={"share": 0.1})
+    training, heldout = load_documents(settings, Renderer(BYTES), None)
+    assert {*read_all(training)}.isdisjoint(read_all(heldout))
+    assert sum(map(len, (training, heldout))) == 90
+
+
+@pytest.mark.parametrize(("once", "held"), [(3, 2), (0, None)])
+def test_an_example_of_more_than_a_share_is_trained_on(once, held, tmp_path):
+    settings = DataConfig(source=write(tmp_path, [*some(1) * 20, *some(4)[1 : once + 1]]), max_length=32)
+    documents, _ = load_documents(settings, Renderer(BYTES), None)
+    if held:
+        assert len(hold_out([documents], 0.1)[1][0]) == held
+    else:
+        with pytest.raises(UserError, match="leaves none to train on"):
+            hold_out([documents], 0.1)
 
 
 def test_validation_that_repeats_training_examples_warns(tmp_path, caplog):
@@ -218,6 +237,9 @@ def test_validation_that_repeats_training_examples_warns(tmp_path, caplog):
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32, validation={"source": other})
     load_documents(settings, Renderer(BYTES), None)
     assert "data.validation.source: 3 of 4 examples are also trained on" in caplog.text
+    problems = [Example([{"role": "user", "content": f"q{i}"}], None, solution="a") for i in range(2)]
+    load_documents(settings.model_copy(update={"source": "task"}), Renderer(BYTES), Task("", problems, []))
+    assert "data.validation.source: 1 of 4 examples are also trained on" in caplog.text
 
 
 @pytest.mark.parametrize(

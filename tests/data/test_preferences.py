@@ -80,6 +80,8 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_to_halves():
         ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
         ({"chosen": ASKED, "rejected": ASKED + said("a")}, "one of chosen and rejected is the beginning"),
         ({"chosen": said("a"), "rejected": said("b")}, "prompt is missing"),
+        ({"prompt": "a", "chosen": 5, "rejected": "b"}, "chosen must be a string, got int"),
+        ({"prompt": "a", "chosen": "b", "rejected": said("c")}, "rejected must be a string, got list"),
     ],
 )
 def test_what_is_no_preference_is_an_error(record, message):

@@ -96,7 +96,7 @@ def test_a_template_argument_without_effect_is_refused(rule: Any, name: str) -> 
 
 
 def test_bad_chats_and_empty_prompts_are_errors_at_once() -> None:
-    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, data:3\)$"):
+    with pytest.raises(UserError, match=r"training prompts .*: messages: <.*> is .* \(data:1, 3\)$"):
         prompts_of(listed("a", BAD, "b", BAD))
     with pytest.raises(UserError, match="makes nothing of them"):
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")

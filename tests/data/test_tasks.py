@@ -94,6 +94,7 @@ SUM = {"prompt": "2+2=", "level": ["easy", 2]}
         ({"messages": [ASKED]}, {"system_prompt": "Add."}, [SYSTEM, ASKED], None, None),
         ({"messages": [SYSTEM, ASKED]}, {}, [SYSTEM, ASKED], None, None),
         ({"messages": [ASKED, SAID]}, {}, [ASKED], None, "4"),
+        ({"messages": [ASKED, {**SAID, "train": False}]}, {}, [ASKED], None, None),
         ({"prompt": [ASKED, SAID, ASKED]}, {}, [ASKED, SAID, ASKED], None, None),
         ({"prompt": [ASKED], "messages": [ASKED, SAID]}, {}, [ASKED], None, None),
     ],

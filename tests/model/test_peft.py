@@ -91,6 +91,7 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
     [
         ("peft_type", "IA3"),
         ("lora_alpha", None),
+        ("lora_alpha", float("inf")),
         ("target_modules", ["q_proj", "embed_tokens"]),
         ("use_dora", True),
         ("a_field_of_a_later_peft", 0.5),

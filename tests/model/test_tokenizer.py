@@ -118,12 +118,15 @@ def test_texts_begin_with_the_first_token_of_the_family(settings, model_type, be
 
 
 def test_a_first_token_only_in_the_template_is_warned_of(caplog) -> None:
-    llama = PUBLIC["llama3"].tokenizer()
-    for text in ("3+4=", "7"):
-        encode_prompt(Renderer(llama, "never"), [{"role": "user", "content": text}])
-    encode_prompt(Renderer(BYTES, "never"), CHAT[:1])
-    (record,) = caplog.records
-    assert "its chat template writes <|begin|>, and texts do not begin with it" in record.getMessage()
+    begun = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    literal, smollm2 = (PUBLIC["llama3"].tokenizer(template) for template in ("<|begin|>" + begun, begun))
+    smollm2.bos_token = "<|im_start|>"
+    for tokenizer in (PUBLIC["llama3"].tokenizer(), literal, smollm2, BYTES):
+        for text in ("3+4=", "7"):
+            encode_prompt(Renderer(tokenizer, "never"), [{"role": "user", "content": text}])
+    assert len(caplog.records) == 2
+    for record in caplog.records:
+        assert "its chat template writes <|begin|>, and texts do not begin with it" in record.getMessage()
 
 
 def test_the_first_token_is_not_written_twice() -> None:

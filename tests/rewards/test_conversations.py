@@ -14,7 +14,7 @@ from mllm.config.rollout import RolloutConfig
 from mllm.config.task import EvalConfig, TaskConfig
 from mllm.data.prompts import Prompt
 from mllm.data.tasks.task import Example, Task
-from mllm.errors import UserError
+from mllm.errors import StepError, UserError
 from mllm.model.tokenizer import Renderer, bytes_tokenizer, encode_prompt
 from mllm.parallel.processes import ALL_ROWS
 from mllm.rewards.runner import RewardRunner
@@ -157,6 +157,7 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
     [
         ("Hostile", "raise ValueError('no board')", r"ValueError: no board \(own_environments.py:\d+\)"),
         ("Hostile", "os._exit(3)", "ended its process with exit code 3"),
+        ("Ended", None, "TypeError: step: too many positional arguments"),
         ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
     ],
 )
@@ -255,6 +256,8 @@ def test_the_rewards_of_a_turn_are_added():
     for reward in (0.5, -2.0):
         found.record(("value", reward, ("turn", [], True, {})))
     assert found.result.reward == ("value", -1.5)
+    found.messages += [{"role": "assistant", "content": "", "reward": reward} for reward in (1e17, 1.0, -1e17)]
+    assert found.result.reward == ("value", -0.5)  # in any order of the turns
 
 
 @pytest.mark.slow
@@ -268,6 +271,8 @@ def test_a_failed_environment_gives_no_reward(caplog):
     with RewardRunner(config, Task("", [], []), 60) as runner:
         found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
     np.testing.assert_array_equal(group_rewards(found, runner, 2), [[3, np.nan], [0, 0]])
+    with pytest.raises(StepError, match=r"task.environment: a reward failed for 1 of 4 .* environment raised 1 times"):
+        group_rewards(found, runner, 2, most_failed=0.1)
     # A batched function may count on the order of the groups, so it gets the failed conversation as well.
     assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
     metrics = completion_metrics(found, runner.names)

@@ -118,7 +118,7 @@ def test_a_batched_failure_fails_all_and_is_logged_once(caplog):
     assert caplog.text.count("reward late raised: ValueError: no (own_rewards.py:6)") == 1
     assert "reward batch returned None: for all of 2 completions; is a return missing?" in caplog.text
     last = [row[-2:] for row in scores]  # a batched function's None is neither a failure nor part of the mean
-    np.testing.assert_array_equal(totals(last, np.array([1.0, 0.5])).reward, [6, 0, math.nan])
+    np.testing.assert_array_equal(totals(last, np.array([1.0, 0.5]))[0], [6, 0, math.nan])
     metrics = {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value}
     found = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
     assert metrics == {f"rewards/{name}": value for name, value in found.items()}
@@ -133,20 +133,29 @@ def test_silent_functions_give_no_reward_and_no_failure():
         ([2.0, 1.0], [-2, -1, math.nan, math.nan, math.nan, -3], [0, 0, 0, 1, 1, 0]),
         ([0.0, 0.0], [0] * 6, [0] * 6),
     ):
-        found = totals(rows, np.array(weights))
-        np.testing.assert_array_equal(found.reward, reward)
-        assert found.failed.tolist() == [*map(bool, failed)]
+        rewards, failures = totals(rows, np.array(weights))
+        np.testing.assert_array_equal(rewards, reward)
+        assert failures.tolist() == [*map(bool, failed)]
 
 
 def test_sums_equal_but_for_rounding_become_equal():
     weights = np.array([0.1, 0.2, 0.3])
     scores = [(1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, -1), (0, 0, 0), (1 + 1e-12, 0, 0)]
-    found = totals([[("value", float(value)) for value in row] for row in scores], weights).reward
+    found = totals([[("value", float(value)) for value in row] for row in scores], weights)[0]
     assert found[0] == found[1]
     assert found[4] == found[5]
     exact = np.array(scores) @ weights
     np.testing.assert_array_equal(found[[2, 3, 6]], exact[[2, 3, 6]])
     np.testing.assert_allclose(found, exact, atol=1e-15)
+    rows = [[("value", float(value)) for value in row] for row in [(1, 1, 1), (0, 0, 0)]]
+    assert totals(rows, np.array([0.3, -0.1, -0.2]))[0].tolist() == [0, 0]
+
+
+def test_a_failed_evaluation_is_no_better_than_a_loss():
+    won, lost, failure = ("value", 1.0), ("value", -1.0), ("raised", "no")
+    for column, mean in (([won, won, failure, failure], 0.5), ([won, lost, failure], -1 / 3), ([failure], math.nan)):
+        metrics = reward_metrics(["game"], [[answer] for answer in column], evaluates=True)
+        np.testing.assert_equal(metrics["rewards/game/mean"], mean)
 
 
 def assert_answered(expected, answers):

@@ -73,9 +73,9 @@ def test_evaluation_takes_problems_in_order_under_own_numbers():
         assert (metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]) == pytest.approx(wilson(right, 4))
     assert not [name for name in metrics if "pass@" in name]
     assert metrics["eval/greedy_mean_length"] == 2.5
-    assert metrics["eval/reward"] == (2 * 6 + 1 + 2 * 6 + 1) / 4  # a failure counts as the lowest
+    assert metrics["eval/reward"] == (2 * 6 + 1 + 2 * 6 + 0) / 4  # a failure counts as 0
     assert metrics["eval/sampled_reward"] == (2 * 1 + 3 * 2 * 6) / 4
-    assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6 + 1) / 4
+    assert metrics["eval/rewards/length/mean"] == (6 + 1 + 6 + 0) / 4
     assert metrics["eval/rewards/half/mean"] == (3 + 3 + 2) / 3
     assert (metrics["eval/rewards/length/raised"], metrics["eval/rewards/half/raised"]) == (1, 0)
     assert CALLS[-2:] == [(TOKENS, 3, 2**30, True), (TOKENS, 3, 2**30, False)]

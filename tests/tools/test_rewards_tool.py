@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from runs import environment
+from templates import PUBLIC
 from tiny import config
 
 from mllm.config.load import dump
@@ -114,3 +115,15 @@ def test_bad_samples_are_one_line_errors(tried):
         code, _, error = tried([sample])
         assert (code, error.count("\n")) == (2, 1)
         assert error.startswith(f"error: {message}")
+
+
+def test_the_tool_knows_that_the_prompt_has_opened_a_thought(tried, monkeypatch):
+    tokenizer = PUBLIC["qwen3.5"].tokenizer()
+    monkeypatch.setattr(rewards, "tokenizer_of", lambda model: tokenizer)
+    samples = [{"prompt": "1+1=", "completion": "Two.</think><answer>2</answer>"}]
+    wanted = "task.rewards=[{name: format}]"
+    assert "rewards/format/mean                      1" in tried(samples, wanted)[1]
+    assert (
+        "rewards/format/mean                      0"
+        in tried(samples, wanted, "task.template_args={enable_thinking: false}")[1]
+    )

@@ -99,10 +99,8 @@ def divergence(
     batch: Batch,
     teacher: HeadInputs | None = None,
 ) -> tuple[Float[Array, ""], Comparison]:
-    """The divergence from the teacher, and the cross-entropy of the labels times `label_coef`; ValueError where the
-    teacher is missing."""
-    if teacher is None:
-        raise ValueError("teacher: the divergence needs its hidden states")
+    """The divergence from the teacher, and the cross-entropy of the labels times `label_coef`."""
+    assert teacher is not None
 
     def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
         return divergence - label_coef * logprob if label_coef else divergence
@@ -165,8 +163,7 @@ def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Ar
     The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. The second
     result is its negated mean over the learned tokens, an estimate of KL(sampler || teacher).
     """
-    if forward.teacher is None:
-        raise ValueError("forward: the run has no teacher")
+    assert forward.teacher is not None
     logprob_pass = make_logprob_pass(forward.teacher)
 
     @jax.jit

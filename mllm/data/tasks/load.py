@@ -114,7 +114,8 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
     if conversational:
         prompt = turns(named, key)
         if key == "messages" and prompt and prompt[-1]["role"] == "assistant":
-            solution = prompt.pop()["content"]
+            last = prompt.pop()
+            solution = None if last.get("weight") == 0 else last["content"]  # which is not to be learned
         if not prompt or prompt[-1]["role"] != "user":
             raise UserError("the last message of a prompt must be the user's")
         if config.system_prompt is not None:
