@@ -77,10 +77,12 @@ def test_each_part_knows_what_it_must_know_of_the_others(built):
 
 
 def test_the_test_set_is_measured_at_the_end_under_its_own_name(tmp_path, monkeypatch):
-    def make_evaluation(options, task, problems, prefix="eval/", **_):
+    def make_evaluation(options, task, problems, prefix="eval/", *, rows, **_):
+        assert rows is ROWS
         return lambda params, step: {prefix: problems}
 
     monkeypatch.setattr(build, "make_evaluation", make_evaluation)
+    monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
     files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
     for first, file in zip((0, 50), files.values(), strict=True):
         lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(first, first + 10)]
