@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny import ARCHITECTURE, config, logits, random_batch
 
+from lm_head import TokenLogprobs
 from mllm.algorithms.distill.algorithm import SampledDivergence, make_teacher_pass, measured
 from mllm.algorithms.distill.algorithm import divergence as divergence_loss
 from mllm.algorithms.grpo.algorithm import PolicyPasses
@@ -17,6 +18,7 @@ from mllm.data.source import FrozenModels
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh, shard_batch
 from mllm.run.source_run import load_teacher
+from mllm.training.head import Head, HeadInputs
 from mllm.training.step import accumulate
 
 TEACHER = Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
@@ -124,6 +126,32 @@ def test_the_loss_equals_full_logits_at_the_temperature(kind, how, coef):
     same = jax.jit(jax.grad(oracle))(params)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(same), strict=True):
         np.testing.assert_allclose(leaf, other, rtol=0, atol=2e-4 * np.abs(other).max())
+
+
+def test_the_mixture_and_the_likeliest_tokens_reach_the_head():
+    asked, likeliest = [], (BATCH.labels + 1) % 260
+
+    class Asked(Head):
+        def __init__(self):
+            pass
+
+        def loss(self, states, batch, objective, *operands, teacher=None, **options):
+            asked.append(options)
+            return jnp.zeros(()), self.logprobs(states, batch)
+
+        def logprobs(self, states, batch):
+            asked.append(batch.labels)
+            zeros = jnp.zeros(batch.labels.shape)
+            return TokenLogprobs(zeros, zeros, zeros, zeros)
+
+        def likeliest(self, states, where):
+            return likeliest
+
+    zeros = HeadInputs(jnp.zeros((ROWS, LENGTH, 4)), *[jnp.zeros((260, 4))] * 2)
+    divergence_loss(make_settings(kind="jsd", beta=0.3).distill, 0.0, Asked(), zeros, BATCH, zeros)
+    options, _, *measured_labels = asked
+    assert options == {"kind": "jsd", "beta": 0.3}
+    assert [np.array_equal(labels, likeliest) for labels in measured_labels] == [True, True]
 
 
 def test_the_sampled_term_keeps_the_old_log_probabilities():
