@@ -1,7 +1,7 @@
-"""The order of training's examples as Grain's data sets, and an iterator with one integer as its position.
+"""The training order as a Grain data set, and an iterator with one integer as its position.
 
-The order depends on the number of examples, the seed and the epochs alone. It is computed at any position, so a run
-goes on with the same examples from its checkpoint, also with another number of processes.
+The order depends only on the number of examples, the seed and the epochs, and can be computed at any position. So a run
+resumes with the same examples, also with another number of processes.
 """
 
 import itertools
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
-    """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
+    """The indices of `examples` examples in training order; an epoch has every index once.
 
-    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
+    The seed shuffles every epoch anew; without a seed the order is ascending. Without `epochs` the order never ends.
     """
     numbers = grain.MapDataset.range(examples)
     if seed is not None:
@@ -33,9 +33,9 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
 
 def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None) -> grain.MapDataset[int]:
-    """The numbers of the examples of several sources, numbered one source after the other; the order never ends.
+    """The training order of several sources, as indices into their concatenation; the order never ends.
 
-    The sources take turns by their weights, evenly spread, and each comes in a `training_order` of its own.
+    The sources are interleaved by their weights. Each source is in its own `training_order`.
     """
     starts = itertools.accumulate((0, *parts[:-1]))
     orders = [
@@ -46,12 +46,12 @@ def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None
 
 
 def close(attributes: dict[str, Any]) -> None:
-    """Close and release the iterator of Grain's among a `DataIterator`'s attributes."""
+    """Close and release the Grain iterator in a `DataIterator`'s attributes."""
     attributes.pop("items").close()
 
 
 class DataIterator(Generic[T]):
-    """Items that a thread of Grain's reads ahead; another iterator continues exactly at its position."""
+    """An iterator that a Grain thread prefetches; another iterator can continue at its position."""
 
     def __init__(
         self,
@@ -62,10 +62,9 @@ class DataIterator(Generic[T]):
         content: str | None = None,
         ahead: int = 2,
     ) -> None:
-        """An epoch has `examples` positions of the order; `content` is a hash of the examples, where it is known.
+        """An epoch has `examples` positions of the order; `content` is a hash of the examples, or None.
 
-        The state of an iterator over `items` is Grain's `{"next_index": position}`. So many items are read `ahead` of
-        the step that needs them.
+        The state of an iterator over `items` is Grain's `{"next_index": position}`. `ahead` items are prefetched.
         """
         self.examples, self.epochs, self.content = examples, epochs, content
         self.first = [order[index] for index in range(min(examples, 8))]
