@@ -81,7 +81,7 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next item; StopIteration after the last epoch.
 
-        StepError is raised where an example can't be made or read; the caller must tell other processes.
+        StepError is raised if an example can't be made or read; the caller must tell other processes.
         """
         try:
             item = self.take()
@@ -91,12 +91,12 @@ class DataIterator(Generic[T]):
         return item
 
     def take(self) -> T:
-        """The next item, which is not counted yet; UserError where an example can't be made or read."""
+        """The next item, before it is counted; UserError if an example can't be made or read."""
         return next(self.items)
 
     @property
     def position(self) -> int:
-        """How many examples training has come to since it began, in the order of `training_order`."""
+        """The number of examples read since training began, in the order of `training_order`."""
         return self.items.get_state()["next_index"]
 
     def get_state(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class DataIterator(Generic[T]):
         return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave; UserError where the examples or their order differ."""
+        """Continue from a state that `get_state` returned; UserError if the examples or their order differ."""
         if (state["examples"], state.get("content")) != (self.examples, self.content):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")
