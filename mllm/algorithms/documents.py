@@ -1,4 +1,4 @@
-"""The documents that a run learns from, and the ones that it is validated on: of files, the hub, a mix, or a task."""
+"""The training and the validation documents of a run: from files, the hub, a mix, or a task."""
 
 import logging
 import os
@@ -22,16 +22,16 @@ from mllm.model.tokenizer import Renderer
 log = logging.getLogger(__name__)
 
 CACHED_DOCUMENTS = 2**16
-"""How many documents of a task, which are made to know their sizes, are kept until they are read."""
+"""The number of a task's documents that are kept in memory after their sizes were computed."""
 
 MAX_PAIRS = 2**17
-"""The most pairs of a task: the reference's log-probabilities of every pair are computed at every start."""
+"""The largest number of pairs from a task: every start computes the reference's log-probabilities of every pair."""
 
 
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, pairs: bool = False
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, or `pairs` of documents, and the validation's if it is set.
+    """The training documents (or `pairs`), and the validation documents if `data.validation` is set.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
@@ -52,7 +52,7 @@ def load_documents(
     if validation.source is not None:
         heldout = origin_of("data.validation.source", validation.source)
     else:
-        named = config.mix[0] if config.mix else config  # which data.source is the name of
+        named = config.mix[0] if config.mix else config  # data.source has the name of this entry
         config = config.model_copy(update={"columns": named.columns or config.columns})
         heldout = Origin("data.validation.split", named.source, named.subset, validation.split)
     validating = cached_documents(heldout, config, renderer, pairs)
@@ -63,7 +63,7 @@ def load_documents(
 def load_mix(
     config: DataConfig, mix: Sequence[SourceConfig], renderer: Renderer, pairs: bool
 ) -> tuple[Documents, Documents | None]:
-    """The documents of several sources to train on, and the share of each that `validation.share` holds out."""
+    """The training documents of several sources, and the share of each source that `validation.share` holds out."""
     loaded = []
     for entry in mix:
         entry_config = config.model_copy(update={"columns": entry.columns or config.columns})
@@ -76,9 +76,9 @@ def load_mix(
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
-    """The solutions of a task's training problems, or `pairs` of right and wrong ones, made when they are needed.
+    """The solutions of a task's training problems, or `pairs` of solutions and rejected completions, made on demand.
 
-    UserError is raised then where a problem has no solution.
+    Reading a problem without a solution raises UserError.
     """
     if pairs and len(task.train) > MAX_PAIRS:
         fault = f"task {task.name} has {len(task.train)} problems, and at most {MAX_PAIRS} pairs can be compared"
@@ -108,9 +108,9 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
 
 
 def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
-    """The documents to train on and the `share` of them that is held out, the first ones of a fixed permutation.
+    """Split documents into training documents and the held-out `share`, the first documents of a fixed permutation.
 
-    Equal documents are all on one side.
+    Equal documents are on the same side.
     """
     count, hashes = max(1, round(share * len(documents))), documents.hashes
     if hashes is None:
@@ -136,7 +136,7 @@ def hold_out(documents: Documents, share: float) -> tuple[Documents, Documents]:
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
-    """Warn where documents of the validation are trained on."""
+    """Warn if validation documents are also trained on."""
     if training.hashes is None or heldout.hashes is None:
         return
     if repeated := np.isin(heldout.hashes, training.hashes).sum():
@@ -144,6 +144,6 @@ def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:
-    """The files of that name, or else the split of a data set on the hub; `key` names the setting in errors."""
+    """The files named `source`, or else the split of a data set on the hub; errors name the setting `key`."""
     is_files = names_files(source) or os.path.exists(source)
     return Origin(key, source) if is_files else Origin(key, source, subset, split)
