@@ -31,14 +31,14 @@ class TrainState(NamedTuple):
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step, with the moments laid out as the parameters are."""
+    """The state before the first step; the moments have the parameters' shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(params, optimizer))
     init = jax.jit(lambda params: (optimizer.init(params), jnp.zeros((), jnp.int32)), out_shardings=shardings[1:])
     return TrainState(params, *init(params))
 
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes, dtypes and shardings of the state: moments have their parameters', scalars are replicated."""
+    """Shapes, dtypes and shardings of the state: moments are sharded like their parameters, scalars replicated."""
     replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
 
     def like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -68,7 +68,7 @@ class Forward:
         metrics: Callable[[Batch, Any], Metrics],
         teacher: Any = None,
     ) -> None:
-        """`loss` and `metrics` are those of a `mllm.training.recipe.Recipe`."""
+        """`loss` and `metrics` are from a `mllm.training.recipe.Recipe`."""
         self.graphdef, self.mesh, self.head, self.shape = graphdef, mesh, head, shape
         self.head_loss, self.metrics = loss, metrics
         self.teacher = None if teacher is None else Teacher(teacher, mesh, head, shape, loss, metrics)

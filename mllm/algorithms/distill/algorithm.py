@@ -1,6 +1,6 @@
 """Distillation: the divergence from a teacher's distributions, over given completions or the student's own.
 
-The sampled estimator is GRPO's objective with the advantage log p_teacher - log p_student of each sampled token.
+The sampled estimator is GRPO's objective with the advantage log p_teacher - log p_sampler of each sampled token.
 """
 
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
 
 
 def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
-    """The recipe for GRPO's objective with the advantage log p_teacher - log p_student of each sampled token."""
+    """The recipe for GRPO's objective with the advantage log p_teacher - log p_sampler of each sampled token."""
 
     def source(parts: Parts) -> RolloutSource:
         ask_policies = SampledDivergence(grpo.PolicyPasses(config.grpo, parts.forward), parts.forward)
@@ -146,7 +146,7 @@ def learn_all(rollout: Rollout) -> ScoredRollout:
 
 
 class SampledDivergence:
-    """Sets each sampled token's advantage to log p_teacher - log p_student."""
+    """Sets each sampled token's advantage to log p_teacher - log p_sampler."""
 
     def __init__(self, passes: grpo.PolicyPasses, forward: Forward) -> None:
         self.passes, self.mesh, self.teacher_pass = passes, forward.mesh, make_teacher_pass(forward)
@@ -160,10 +160,10 @@ class SampledDivergence:
 
 
 def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
-    """The jitted pass that gives log teacher - log sampler of each learned token of a batch, 0 elsewhere.
+    """A jitted function (teacher's parameters, batch) -> (advantages, divergence).
 
-    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. The second
-    result is its negated mean over the learned tokens, an estimate of KL(sampler || teacher).
+    The advantage is log p_teacher - log p_sampler of each learned token, at least -`MAX_LOG_RATIO`, and 0 elsewhere.
+    The divergence is the negated mean over the learned tokens, an estimate of KL(sampler || teacher).
     """
     if forward.teacher is None:
         raise ValueError("forward: the run has no teacher")
