@@ -1,7 +1,7 @@
 """The head over a mesh of devices: an engine's passes inside `jax.shard_map`, on a device's own tokens and rows of W.
 
-docs/head.md says what devices exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first
-sum, ahead of adding them up. JAX differentiates nothing in here. Hidden states with spread features are not
+docs/head.md describes the communication. If gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum,
+before it sums them over devices. JAX differentiates nothing in this module. Hidden states with sharded features are not
 supported.
 """
 
@@ -23,7 +23,7 @@ _MOST_GATHERED = 2**14  # tokens that are gathered at a time; by arithmetic a v6
 
 
 class Results(NamedTuple):
-    """What a pass gives: arrays [N, ...], arrays [N, ...] that a later pass needs, and gradients."""
+    """The results of a pass: arrays [N, ...], residuals [N, ...] for a later pass, and gradients."""
 
     rows: Any = ()
     saved: Any = None
@@ -32,7 +32,7 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """An engine that runs the passes of another, with its types, on every device of a mesh."""
+    """An engine that runs another engine's passes on every device of a mesh."""
 
     engine: Engine
     sharding: HeadSharding
@@ -71,10 +71,10 @@ class Sharded:
         return found.rows, found.gradients
 
     def work(self, inputs: Inputs, options: Options) -> HeadSharding:
-        """How devices share the work, for the fewest bytes exchanged: without `features`, which nobody shares.
+        """The layout of the work with the fewest bytes exchanged; `features` are not sharded in it.
 
-        Devices that store different features of W take different rows of W, for all tokens that they have between
-        them. Where these are more than rows of W, they gather W, and each takes its own tokens.
+        Devices that store different features of W compute different rows of W, for the tokens of all these devices. If
+        the tokens' hidden states have more bytes than W, the devices gather W instead, and each computes its tokens.
         """
         at = self.sharding
         if at.features is None:
@@ -94,8 +94,9 @@ class Sharded:
     ) -> Results:
         """`pass_(inputs, options, given, saved)` on each device's part, and gradients summed over devices.
 
-        Passes with gradients are `given` arrays [N, ...], and what an earlier pass saved. Where rows of the weights are
-        spread, they are cut to the rows that both weights have, and padded to a multiple of their devices.
+        Passes with gradients get arrays [N, ...] in `given`, and the residuals of an earlier pass in `saved`. If rows
+        of the weights are sharded, they are cut to the rows that both weights have, and padded to a multiple of the
+        devices.
         """
         stored, at, teacher, words = self.sharding, self.work(inputs, options), inputs.teacher, len(inputs.weight)
         shards = stored.devices(*stored.vocabulary_axes, stored.features)
@@ -199,12 +200,12 @@ class Sharded:
 
 
 def _exchanged(weight: Any, options: Options) -> jnp.dtype:
-    """The dtype in which devices exchange a weight."""
+    """The dtype of a weight in exchanges between devices."""
     return min(weight.dtype, options.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _summed(part: Float[Array, "R D"], axes: tuple[str, ...], scattered: str | None) -> Float[Array, "r D"]:
-    """The sum over axes of the mesh: along one of them, each device may have its own rows of it."""
+    """The sum over mesh axes; along the axis `scattered` each device gets its own rows of the sum."""
     if scattered is not None:
         part = lax.psum_scatter(part, scattered, scatter_dimension=0, tiled=True)
     rest = tuple(axis for axis in axes if axis != scattered)
