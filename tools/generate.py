@@ -257,14 +257,14 @@ def converse(
         RewardRunner(alone, Task("", starts, []), sampler.options.sampled_length) as runner,
         Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0) as talk,
     ):
-        begun = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
-        sampler.complete(model.params, begun, step=0, greedy=not options.temperature, conversations=talk)
+        started = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
+        sampler.complete(model.params, started, step=0, greedy=not options.temperature, conversations=talk)
         played = talk.finish()
     answers = []
     for game in played:
         kind, reward, *_ = game.result.reward
-        told = reward if kind == "value" else f"{kind} {reward}"
-        shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {told}"]
+        reported = reward if kind == "value" else f"{kind} {reward}"
+        shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {reported}"]
         line = {"messages": game.prompt, "turns": game.messages, "reward": reward if kind == "value" else None}
         answers.append(("\n".join(shown), line | {"tokens": sum(game.sampled), "finished": game.finished}))
     return answers

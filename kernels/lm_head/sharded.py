@@ -67,8 +67,8 @@ class Sharded:
             softmax, gradients = self.engine.loss_and_gradients(part, Terms(terms.objective, *given), local)
             return Results(softmax, None, gradients)
 
-        found = self.run(pass_, inputs, options, terms[1:])
-        return found.rows, found.gradients
+        results = self.run(pass_, inputs, options, terms[1:])
+        return results.rows, results.gradients
 
     def work(self, inputs: Inputs, options: Options) -> HeadSharding:
         """The layout of the work with the fewest bytes exchanged; `features` are not sharded in it.
@@ -130,20 +130,22 @@ class Sharded:
                 block = jax.tree.map(take, given), jax.tree.map(lambda x: x[0, i], saved)
                 mine = part.each_row(take)
                 mine = mine._replace(labels=mine.labels - lax.axis_index(at.vocabulary_axes) * len(part.weight))
-                found = pass_(mine, local, *block)
-                (dh, more), mine = found.gradients, found.rows
+                results = pass_(mine, local, *block)
+                (dh, more), mine = results.gradients, results.rows
                 if own is not None:
                     mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(own) * size, size), mine)
                 dh = None if dh is None else _summed(dh, at.vocabulary_axes, own).astype(dtypes[0])
-                return more if dw is None or more is None else dw + more, Results(mine, found.saved, (dh, None))
+                return more if dw is None or more is None else dw + more, Results(mine, results.saved, (dh, None))
 
             if blocks == 1:
-                dw, found = of_block(None, 0)
-                found = jax.tree.map(lambda x: x[None], found)
+                dw, results = of_block(None, 0)
+                results = jax.tree.map(lambda x: x[None], results)
             else:
                 nothing = jnp.zeros(part.weight.shape) if given and options.wants_weight else None
-                dw, found = lax.scan(of_block, nothing, jnp.arange(blocks))
-            mine, dh = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], (found.rows, found.gradients[0]))
+                dw, results = lax.scan(of_block, nothing, jnp.arange(blocks))
+            mine, dh = jax.tree.map(
+                lambda x: x.reshape(-1, *x.shape[2:])[:number], (results.rows, results.gradients[0])
+            )
             if dw is not None:
                 axis, gathers = stored.features, stored.features in at.tokens
                 # Scattered by features, XLA for TPUs would add up the whole on every device, and in bfloat16.
@@ -151,7 +153,7 @@ class Sharded:
                 dw = dw if axis is None else lax.all_to_all(dw, axis, split_axis=1, concat_axis=0, tiled=True)
                 if gathers:  # else XLA sums dW up at the end of the backward pass, and holds all of it until then
                     dh, dw = lax.optimization_barrier((dh, dw))
-            return Results(mine, jax.tree.map(lambda x: x[None], found.saved), (dh, dw))
+            return Results(mine, jax.tree.map(lambda x: x[None], results.saved), (dh, dw))
 
         everywhere: Any = PartitionSpec()
         token, states, weight = PartitionSpec(stored.tokens), stored.hidden_spec, stored.weight_spec
@@ -159,16 +161,16 @@ class Sharded:
         of_teacher = None if teacher is None else Teacher(states, weight, everywhere)  # type: ignore[arg-type]
         of_inputs = Inputs(states, weight, token, token, everywhere, columns, of_teacher)  # type: ignore[arg-type]
         of_saved = PartitionSpec(at.vocabulary, None, at.tokens)  # each shard of the vocabulary has its own, in blocks
-        found = jax.shard_map(
+        results = jax.shard_map(
             on_device,
             mesh=at.mesh,
             in_specs=(of_inputs, token, of_saved),
             out_specs=Results(token, of_saved, (states, weight)),  # type: ignore[arg-type]
             check_vma=False,
         )(inputs, given, saved)
-        dh, dw = found.gradients
+        dh, dw = results.gradients
         dw = None if dw is None else jnp.pad(dw[:words], ((0, max(0, words - len(dw))), (0, 0)))
-        return found._replace(gradients=(dh, dw))
+        return results._replace(gradients=(dh, dw))
 
     def _prepared(self, part: Inputs, options: Options, at: HeadSharding, vocabulary: int) -> tuple[Inputs, Options]:
         """The engine's arguments on one device, but for tokens: W with all features, and its share of the columns."""

@@ -241,8 +241,8 @@ def ending(tokenizer: Tokenizer, template: str) -> str:
     """The control tokens that the template writes after every assistant turn, not only after the last."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     behind = [render(Renderer(tokenizer), messages).rpartition(ANSWER)[2] for messages in (chat, [*chat, chat[0]])]
-    found = re.search(f"({control_tokens(tokenizer).pattern})+", behind[0][: common(*behind)])
-    return found.group() if found else ""
+    match = re.search(f"({control_tokens(tokenizer).pattern})+", behind[0][: common(*behind)])
+    return match.group() if match else ""
 
 
 def common(first: str, second: str) -> int:

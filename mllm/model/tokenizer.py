@@ -130,8 +130,8 @@ def begins_texts(folder: Path) -> bool:
         read_json(path) if (path := folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "config.json")
     )
-    if (asked := settings.get("add_bos_token")) is not None:
-        return asked is True
+    if (setting := settings.get("add_bos_token")) is not None:
+        return setting is True
     of_class = str(settings.get("tokenizer_class")).removesuffix("Fast") in ("GemmaTokenizer", "LlamaTokenizer")
     return of_class or str(model.get("model_type")).startswith("gemma")
 

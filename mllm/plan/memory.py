@@ -108,10 +108,10 @@ def phases(
     planned: list[Phase] = []
     start = time.perf_counter()
 
-    def add(found: Phase) -> None:
+    def add(phase: Phase) -> None:
         nonlocal start
-        tell(f"{found.name}: compiled in {time.perf_counter() - start:.0f} s")
-        planned.append(found)
+        tell(f"{phase.name}: compiled in {time.perf_counter() - start:.0f} s")
+        planned.append(phase)
         start = time.perf_counter()
 
     def peak(program: Callable[..., object], arguments: tuple[object, ...]) -> int:

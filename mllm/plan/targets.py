@@ -251,9 +251,9 @@ def account_of(function: Callable[..., Any], arguments: Sequence[Any], devices: 
 
 def memory(program: jax.stages.Compiled) -> Account:
     """The account of a program by `memory_analysis()`; aliased arguments count once."""
-    found: Any = program.memory_analysis()
-    arguments = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return Account(found.temp_size_in_bytes, arguments + found.temp_size_in_bytes)
+    analysis: Any = program.memory_analysis()
+    arguments = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return Account(analysis.temp_size_in_bytes, arguments + analysis.temp_size_in_bytes)
 
 
 def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Account:
@@ -262,13 +262,13 @@ def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) 
         return memory(compiled(function, arguments, mesh, CUBLAS))
     with tempfile.TemporaryDirectory() as folder:
         report: dict[str, bool | str] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        found = memory(compiled(function, arguments, mesh, report))
+        result = memory(compiled(function, arguments, mesh, report))
         # Where a program has loops, `memory_analysis()` counts some temporaries twice: a quarter of an update's peak.
         for path in Path(folder).glob("*after_optimizations-memory-usage-report.txt"):
             if total := _TOTAL.search(path.read_text()):
-                excess = found.peak - int(total[1])
-                return Account(found.temporaries - excess, found.peak - excess)
-        return found
+                excess = result.peak - int(total[1])
+                return Account(result.temporaries - excess, result.peak - excess)
+        return result
 
 
 def account_of_refusal(message: str, arguments: int) -> Account | None:
@@ -276,7 +276,7 @@ def account_of_refusal(message: str, arguments: int) -> Account | None:
 
     `arguments` are the bytes of the program's arguments on a device.
     """
-    if (found := _REFUSED.search(message)) is None:
+    if (match := _REFUSED.search(message)) is None:
         return None
-    peak = int(float(found[1]) * 1024 ** ("KMG".index(found[2]) + 1))
+    peak = int(float(match[1]) * 1024 ** ("KMG".index(match[2]) + 1))
     return Account(max(0, peak - arguments), peak)
