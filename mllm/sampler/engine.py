@@ -6,13 +6,10 @@ sequences has ended. If no sequence waits, and rows cost time (`slot_buckets`), 
 shrinks with the tokens of all sequences. When it is full, the shortest sequence is evicted and prefilled again later.
 
 In a conversation, a sequence keeps its pages while it waits for a reply, and the reply is prefilled after them. With
-delta nets it also keeps its slot, which has its states. Numbers of slots and pages come from few buckets, so that few
-programs are compiled.
+delta nets it also keeps its slot, which has its states. Numbers of slots and pages come from few buckets.
 
-Scheduling depends on counts of tokens and turns only, never on time, so runs are reproducible. The rest of the batch
-changes a token only by rounding. With int8 weights it also matters whether tokens were prefilled (without int8) or
-decoded. On a mesh each device has its own prompts and slots; every process tracks the slots of all devices and makes
-the same decisions.
+Scheduling depends on counts of tokens and turns only, so runs are reproducible. The rest of the batch changes a token
+only by rounding (int8 weights add theirs, since prefill has none). Each device has its own prompts and slots.
 """
 
 import time
