@@ -1,11 +1,11 @@
 # make setup [PYTHON=python3.12]   a virtual environment in .venv with everything below
 # make demo [SEED=0]               a tiny model from nothing: SFT, GRPO, table and curves
-# make test [WORKERS=2]            the daily tests; FAST=1 leaves the slow ones out, ALL=1 adds the nightly ones
+# make test [WORKERS=2]            the daily tests; FAST=1 leaves out slow tests, ALL=1 adds nightly tests
 # make faults                      the long campaigns: kills, faults of two processes, fuzzing, endurance
 # make aot [ALL=1]                 compiles for TPUs that aren't there: installs libtpu (0.7 GB) and runs those tests
 # make aot-gpu                     the same for H100s: XLA's plugin for CUDA (0.5 GB), in a folder of its own
 # make check                       ruff and mypy
-# make device                      what only a TPU or GPU can tell: the kernels' tests there, and the head's times
+# make device                      on a TPU or GPU: the kernels' tests, and the head's times
 # make docs                        writes docs/settings.md from the schema
 # make bench                       the head beside full logits and other libraries' heads, on this machine
 

@@ -129,7 +129,7 @@ def train(config: RunConfig, change: bool = False) -> int:
                 finished = step == source.steps
                 stopping = run.interrupt.agree() and source.resumable(step)
 
-                # Evaluate what is due. A step counts as done before it, so that a kill costs no update.
+                # Evaluate if due. The step counts as done before its evaluation, so that a kill costs no update.
                 if measurements.are_due(step, finished):
                     state = replace(state, pending_evaluation=PendingEvaluation(metrics, data.samples))
                     with watch.phase("eval"):

@@ -6,8 +6,8 @@
     exit_code = train(config)  # 0: done; the same call resumes
 
 `UserError` is raised for every mistake that the user can mend; its text is one line. `train` is the loop in train.py,
-as `python train.py` calls it. In a thread other than the main one, signals are left to the caller. The names are
-imported on their first use, because processes that compute rewards import this package and must start without JAX.
+as `python train.py` calls it. Outside the main thread, `train` does not handle signals. The names are imported on their
+first use, because reward processes import this package and must start without JAX.
 """
 
 import os
@@ -32,7 +32,7 @@ def __getattr__(name: str) -> Any:
 
 
 def script() -> ModuleType:
-    """train.py, which stands beside this package, whether that is installed or a checkout."""
+    """The module train.py, beside this package in a checkout or an installation."""
     loader = SourceFileLoader("mllm_train", str(Path(__file__).parents[1] / "train.py"))
     module = util.module_from_spec(ModuleSpec("mllm_train", loader))
     loader.exec_module(module)

@@ -18,7 +18,7 @@ LONGEST = 1500
 SECRETS = re.compile(r"""(\bhttps?://)(?:[^\s/'"]*@)?([^\s?#'"]*)(?:[?#][^\s'"]*)?""")
 """A URL; its groups leave out user and password, query and fragment."""
 RESTART = 75
-"""The exit code (EX_TEMPFAIL) where the same command may go on: another process was lost, or a bucket is away."""
+"""The exit code (EX_TEMPFAIL) if the same command may resume: another process was lost, or a bucket doesn't answer."""
 
 
 class UserError(Exception):
@@ -35,15 +35,15 @@ class UserError(Exception):
 
 
 class TemporaryError(UserError):
-    """May pass by itself: the process ends with `RESTART`."""
+    """A failure that may pass by itself; the process ends with `RESTART`."""
 
 
 class CommonError(UserError):
-    """All processes raise it alike, at the same place."""
+    """A UserError that all processes raise at the same place."""
 
 
 class StepError(CommonError):
-    """No process can make the next step; the steps before it can be saved."""
+    """No process can make the next step, but earlier steps can be saved."""
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -73,7 +73,7 @@ def need(module: str, extra: str, what: str) -> None:
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Shows a description as it stands; raises `UserError` where a command line is wrong, instead of leaving."""
+    """Prints descriptions without reformatting; raises `UserError` for a wrong command line, instead of exiting."""
 
     def __init__(self, description: str | None, **options: Any) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
@@ -105,7 +105,7 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def ending(error: BaseException) -> tuple[int, str]:
-    """The exit code of a process that an error ends, and the error in a line; 1 stands for a bug."""
+    """The exit code of a process that ends with this error, and the error's line; 1 for a bug."""
     if isinstance(error, UserError):
         return RESTART if isinstance(error, TemporaryError) else 2, str(error)
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The seconds of a step by phase, with the seconds of compiling apart, and its memory."""
+"""The seconds of a step by phase, without compiling, which is counted separately; and peak memory."""
 
 import contextlib
 import json

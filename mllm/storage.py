@@ -1,8 +1,8 @@
-"""Places on disks and in buckets, gs://bucket/path: their names, their errors, and copies of a bucket's objects.
+"""Paths on disks and in buckets (gs://bucket/path): names, errors, and local copies of a bucket's objects.
 
-All other code reads models, data and runs from a disk. An object is copied to a folder of this machine once, and again
-when its size or time says that it has changed. A file has its name only when it is whole. The copies may be deleted
-whenever nothing uses them. Buckets are read through etils and gcsfs, with the credentials and retries that it has.
+All other code reads models, data and runs from a disk. An object is copied to a local folder once, and again when its
+size or time changes. A file gets its name only when it is complete. The copies may be deleted when nothing uses them.
+Buckets are read through etils and gcsfs, with gcsfs' credentials and retries.
 """
 
 import hashlib
@@ -33,16 +33,16 @@ AT_ONCE = 8
 OBJECTS = "objects"
 """The folder of `local_place` for objects."""
 TEMPLATES = "additional_chat_templates"
-"""transformers' folder for a tokenizer's templates beside the default template."""
+"""transformers' folder for a tokenizer's further templates."""
 
 
 # Names
 
 
 def is_plain(name: str) -> bool:
-    """Whether a name with slashes, which may be a stranger's, leads to a file below its folder and prints as it is.
+    """Whether an untrusted relative path stays below its folder and is printable.
 
-    Absolute paths, backslashes, control characters and parts that begin with a dot, as `..` does, are refused.
+    Absolute paths, backslashes, control characters and parts that begin with a dot, such as `..`, are refused.
     """
     return bool(PLAIN.fullmatch(name)) and name.isprintable()
 
@@ -58,7 +58,7 @@ def is_bucket(place: object) -> bool:
 
 
 def bucket_path(url: str) -> epath.Path:
-    """The path of a URL, which may be a stranger's; UserError if it names no place in a bucket, or gcsfs is missing."""
+    """The path of an untrusted URL; UserError if it is no path in a bucket, or gcsfs is missing."""
     path = url.removeprefix(SCHEME).strip("/")
     if not is_plain(path):  # its objects are copied below a folder of this name
         raise UserError(f"{url}: is no place in a bucket: give {SCHEME}bucket/path")
@@ -67,9 +67,9 @@ def bucket_path(url: str) -> epath.Path:
 
 
 def below(folder: epath.Path) -> list[epath.Path]:
-    """The files and folders just below a folder; none where there is no folder. Raises where a disk or bucket fails.
+    """The files and folders in a folder; empty if the folder is missing. Raises if the disk or bucket fails.
 
-    `is_dir` raises nothing: for it, a bucket that refuses or fails is empty.
+    `is_dir` would not raise: it reports a failing bucket as empty.
     """
     try:
         return list(folder.iterdir())
@@ -92,9 +92,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def failing(subject: str, end: str = "") -> Iterator[None]:
-    """Turn errors of a disk or bucket into a UserError: `subject`, such as `a.txt: can't be read`, why, and `end`.
+    """Turn errors of a disk or bucket into a UserError: `subject` (such as `a.txt: can't be read`), reason, and `end`.
 
-    A bucket that does not answer may do so later: TemporaryError.
+    If a bucket does not answer, TemporaryError is raised.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def is_of_storage(error: BaseException) -> bool:
 def fetch_files(source: str, key: str) -> list[Path]:
     """The object of a URL, or all objects that match a pattern, as files in the order of their names.
 
-    UserError, which names the setting `key`, is raised where there is none, or it can't be had.
+    UserError, which names the setting `key`, is raised if there is no such object, or it can't be read.
     """
     url, _, pattern = source.rpartition("/")
     if any(sign in url for sign in "*?["):
@@ -133,7 +133,7 @@ def fetch_files(source: str, key: str) -> list[Path]:
 def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> Path:
     """A folder with exactly the objects that `fetch` finds below a URL."""
     fetched, folder = fetch(url, patterns, key, root), local_place(url, root)
-    for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # what has been removed from the bucket
+    for path in (*folder.iterdir(), *folder.glob(f"{TEMPLATES}/*")):  # files that were removed from the bucket
         if path not in fetched and path.is_file() and any(map(path.match, patterns)):
             path.unlink()
     return folder
@@ -157,7 +157,7 @@ def fetch(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> l
 
 
 def fetch_object(source: epath.Path, path: Path) -> Path | None:
-    """The file of an object, at a path where an earlier version may be; None where it is a folder."""
+    """Copy an object to `path`, over an earlier version; None if the object is a folder."""
     stat = source.stat()
     if stat.is_directory:
         return None
@@ -182,7 +182,7 @@ def naming(key: str) -> Iterator[None]:
 
 
 def send(folder: Path, url: str, names: Sequence[str]) -> None:
-    """Write files of a folder as objects below a URL, in order; raises what gcsfs raises."""
+    """Write files of a folder as objects below a URL, in order; raises gcsfs' errors."""
     for name in names:
         with (folder / name).open("rb") as source, (bucket_path(url) / name).open("wb") as target:
             shutil.copyfileobj(source, target, 2**23)

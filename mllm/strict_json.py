@@ -1,6 +1,6 @@
-"""JSON as it crosses between processes: finite numbers, well-formed UTF-8, bounded in depth and size.
+"""Strict JSON for messages between processes: finite numbers, well-formed UTF-8, limited depth and size.
 
-Python's json alone reads NaN and 1e999, escapes of half characters, and lists so deep that writing them fails.
+Python's json also accepts NaN and 1e999, lone surrogates, and lists so deep that writing them fails.
 """
 
 import json
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 DEEPEST = 50
-"""The most lists and objects that are inside each other."""
+"""The deepest nesting of lists and objects."""
 LONGEST = 2**19
 """The most bytes of a text."""
 TOO_DEEP = "it has too many levels"

@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     refuse_foreign_files(out)
     config, policy, step, params = restore(options.run, options.step, adapter=options.adapter)
     if options.adapter:
-        told = f", adapters of {save_adapter(config, policy, params, out)}"
+        note = f", adapters of {save_adapter(config, policy, params, out)}"
     else:
         line = save_model(config, policy, step, params, options.dtype or config.model.dtype, options.run, out)
-        told = f".{line}" if line else ""
-    print(f"step {step} of {options.run} is exported to {out}{told}")
+        note = f".{line}" if line else ""
+    print(f"step {step} of {options.run} is exported to {out}{note}")
     return 0
 
 

@@ -138,7 +138,7 @@ def read_prompts(options: argparse.Namespace) -> list[Chat]:
 
 
 def read_chat(record: Record) -> Chat:
-    """The chat in a record, up to where the assistant shall speak; UserError where there is none."""
+    """The chat in a record, up to the assistant's next turn; UserError if the record has no chat."""
     if isinstance(record.get("prompt"), str):
         record = {"question": text(record, "prompt")}
     chat = turns(record, "prompt") if "prompt" in record else messages_of(record, needs_answer=False)
@@ -180,7 +180,7 @@ def load(options: argparse.Namespace) -> Model:
 
 
 def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet: bool = False) -> list[Answer]:
-    """The chats' completions. UserError where one doesn't fit the model's positions.
+    """The chats' completions. UserError if a chat doesn't fit the model's positions.
 
     Unless it is to be `quiet`, a line says how prompts are rendered.
     """
@@ -257,14 +257,14 @@ def converse(
         RewardRunner(alone, Task("", starts, []), sampler.options.sampled_length) as runner,
         Conversations(runner, sampler.renderer, sampler.options, options.seed, step=0) as talk,
     ):
-        begun = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
-        sampler.complete(model.params, begun, step=0, greedy=not options.temperature, conversations=talk)
+        started = talk.start([Prompt(start, tokens) for start, tokens in zip(starts, prompts, strict=True)])
+        sampler.complete(model.params, started, step=0, greedy=not options.temperature, conversations=talk)
         played = talk.finish()
     answers = []
     for game in played:
         kind, reward, *_ = game.result.reward
-        told = reward if kind == "value" else f"{kind} {reward}"
-        shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {told}"]
+        reported = reward if kind == "value" else f"{kind} {reward}"
+        shown = [f"{message['role']}: {message['content']}" for message in game.messages] + [f"reward: {reported}"]
         line = {"messages": game.prompt, "turns": game.messages, "reward": reward if kind == "value" else None}
         answers.append(("\n".join(shown), line | {"tokens": sum(game.sampled), "finished": game.finished}))
     return answers

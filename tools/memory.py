@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for head in HEADS:
         for micro in sorted(set(options.micro_batches)):
             changed = with_head(config, head, micro, devices.mesh)
-            model = head == "lora", micro  # what the model takes does not depend on the head
+            model = head == "lora", micro  # the model's memory does not depend on the head
             if model not in bare:
                 bare[model] = account_of(*Programs(changed, devices.mesh, no_head).update(), devices).peak
             bars[head, micro] = bar(changed, devices, bare[model])
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def bar(config: RunConfig, devices: Devices, bare: int) -> Bar:
-    """What holds the memory of an update, its peak, and the head alone; `bare` is the peak without a head."""
+    """An update's memory by part, its peak, and the head alone; `bare` is the peak without a head."""
     shapes = Programs(config, devices.mesh)
     peak = account_of(*shapes.update(), devices).peak
     parts = plan.phase("update", peak, plan.held_in_update(shapes), max(peak - bare, 0)).parts
@@ -130,7 +130,7 @@ def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig
 def no_head(
     head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
 ) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """A loss that costs nothing, to see what everything else takes."""
+    """A loss without a head, to measure everything except the head."""
     sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
     none = jnp.zeros_like(sums)
     return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)

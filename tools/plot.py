@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_run(run: RunStore) -> list[Record]:
-    """A record for each step with its metrics and timings; UserError if there are none."""
+    """A record for each step with its metrics and timings; UserError if there are no records."""
     steps: dict[int, Record] = {}
     for log in ("metrics.jsonl", "timings.jsonl"):
         for record in run.records(log):
@@ -78,7 +78,7 @@ def read_run(run: RunStore) -> list[Record]:
 
 
 def draw(runs: dict[str, list[Record]]) -> "Figure":
-    """A picture with a panel for each topic that a run has a metric of; UserError if there is none."""
+    """A figure with a panel for each topic that a run has metrics for; UserError if there is no such topic."""
     from matplotlib.figure import Figure
 
     from mllm.run.metrics import at_k, rewards_of

@@ -113,7 +113,7 @@ def described(renderer: "Renderer", name: str, tokens: Sequence[int], learned: S
 
 
 def read(run: RunStore) -> list[Sample]:
-    """The lines of a run's samples.jsonl that are whole; UserError where there are none."""
+    """The complete lines of a run's samples.jsonl; UserError if there are no lines."""
     if samples := [{"turns": [], **line} for line in run.records("samples.jsonl") if line.keys() >= WRITTEN]:
         return samples
     way_out = "give the run_dir of a GRPO run with log.samples above 0"
@@ -121,7 +121,7 @@ def read(run: RunStore) -> list[Sample]:
 
 
 def write_page(samples: list[Sample], run: RunStore) -> None:
-    """Write RUN/samples.html with the newest samples that fit, at least one; print its place and what is left out."""
+    """Write RUN/samples.html with the newest samples that fit, at least one; print its path and the omissions."""
     ends = accumulate(len(embedded(sample)) for sample in reversed(samples))
     held = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
     left_out = len(samples) - len(held)

@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for tiling in gpu_tilings() if platform == "gpu" else tpu_tilings(options.shape, options.most):
         jax.clear_caches()  # traced with other tiles
         with tiling.override:
-            found = measured(problem, {tiling.name: known[tiling.way]}, 1.0, rounds=5)
-        print(f"\n{tiling.kernel}, by {tiling.way}\n{found}", flush=True)
+            rows = measured(problem, {tiling.name: known[tiling.way]}, 1.0, rounds=5)
+        print(f"\n{tiling.kernel}, by {tiling.way}\n{rows}", flush=True)
     return 0
 
 

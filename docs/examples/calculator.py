@@ -1,6 +1,6 @@
-"""Sums of three numbers, and a calculator as a tool, which a model has to learn to ask.
+"""Sums of three numbers, with a calculator as a tool.
 
-`python -m mllm.examples.calculator FILE` writes chats for SFT as JSON lines; in half of them the sum is known at once.
+`python -m mllm.examples.calculator FILE` writes chats for SFT as JSON lines; half of the chats call the calculator.
 """
 
 import json
@@ -35,7 +35,7 @@ def problem(seed: str) -> dict[str, str]:
 
 
 def chat(number: int) -> list[dict[str, str]]:
-    """The messages of a sum; the calculator is asked in every second, in Llama 3's form."""
+    """The messages of a sum; every second chat calls the calculator, in Llama 3's format."""
     prompt, answer = problem(f"chat {number}").values()
     call = json.dumps({"name": "add", "parameters": {"numbers": prompt[:-1]}}, separators=(",", ":"))
     lookup = [{"role": "assistant", "content": call}, {"role": "tool", "content": answer}]

@@ -1,9 +1,12 @@
-"""A number game that a tiny model learns: find a number of 1 to 31 with five guesses, each answered higher or lower.
+"""A number game for a tiny model: find a number from 1 to 31 with five guesses, each answered "higher" or "lower".
 
-`Guess` is its environment, `problems` are the games that a task has, and `python -m mllm.examples.guess FILE` writes
-played games as JSON lines, from which SFT learns the moves, and some skill. The middle of the numbers that are left
-wins each game; random guesses of 1 to 31 win 0.15 of the games, random guesses of the numbers that are left 0.55,
-FILE's guesses 0.57.
+`Guess` is the environment, and `problems` returns the task's games. `python -m mllm.examples.guess FILE` writes played
+games as JSON lines for SFT. Shares of games won:
+
+    always the middle of the remaining numbers    1
+    random guesses of 1 to 31                     0.15
+    random guesses of the remaining numbers       0.55
+    the guesses in FILE                           0.57
 """
 
 import json
@@ -14,16 +17,16 @@ from pathlib import Path
 
 LARGEST, TURNS = 31, 5
 SKILL = 0.5
-"""The share of played games that guess the middle of the numbers left; other games guess at random."""
+"""The share of played games that always guess the middle of the remaining numbers; other games guess at random."""
 GAMES, PLAYED = 1000, 20_000
-"""The number of games' names, and of played games in FILE."""
+"""The number of different prompts, and of played games in FILE."""
 
 
 class Guess:
     """A game: the completion is the guess, the reward 1 for the number itself."""
 
     def reset(self, seed: int, **record) -> None:
-        """Choose the number, by the group's seed: all of a group look for the same one."""
+        """Choose the number by the group's seed, so that a group's conversations have the same number."""
         self.number = random.Random(seed).randint(1, LARGEST)
         self.left = TURNS
 
@@ -40,12 +43,12 @@ class Guess:
 
 
 def problems() -> list[dict[str, str]]:
-    """Games without their numbers, which the environment chooses; they differ in names for some to be held out."""
+    """The prompts of the games; the environment chooses the numbers. Prompts differ so that games can be held out."""
     return [{"prompt": f"game {number}"} for number in range(GAMES)]
 
 
 def played(seed: int, skill: float = SKILL) -> tuple[list[dict[str, str]], float]:
-    """The messages of a game, and its reward; the share `skill` of the games is played as well as can be."""
+    """The messages of a played game, and its reward; the share `skill` of the games is played perfectly."""
     draw, game = random.Random(f"guesses {seed}"), Guess()
     skilled = draw.random() < skill
     game.reset(seed)

@@ -29,6 +29,6 @@ def problems():
 
 
 def score(completion, entry):
-    """The generator's own score from 0 to 1, which accepts several right answers and gives part marks for near ones."""
+    """The generator's own score from 0 to 1. It may accept several answers, and give partial credit."""
     answer = completion.rpartition("<answer>")[2].partition("</answer>")[0].strip()
     return generator(1).score_answer(answer, json.loads(entry))

@@ -28,13 +28,13 @@ _MODULES: Mapping[str, str] = {
     "mosaic_tpu": ".tpu.engine",
     "mosaic_gpu": ".gpu.engine",
 }
-"""Each engine's module, imported when it is asked for: Pallas' part for GPUs needs packages that others lack."""
+"""Each engine's module, imported on first use: Pallas for GPUs needs packages that other machines lack."""
 _DEFAULTS: Mapping[str, tuple[Impl, str]] = {
     "tpu": ("mosaic_tpu", "by its compiler's schedule; not timed on a device"),
     "gpu": ("mosaic_gpu", "0.4 of xla's time on an H200"),
     "cpu": ("xla", "no TPU or Hopper GPU here"),
 }
-"""The engine that `impl=None` takes on a kind of device where it can run, and why (docs/head.md: at length)."""
+"""The default engine of each platform if it can run there, and the reason (docs/head.md has the details)."""
 
 
 def token_logprobs(
@@ -56,34 +56,31 @@ def token_logprobs(
 ) -> TokenLogprobs:
     """Log-probability of each label, log-normaliser and entropy under `softmax(z)`: float32 [*N], in nats.
 
-    `likeliest` beside them is boolean. The label's logit is one of the numbers that it is compared with, but in
-    mosaic_tpu, where a label within rounding of the largest logit may be either.
-
-    `z = cap(hidden @ weight.T) / temperature`, with `cap(y) = softcap * tanh(y / softcap)` where there is a softcap.
-    It is differentiable in `hidden` and `weight` under any cotangent of the three (reverse mode, first order). Only
-    requested gradients are computed; a gradient has its input's dtype.
+    `z = cap(hidden @ weight.T) / temperature`, with `cap(y) = softcap * tanh(y / softcap)` if there is a softcap. The
+    three statistics are differentiable in `hidden` and `weight` (reverse mode, first order). Only requested gradients
+    are computed; a gradient has its input's dtype. `likeliest`, boolean, says whether the label has the largest logit.
+    In mosaic_tpu it may be either value if the two logits differ by rounding only.
 
     Args:
         hidden: bfloat16 or float32, as `weight`; they may differ.
-        labels: rows of `weight`. A traced label can't be checked: where it counts and is out of range, its logprob is
-            NaN, and so are the gradients under its cotangent.
-        where: the rows that count. The others cost (almost) nothing, give 0, get no gradient and may have any label.
+        labels: rows of `weight`. A traced label can't be checked: if it counts and is out of range, its logprob and
+            the gradients under its cotangent are NaN.
+        where: the rows that count. Other rows cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
-        ignore_index: rows with this label don't count (torch's is -100); None: no label is special.
+        ignore_index: rows with this label don't count (PyTorch's default is -100); None: no label is special.
         temperature: positive; a number, or a scalar that may be traced, but not differentiated.
         softcap: positive, a Python number.
-        vocabulary: the number of first rows of `weight` that are tokens; the rest is padding without probability.
-            None: every row.
-        weight_copy: multiplied in place of `weight`, and laid out alike: a narrower copy, rounded as the caller
-            likes. `weight` gets the copy's gradient, in its own dtype, as if nothing were rounded. None: `weight`.
-        collision: whether to give `sum p^2` as well, the probability that two samples are the same token. It has no
+        vocabulary: the vocabulary's size; later rows of `weight` are padding without probability. None: every row.
+        weight_copy: multiplied in place of `weight`, with the same layout: for example a bfloat16 copy. `weight` gets
+            the copy's gradient, in its own dtype (straight-through). None: `weight`.
+        collision: whether to return `sum p^2` as well, the probability that two samples are the same token. It has no
             gradient.
         dtype: the dtype of the matrix products' operands, cast tile by tile as they are read; every sum is float32.
             None: the wider of the arguments' dtypes. float32 products have the device's highest precision.
-        impl: None for the best that runs here (see `choose_impl`), which never makes full logits; or a name.
-        sharding: the layout of `hidden`, `weight` and every array of tokens on a mesh, in and outside of
-            `jit` alike; the work is divided accordingly, and results and gradients have the same layout. None: the
-            layout in the arguments' types, if their mesh has Explicit axes, as JAX makes them; else one device.
+        impl: an engine's name; None: the fastest that runs here (see `choose_impl`), never full logits.
+        sharding: the layout of `hidden`, `weight` and every array of tokens on a mesh, inside and outside `jit`. The
+            work is divided accordingly; results and gradients have the same layout. None: the layout in the arguments'
+            types, if their mesh has Explicit axes (JAX's default), else one device.
 
     Raises:
         ValueError: names the argument; before anything is compiled.
@@ -130,31 +127,30 @@ def token_loss(
 
     Cross-entropy is `lambda logprob, entropy: -logprob`. The loss is a float32 scalar, differentiable in `hidden`,
     `weight`, `weights`, floating operands, and floating values that `objective` closes over (reverse mode, first
-    order). Asked for the value alone, it does none of the gradient's work. A label that counts and is out of range
-    makes it NaN. The statistics are differentiable as those of `token_logprobs`, by a second pass: the objective has
-    them for nothing.
+    order). Without differentiation, no gradient is computed. A label that counts and is out of range makes the loss
+    NaN. The returned statistics are differentiable as in `token_logprobs`, by a second pass; inside the objective they
+    cost nothing.
 
-    Errors, and further args, are as for `token_logprobs`:
-        objective: any differentiable function of scalars (it runs under `jax.vmap`, a token at a time). Values
-            that differ from token to token are operands, floating, integer or boolean. An objective with a keyword-only
-            argument `lse` (for z-loss), `mean_logit` (the mean of z over the vocabulary, for label smoothing) or
-            `divergence` (from the teacher's distribution) gets it, with or without a default.
-        weights: each token's share in the loss; rows of weight 0 don't count. None: 1 everywhere.
-        teacher_hidden, teacher_weight: bfloat16 or float32, of the teacher's own width; no gradient reaches them. Both
-            softmaxes are over the first `vocabulary` rows, None: as many as both weights have.
-        kind: "reverse_kl" is KL(student || teacher), "forward_kl" KL(teacher || student), and "jsd" the generalised
-            Jensen-Shannon divergence: with m = beta teacher + (1 - beta) student,
-            beta KL(teacher || m) + (1 - beta) KL(student || m) (Agarwal et al. 2023, arXiv:2306.13649).
-        beta: the teacher's share of jsd. Towards 0 jsd over beta tends to forward_kl, towards 1 jsd over 1 - beta to
-            reverse_kl, and at 0 and 1 it is these, as in TRL.
-        teacher_temperature, teacher_softcap: the teacher's own; by default the student's.
-        workspace: bytes that the loss may take beside the gradients and a few tiles. Logits are kept for as many
-            tokens as fit, a wave: 3 matrix products. Where the smallest wave doesn't fit, logits are computed twice: 4
-            products. The float32 sum of a narrower weight's gradient over several waves is workspace as well. None:
-            room for 1024 tokens (mosaic_gpu: 2048; xla on a CPU: 256), and no room for such a sum, except for xla on
-            GPUs. mosaic_tpu uses none where the weight is frozen, the objective uses the entropy, or several
-            waves would take longer; chunked_logits keeps in it the logits of one chunk, 64 tokens at least; full_logits
-            ignores it.
+    Errors and further arguments are as for `token_logprobs`:
+        objective: any differentiable function of one token's scalars (it runs under `jax.vmap`). Values that differ
+            from token to token are operands: floating, integer or boolean. A keyword-only argument `lse` (for z-loss),
+            `mean_logit` (the mean of z over the vocabulary, for label smoothing) or `divergence` (from the teacher's
+            distribution) is passed if the objective declares it, with or without a default.
+        weights: each token's weight in the loss; rows of weight 0 don't count. None: 1 everywhere.
+        teacher_hidden, teacher_weight: bfloat16 or float32, of any width; they get no gradient. Both softmaxes are over
+            the first `vocabulary` rows; None: the rows that both weights have.
+        kind: "reverse_kl", KL(student || teacher); "forward_kl", KL(teacher || student); or "jsd", the generalised
+            Jensen-Shannon divergence beta KL(teacher || m) + (1 - beta) KL(student || m), with
+            m = beta teacher + (1 - beta) student (Agarwal et al. 2023, arXiv:2306.13649).
+        beta: the teacher's share of jsd. As in TRL, 0 means forward_kl and 1 reverse_kl, the limits of jsd / beta and
+            jsd / (1 - beta).
+        teacher_temperature, teacher_softcap: the teacher's; default: the student's.
+        workspace: bytes that the loss may take beside the gradients and a few tiles. Logits are kept for a wave of as
+            many tokens as fit: 3 matrix products. If the smallest wave doesn't fit, logits are computed twice: 4
+            products. If the weight's gradient is narrower than float32, its float32 sum over several waves is workspace
+            as well. None: a wave of 1024 tokens (mosaic_gpu: 2048; xla on a CPU: 256), without such a sum except for
+            xla on GPUs. mosaic_tpu keeps nothing if the weight is frozen, the objective uses the entropy, or several
+            waves would take longer. chunked_logits takes a chunk of at least 64 tokens; full_logits ignores it.
     """
     if (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError("teacher_hidden and teacher_weight must be given together")
@@ -189,7 +185,7 @@ def token_loss(
 
 @dataclasses.dataclass(frozen=True)
 class EngineChoice:
-    """The implementation that `impl=None` means, and a short clause with the reason."""
+    """The engine that `impl=None` takes, and the reason in a short clause."""
 
     impl: str
     reason: str
@@ -203,10 +199,10 @@ def choose_impl(
     softcap: float | None = None,
     sharding: HeadSharding | None = None,
 ) -> EngineChoice:
-    """The implementation that these arguments get here without an `impl`, never one with full logits, and the reason.
+    """The engine that `impl=None` takes for these arguments, and the reason; never an engine with full logits.
 
-    "Here" is the mesh of `sharding`, else the mesh that is set, else JAX's default device. Arrays may be shapes and
-    dtypes alone.
+    The device is that of the mesh of `sharding`, else of the set mesh, else JAX's default device. Arrays may be
+    ShapeDtypeStructs.
     """
     inputs = jax.eval_shape(lambda h, w: checked_inputs(h.reshape(-1, h.shape[-1]), w), hidden, weight)
     return _choose(inputs, checked_options(softcap, dtype, (hidden, weight)), sharding)
@@ -248,6 +244,6 @@ def _without_bad_labels(tokens: TokenLogprobs, inputs: Inputs) -> TokenLogprobs:
 
 
 def _columns(inputs: Inputs) -> Int[Array, ""]:
-    """The number of tokens: rows that are in the vocabulary, and in both weights."""
+    """The number of columns of logits: the vocabulary's rows that both weights have."""
     columns = number_of_columns(inputs)
     return columns if inputs.teacher is None else jnp.minimum(columns, len(inputs.teacher.weight))

@@ -16,7 +16,7 @@ from .shapes import Array, Float
 from .two_softmaxes import KINDS, Divergence
 
 DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float32)))
-"""Not float16: a probability times a token's weight, such as 2^-16, would be 0 there for all but likely words."""
+"""Not float16: a probability times a token's weight, such as 2^-16, underflows to 0 for all but likely tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +123,7 @@ def as_int32(labels: Any) -> Any:
 
 
 def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
-    """The number of first rows of the weights that are tokens; None: all `rows`."""
+    """The vocabulary's size; None: all `rows` of the weights."""
     if vocabulary is None:
         return None
     if not isinstance(vocabulary, Integral) or not 1 <= int(vocabulary) <= rows:
@@ -132,7 +132,7 @@ def checked_vocabulary(vocabulary: Any, rows: int) -> int | None:
 
 
 def checked_temperature(name: str, temperature: Any) -> Float[Array, ""]:
-    """The temperature as a float32 scalar; ValueError where it is differentiated."""
+    """The temperature as a float32 scalar; ValueError if it is differentiated."""
     if np.shape(temperature) != ():
         raise ValueError(f"{name} must be a scalar, not of shape {list(np.shape(temperature))}")
     if _is_known(temperature) and not 0 < float(temperature) < math.inf:
@@ -142,7 +142,7 @@ def checked_temperature(name: str, temperature: Any) -> Float[Array, ""]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def undifferentiated(name: str, value: Any) -> Any:
-    """The value, which may be a tree of arrays; ValueError where a gradient by it is asked for."""
+    """The value, which may be a tree of arrays; differentiating it raises ValueError."""
     return value
 
 

@@ -1,7 +1,7 @@
 """The head's rules of differentiation, the same for every engine.
 
-`loss` makes value and gradients in one pass, for a cotangent of 1, and backward scales them. A side that isn't
-differentiated is left out (`symbolic_zeros`). JAX differentiates nothing in an engine.
+`loss` computes value and gradients in one pass, for a cotangent of 1; the backward rule scales them. A gradient that
+isn't requested is not computed (`symbolic_zeros`). JAX never differentiates through an engine.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class Objective(NamedTuple):
 
 
 def names_of(objective: Callable[..., Any]) -> Sequence[str]:
-    """Which of `lse`, `divergence` and `mean_logit` the objective takes by keyword alone, with a default or without."""
+    """Which of `lse`, `divergence` and `mean_logit` are keyword-only arguments of the objective."""
     try:
         parameters = inspect.signature(objective).parameters.values()
     except (TypeError, ValueError):
@@ -79,7 +79,7 @@ def close_objective(
 
 
 def check_arity(objective: Callable[..., Any], operands: int, names: Sequence[str]) -> None:
-    """Raise ValueError where the objective does not take what it gets."""
+    """Raise ValueError if the objective does not accept its arguments."""
     try:
         signature = inspect.signature(objective)
     except (TypeError, ValueError):
@@ -166,7 +166,7 @@ loss.defvjp(_loss_forward, _loss_backward, symbolic_zeros=True)
 
 
 def _with_wanted(options: Options, sides: Any) -> Options:
-    """The options that leave out what isn't differentiated; `sides` are a rule's, with symbolic zeros."""
+    """The options with only the requested gradients; `sides` are a rule's arguments, with symbolic zeros."""
     return dataclasses.replace(options, wants_hidden=sides[0].perturbed, wants_weight=sides[1].perturbed)
 
 

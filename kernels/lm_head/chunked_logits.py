@@ -1,8 +1,8 @@
-"""The head with the logits of a chunk of tokens at a time, made again for the gradients: the baseline in little memory.
+"""The head with the logits of one chunk of tokens at a time, recomputed for the gradients: the low-memory baseline.
 
-The strongest form of rematerialisation in a scan over tokens: a chunk has as many tokens as the fused head's default
-keeps logits of, or as fit the workspace, and no chunk lacks a token that counts. It is
-xla.py's program for blocks of a chunk's rows and one tile of all columns. dW is summed in float32.
+It is the best form of rematerialisation in a scan over tokens. A chunk has as many tokens as the fused head's default
+wave, or as fit into the workspace; chunks without a token that counts are skipped. It is xla.py's program for blocks of
+a chunk's rows and one tile of all columns. dW is summed in float32.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from .contract import Gradients, Inputs, Options, Terms
 from .live_rows import round_up
 from .softmax import Slopes, Softmax
 
-_CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64  # of a chunk: at most without a workspace, and at least with one
+_CPU_ROWS, _ROWS, _LEAST_ROWS = 256, 1024, 64  # a chunk's rows: at most without a workspace, at least with a workspace
 
 
-obstacle = xla.obstacle  # nothing keeps it from running
+obstacle = xla.obstacle  # it always runs
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, None]:

@@ -1,4 +1,4 @@
-"""What an engine of the head is, the types that it takes and returns, and the one definition of the loss."""
+"""The interface of the head's engines: inputs, results, and the definition of the loss."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Gradients = tuple[Array | None, Array | None]  # dh [N, D] and dW [V, D]; None w
 
 
 class Teacher(NamedTuple):
-    """A second head at the same rows: the student's distribution is compared with its distribution."""
+    """The teacher's head at the same rows, to compare its distribution with the student's."""
 
     hidden: Float[Array, "N E"]
     weight: Float[Array, "W E"]
@@ -33,18 +33,18 @@ class Inputs(NamedTuple):
     labels: Int[Array, "N"]
     live: Bool[Array, "N"]
     temperature: Float[Array, ""]
-    columns: Integer[Array, ""] | None = None  # the number of the weights' first rows that are tokens; None: every row
+    columns: Integer[Array, ""] | None = None  # the vocabulary's size; None: every row of the weights
     teacher: Teacher | None = None
 
     def each_row(self, change: Callable[[Array], Array]) -> "Inputs":
-        """The inputs with this change of every array that has the rows as its leading dims."""
+        """The inputs with `change` applied to every array [N, ...]."""
         hidden, labels, live = map(change, (self.hidden, self.labels, self.live))
         teacher = self.teacher and self.teacher._replace(hidden=change(self.teacher.hidden))
         return self._replace(hidden=hidden, labels=labels, live=live, teacher=teacher)
 
 
 class GivenLogits(NamedTuple):
-    """The arguments of a pass over logits that exist already; labels count from this device's first column."""
+    """The arguments of a pass over given logits; labels are relative to this device's first column."""
 
     logits: Float[Array, "N V"]
     labels: Int[Array, "N"]
@@ -63,13 +63,13 @@ class Options:
     wants_hidden: bool = True
     wants_weight: bool = True
     entropy_slopes: bool = True  # False: the derivative by the entropy is 0 everywhere
-    token_slopes: bool = True  # False: so are the derivatives by the log-probability, the lse and the mean logit
+    token_slopes: bool = True  # False: the derivatives by the log-probability, the lse and the mean logit are 0
     mean_over: int | None = None  # number of tokens, where the mean of their logits is asked for
     collision: bool = False  # whether the sum of p^2 is asked for
     divergence: Divergence = REVERSE_KL
     teacher_softcap: float | None = None
     vocabulary_axis: tuple[str, ...] | None = None  # inside `shard_map`, the mesh axes of the rows of W
-    token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes over which tokens are spread
+    token_axes: tuple[str, ...] = ()  # inside `shard_map`, the mesh axes that shard the tokens
     gradient_dtypes: tuple[jnp.dtype, jnp.dtype] | None = None  # dtypes of dh and dW; None: the inputs'
 
     @property
@@ -87,7 +87,7 @@ class Options:
 
 
 class Terms(NamedTuple):
-    """A loss, but for the tokens' statistics."""
+    """The parts of a loss that are not statistics of tokens: objective, weights and operands."""
 
     objective: Any  # (statistics of one token, *operands) -> its loss: a `jax.tree_util.Partial` over shared arrays
     weights: Float[Array, "N"]
@@ -112,7 +112,7 @@ class Engine(Protocol):
         """The statistics, and the gradients of `weighted_sum`."""
 
     def obstacle(self, inputs: Inputs, options: Options) -> str | None:
-        """The reason why it can't run, or None. `inputs` may be shapes and dtypes alone."""
+        """Why the engine can't run, or None. `inputs` may be ShapeDtypeStructs."""
 
 
 def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
@@ -121,7 +121,7 @@ def number_of_columns(inputs: Inputs) -> Int[Array, ""]:
 
 
 def local_labels(inputs: Inputs) -> Int[Array, "N"]:
-    """The labels, with -1 for a label of another shard or out of range: none may hit a column of padding."""
+    """The labels, with -1 for a label of another shard or out of range, so that no label hits a padding column."""
     inside = (inputs.labels >= 0) & (inputs.labels < number_of_columns(inputs))
     return jnp.where(inside, inputs.labels, -1).astype(jnp.int32)
 

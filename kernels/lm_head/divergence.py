@@ -1,6 +1,6 @@
-"""Divergence of a teacher's next-token distribution and a student's, from the hidden states of both.
+"""Divergence between a teacher's and a student's next-token distributions, from the hidden states of both models.
 
-Neither model's logits exist as an array. Each function is `token_loss` with the divergence as its objective.
+Neither model's logits are stored as an array. Each function is `token_loss` with the divergence as its objective.
 """
 
 from typing import Any
@@ -21,9 +21,9 @@ def divergence_loss(
 ) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
     """`sum_i weights_i * divergence_i`, and the divergences; loss, dh and dW in one pass.
 
-    With r = E / D, in matrix products of 2 N V D flops: 3 + r where `workspace` has room for both models' logits of
-    some tokens, else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below
-    1e-6 they are rounding. Options (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
+    It takes 3 + r matrix products of 2 N V D flops, with r = E / D, if `workspace` has room for a wave of both models'
+    logits; else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below 1e-6 they are rounding. Options
+    (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)
     teacher: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}
@@ -40,7 +40,7 @@ def token_divergence(
     teacher_weight: Float[Array, "W E"],
     **options: Any,
 ) -> Float[Array, "*N"]:
-    """The divergence of each token's two distributions, float32, in nats: values alone, as for an evaluation.
+    """The divergence of each token's two distributions, float32, in nats, without gradients.
 
     Options are as for `divergence_loss`, which has the gradients.
     """

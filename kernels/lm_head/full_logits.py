@@ -1,7 +1,7 @@
-"""The head with full logits: the strongest plain program, and the baseline that the fused engines are compared with.
+"""The head with full logits: the best plain program, as the baseline of the fused engines.
 
-The logits [N, V] are stored once, in float32; backward writes their derivative in the compute dtype (over them
-if it is float32, or on TPUs). It takes no workspace, and rows that don't count cost as much as the others.
+The logits [N, V] are stored once, in float32. The backward pass writes their derivative in the compute dtype, over the
+logits if that is float32, or on TPUs. It takes no workspace, and rows that don't count cost as much as rows that count.
 
 It is xla.py's program for one block of all rows and one tile of all columns. Suffixes: N rows, D features, V
 vocabulary.
@@ -16,7 +16,7 @@ from .contract import Gradients, Inputs, Options, Terms
 from .shapes import Array
 from .softmax import Slopes, Softmax
 
-obstacle = xla.obstacle  # nothing keeps it from running
+obstacle = xla.obstacle  # it always runs
 
 
 def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...]]:
@@ -25,7 +25,7 @@ def forward(inputs: Inputs, options: Options) -> tuple[Softmax, tuple[Array, ...
     nothing = (contract.zeros(inputs, 1, plan.block, plan.tile),) * (1 if inputs.teacher is None else 2)
     softmax, y = xla.statistics(plan, masked, options, nothing)
     assert y is not None
-    # Gathered: XLA drops the sum over all columns that finds the label's elsewhere.
+    # The label's logit is gathered: XLA drops the sum over all columns that finds it in other engines.
     label, axis = contract.local_labels(masked), options.vocabulary_axis
     label_y = jnp.take_along_axis(y[0][0], jnp.maximum(label, 0)[:, None], axis=1)[:, 0]
     label_y = jnp.where(label < 0, 0, label_y) if axis is None else lax.psum(jnp.where(label < 0, 0, label_y), axis)

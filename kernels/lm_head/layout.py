@@ -1,8 +1,8 @@
 """The layout of the head's arrays on a mesh: tokens over some of its axes, the vocabulary over another, W in shards.
 
-On a mesh with Explicit axes, array types say how arrays are laid out. The head's loops and gathers don't say how
-results are laid out, as Explicit axes demand. So the head runs with all axes in Auto mode (`jax.sharding.auto_axes`),
-and takes the layout from the types where no `HeadSharding` is given.
+On a mesh with Explicit axes, array types contain their shardings, and every operation must state its result's sharding.
+The head's loops and gathers don't, so the head runs with all axes in Auto mode (`jax.sharding.auto_axes`). Without a
+`HeadSharding` it takes the layout from the types.
 """
 
 import dataclasses
@@ -19,12 +19,11 @@ from .shapes import Array, Float
 
 @dataclasses.dataclass(frozen=True)
 class HeadSharding:
-    """The layout of tokens and weight on a mesh, by names of its axes; None: whole on every device.
+    """The mesh axes that shard tokens and weight; None: replicated.
 
-    Hidden states [N, D] and all that is given for each token are spread over `tokens` in the order of the rows
-    ([B, T, D]: B over `tokens`), the rows of the weight [V, D] over `vocabulary`, its columns over
-    `features`; gradients have the layout of what they belong to. N, B and D must be divisible by the devices along
-    their axes. A V that is not is padded, which copies the weight.
+    `tokens` shards hidden states [N, D] and every array of tokens by rows ([B, T, D]: B over `tokens`). `vocabulary`
+    shards the rows of the weight [V, D], `features` its columns. A gradient has its argument's layout. N, B and D must
+    be divisible by the devices along their axes. A V that is not divisible is padded, which copies the weight.
     """
 
     mesh: Mesh | AbstractMesh
@@ -63,7 +62,7 @@ class HeadSharding:
         return HeadSharding(auto, tokens, vocabulary or None, features)
 
     def check(self, hidden: Float[Array, "N D"], weight: Float[Array, "V D"], prefix: str = "") -> None:
-        """Raise ValueError where the arrays can't be laid out so, or are laid out otherwise; `prefix` begins names."""
+        """Raise ValueError if the arrays can't have this layout, or have another; `prefix` begins their names."""
         for axis in (*self.tokens, *self.vocabulary_axes, self.features):
             if axis not in (None, *self.mesh.axis_names):
                 raise ValueError(f"sharding: {axis!r} is none of the mesh's axes {', '.join(self.mesh.axis_names)}")
@@ -145,7 +144,7 @@ def run_on_mesh(
 def _sharding_of(mesh: AbstractMesh, hidden: PartitionSpec, weight: PartitionSpec, width: int) -> HeadSharding:
     """The layout that the types of hidden [*N, D] and weight [V, D] say; `width` is D.
 
-    Where the vocabulary is spread over an axis of the tokens, the weight's features are, if they can be, instead.
+    If an axis would shard both tokens and vocabulary, it shards the weight's features instead, if they are divisible.
     """
     tokens, *inner = (*map(_axes, hidden[:-1]), ())
     if any(inner):

@@ -27,7 +27,7 @@ def likeliest_tokens(
     dtype: Any = None,
     sharding: HeadSharding | None = None,
 ) -> Int[Array, "*N"]:
-    """The likeliest token's id in each row, int32, the lowest where several are; 0 at rows that don't count.
+    """The id of each row's likeliest token, int32, the lowest id on ties; 0 at rows that don't count.
 
     One matrix product, and no logits [N, V]. Arguments are as for `token_logprobs`, and so is the ValueError.
     """

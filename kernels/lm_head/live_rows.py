@@ -18,7 +18,7 @@ Carry = TypeVar("Carry")
 
 
 class LiveRows(NamedTuple):
-    """An order with the rows that count first. Later places repeat the first row, so no other row is read."""
+    """An order with the rows that count first. Later places repeat the first row, so no uncounted row is read."""
 
     row: Integer[Array, "M"]  # the row at each place
     place: Integer[Array, "N"]  # the place of each row; a row that doesn't count has a place of at least `number`
@@ -79,9 +79,8 @@ def over_waves(
 ) -> tuple[Carry, Gradients]:
     """Statistics [N, ...], a tree of arrays such as `all_M`, and the wanted gradients, `rows` rows at a time.
 
-    `wave(row_R, live_R, dw_VD, kept)` gives a wave's statistics and dh, dW with the wave's part added to what it is
-    given, and `kept` for the next wave to write over. Where `one_always_runs`, a single wave is no loop, and is given
-    no dW.
+    `wave(row_R, live_R, dw_VD, kept)` returns a wave's statistics and dh, `dw_VD` plus the wave's part, and `kept` for
+    the next wave to overwrite. If `one_always_runs`, a single wave runs without a loop, and `dw_VD` is None.
     """
     live = live_rows(inputs.live, rows)
     (dh_dtype, dw_dtype), single = contract.gradient_dtypes(inputs, options), len(live.row) == rows

@@ -1,7 +1,7 @@
-"""Statistics of logits that exist already: log-probability, log-normaliser and entropy, with one array of gradients.
+"""Statistics of given logits: log-probability, log-normaliser and entropy, with one array of gradients.
 
-An objective of the statistics is differentiated through them: a policy gradient takes one pass over the logits, and a
-second pass that writes their derivatives. logits_tpu.py has both as Pallas kernels.
+A policy gradient takes one pass over the logits, and a second pass that writes their derivatives. logits_tpu.py has the
+two passes as Pallas kernels.
 """
 
 import functools
@@ -38,10 +38,10 @@ def logits_logprobs(
     Args:
         logits: bfloat16 or float32.
         labels: columns of the whole vocabulary; a traced label out of range has the logprob NaN.
-        where: the rows that count. The others give 0, get no gradient and may hold anything.
+        where: the rows that count. Other rows give 0, get no gradient and may hold anything.
         temperature: positive; a number, or a scalar that may be traced.
-        vocabulary_axis: inside `jax.shard_map`, the mesh axis (or axes) over which columns are spread, evenly.
-        impl: "xla"; "mosaic_tpu", for TPUs; None for the kernels where they run, and XLA needn't copy logits for them.
+        vocabulary_axis: inside `jax.shard_map`, the mesh axis (or axes) that shards the columns evenly.
+        impl: "xla"; "mosaic_tpu", for TPUs; None: the kernels if they run and need no copy of the logits, else XLA.
         block: rows that a kernel holds at a time, a multiple of 16.
 
     Raises:

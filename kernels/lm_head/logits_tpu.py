@@ -1,8 +1,8 @@
 """Statistics of logits and their gradient on TPUs: two Pallas kernels; each reads the logits once.
 
-The grid is (blocks of rows, tiles of columns), tiles innermost. Within a tile a few rows are taken at a time, as pieces
-of 128 columns: every lane has sums of its own, which XLA adds up. Of a block without a row that counts, one tile is
-fetched and none is read. Columns past the last are masked.
+The grid is (blocks of rows, tiles of columns), tiles innermost. Within a tile a few rows are taken at a time, in pieces
+of 128 columns: every lane has sums of its own, which XLA adds up. A block without a row that counts fetches one tile
+and reads no tile. Columns past the last are masked.
 
 Suffixes: R rows, L the 128 lanes, C pieces of a tile. `y` is a logit; z = scale * y.
 """

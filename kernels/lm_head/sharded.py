@@ -1,7 +1,7 @@
 """The head over a mesh of devices: an engine's passes inside `jax.shard_map`, on a device's own tokens and rows of W.
 
-docs/head.md says what devices exchange. Where gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first
-sum, ahead of adding them up. JAX differentiates nothing in here. Hidden states with spread features are not
+docs/head.md describes the communication. If gradients are bfloat16, XLA for TPUs rounds dh, and dW after its first sum,
+before it sums them over devices. JAX differentiates nothing in this module. Hidden states with sharded features are not
 supported.
 """
 
@@ -23,7 +23,7 @@ _MOST_GATHERED = 2**14  # tokens that are gathered at a time; by arithmetic a v6
 
 
 class Results(NamedTuple):
-    """What a pass gives: arrays [N, ...], arrays [N, ...] that a later pass needs, and gradients."""
+    """The results of a pass: arrays [N, ...], residuals [N, ...] for a later pass, and gradients."""
 
     rows: Any = ()
     saved: Any = None
@@ -32,7 +32,7 @@ class Results(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """An engine that runs the passes of another, with its types, on every device of a mesh."""
+    """An engine that runs another engine's passes on every device of a mesh."""
 
     engine: Engine
     sharding: HeadSharding
@@ -67,14 +67,14 @@ class Sharded:
             softmax, gradients = self.engine.loss_and_gradients(part, Terms(terms.objective, *given), local)
             return Results(softmax, None, gradients)
 
-        found = self.run(pass_, inputs, options, terms[1:])
-        return found.rows, found.gradients
+        results = self.run(pass_, inputs, options, terms[1:])
+        return results.rows, results.gradients
 
     def work(self, inputs: Inputs, options: Options) -> HeadSharding:
-        """How devices share the work, for the fewest bytes exchanged: without `features`, which nobody shares.
+        """The layout of the work with the fewest bytes exchanged; `features` are not sharded in it.
 
-        Devices that store different features of W take different rows of W, for all tokens that they have between
-        them. Where these are more than rows of W, they gather W, and each takes its own tokens.
+        Devices that store different features of W compute different rows of W, for the tokens of all these devices. If
+        the tokens' hidden states have more bytes than W, the devices gather W instead, and each computes its tokens.
         """
         at = self.sharding
         if at.features is None:
@@ -94,8 +94,9 @@ class Sharded:
     ) -> Results:
         """`pass_(inputs, options, given, saved)` on each device's part, and gradients summed over devices.
 
-        Passes with gradients are `given` arrays [N, ...], and what an earlier pass saved. Where rows of the weights are
-        spread, they are cut to the rows that both weights have, and padded to a multiple of their devices.
+        Passes with gradients get arrays [N, ...] in `given`, and the residuals of an earlier pass in `saved`. If rows
+        of the weights are sharded, they are cut to the rows that both weights have, and padded to a multiple of the
+        devices.
         """
         stored, at, teacher, words = self.sharding, self.work(inputs, options), inputs.teacher, len(inputs.weight)
         shards = stored.devices(*stored.vocabulary_axes, stored.features)
@@ -129,20 +130,22 @@ class Sharded:
                 block = jax.tree.map(take, given), jax.tree.map(lambda x: x[0, i], saved)
                 mine = part.each_row(take)
                 mine = mine._replace(labels=mine.labels - lax.axis_index(at.vocabulary_axes) * len(part.weight))
-                found = pass_(mine, local, *block)
-                (dh, more), mine = found.gradients, found.rows
+                results = pass_(mine, local, *block)
+                (dh, more), mine = results.gradients, results.rows
                 if own is not None:
                     mine = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index(own) * size, size), mine)
                 dh = None if dh is None else _summed(dh, at.vocabulary_axes, own).astype(dtypes[0])
-                return more if dw is None or more is None else dw + more, Results(mine, found.saved, (dh, None))
+                return more if dw is None or more is None else dw + more, Results(mine, results.saved, (dh, None))
 
             if blocks == 1:
-                dw, found = of_block(None, 0)
-                found = jax.tree.map(lambda x: x[None], found)
+                dw, results = of_block(None, 0)
+                results = jax.tree.map(lambda x: x[None], results)
             else:
                 nothing = jnp.zeros(part.weight.shape) if given and options.wants_weight else None
-                dw, found = lax.scan(of_block, nothing, jnp.arange(blocks))
-            mine, dh = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:number], (found.rows, found.gradients[0]))
+                dw, results = lax.scan(of_block, nothing, jnp.arange(blocks))
+            mine, dh = jax.tree.map(
+                lambda x: x.reshape(-1, *x.shape[2:])[:number], (results.rows, results.gradients[0])
+            )
             if dw is not None:
                 axis, gathers = stored.features, stored.features in at.tokens
                 # Scattered by features, XLA for TPUs would add up the whole on every device, and in bfloat16.
@@ -150,7 +153,7 @@ class Sharded:
                 dw = dw if axis is None else lax.all_to_all(dw, axis, split_axis=1, concat_axis=0, tiled=True)
                 if gathers:  # else XLA sums dW up at the end of the backward pass, and holds all of it until then
                     dh, dw = lax.optimization_barrier((dh, dw))
-            return Results(mine, jax.tree.map(lambda x: x[None], found.saved), (dh, dw))
+            return Results(mine, jax.tree.map(lambda x: x[None], results.saved), (dh, dw))
 
         everywhere: Any = PartitionSpec()
         token, states, weight = PartitionSpec(stored.tokens), stored.hidden_spec, stored.weight_spec
@@ -158,16 +161,16 @@ class Sharded:
         of_teacher = None if teacher is None else Teacher(states, weight, everywhere)  # type: ignore[arg-type]
         of_inputs = Inputs(states, weight, token, token, everywhere, columns, of_teacher)  # type: ignore[arg-type]
         of_saved = PartitionSpec(at.vocabulary, None, at.tokens)  # each shard of the vocabulary has its own, in blocks
-        found = jax.shard_map(
+        results = jax.shard_map(
             on_device,
             mesh=at.mesh,
             in_specs=(of_inputs, token, of_saved),
             out_specs=Results(token, of_saved, (states, weight)),  # type: ignore[arg-type]
             check_vma=False,
         )(inputs, given, saved)
-        dh, dw = found.gradients
+        dh, dw = results.gradients
         dw = None if dw is None else jnp.pad(dw[:words], ((0, max(0, words - len(dw))), (0, 0)))
-        return found._replace(gradients=(dh, dw))
+        return results._replace(gradients=(dh, dw))
 
     def _prepared(self, part: Inputs, options: Options, at: HeadSharding, vocabulary: int) -> tuple[Inputs, Options]:
         """The engine's arguments on one device, but for tokens: W with all features, and its share of the columns."""
@@ -199,12 +202,12 @@ class Sharded:
 
 
 def _exchanged(weight: Any, options: Options) -> jnp.dtype:
-    """The dtype in which devices exchange a weight."""
+    """The dtype of a weight in exchanges between devices."""
     return min(weight.dtype, options.dtype, key=lambda dtype: dtype.itemsize)
 
 
 def _summed(part: Float[Array, "R D"], axes: tuple[str, ...], scattered: str | None) -> Float[Array, "r D"]:
-    """The sum over axes of the mesh: along one of them, each device may have its own rows of it."""
+    """The sum over mesh axes; along the axis `scattered` each device gets its own rows of the sum."""
     if scattered is not None:
         part = lax.psum_scatter(part, scattered, scatter_dimension=0, tiled=True)
     rest = tuple(axis for axis in axes if axis != scattered)

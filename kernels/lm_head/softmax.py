@@ -1,4 +1,4 @@
-"""Softmax of rows of logits that are seen a tile of columns at a time: statistics, and derivatives by the logits.
+"""Softmax of rows of logits, computed a tile of columns at a time: statistics, and derivatives by the logits.
 
 Logits are z = scale * y, where y is h·W and the scale 1 / temperature, or, with a softcap, y is tanh(h·W / softcap) and
 the scale softcap / temperature. Maxima and their operands are in units of y: XLA may contract a
@@ -48,7 +48,7 @@ class Slopes(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """The columns of a tile that count (the last tile overlaps the one before), and the place of each row's label."""
+    """The columns of a tile that count (the last tile overlaps the tile before), and the place of each row's label."""
 
     fresh: Bool[Array, "..."]
     hit: Bool[Array, "..."]
@@ -129,7 +129,7 @@ def raised(running: Running, top: Float[Array, "*R"], scale: Any) -> Running:
 
 
 def combine(a: Running, b: Running, scale: Any) -> Running:
-    """The state after the columns of both, which have none in common."""
+    """The state after the columns of `a` and `b`, which are disjoint."""
     top = jnp.maximum(a.top, b.top)
     a, b = raised(a, top, scale), raised(b, top, scale)
     return jax.tree.map(jnp.add, a, b)._replace(top=top)
@@ -154,7 +154,7 @@ def finish_live(
 ) -> Softmax:
     """The statistics after the last column, over the devices along `axis` if given; 0 at rows that don't count.
 
-    `vocabulary` is the number of columns over which the mean logit is taken.
+    `vocabulary` is the number of columns in the mean logit.
     """
     running = across_devices(running, scale, axis)
     log_sum_e = jnp.log(running.sum_e)

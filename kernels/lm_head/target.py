@@ -1,7 +1,7 @@
-"""What a program is traced for: the device, which need not be in the machine that traces it, and the axes of a mesh.
+"""The device and the mesh axes that a program is traced for; the device need not be in this machine.
 
-Inside `jax.shard_map`, types say over which mesh axes a value differs from device to device. Arguments of a custom
-derivative must agree in that, cotangents with their primals, a loop's first carry with its last.
+Inside `jax.shard_map`, a value's type has the mesh axes along which it differs between devices. These axes must agree
+among the arguments of a custom derivative, between cotangents and primals, and between a loop's first and last carry.
 """
 
 from collections.abc import Set
@@ -29,11 +29,11 @@ def multiprocessors() -> int:
 
 
 def why_not_hopper() -> str | None:
-    """The reason why the device that is traced for is no GPU of the Hopper generation, or None."""
+    """Why the target device is not a Hopper GPU, or None."""
     if platform() != "gpu":
         return f"it needs a Hopper GPU, and this is a {platform()}"
     device = _device()
-    capability, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract ones have none
+    capability, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract devices have none
     if capability == "9.0" or (capability is None and any(name in kind for name in ("H100", "H200", "H800", "H20"))):
         return None
     return f"it needs a Hopper GPU, and this is {kind}"
@@ -45,7 +45,7 @@ def _device() -> Any:
 
 
 def varying_axes(*arrays: Any) -> Set[str]:
-    """The axes over which one of the arrays varies."""
+    """The mesh axes that any of the arrays varies over."""
     return frozenset[str]().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
 
 

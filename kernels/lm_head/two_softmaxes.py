@@ -7,8 +7,8 @@ arXiv:2306.13649, section 3):
     reverse_kl  KL(p || q)                              dz = p (log p - log q - KL)
     jsd         beta KL(q || m) + (1 - beta) KL(p || m)  dz = (1 - beta) p (log p - log m - KL(p || m))
 
-With equal logits every divergence and gradient is exactly 0. Suffixes as in softmax.py; each model has its state. A
-pair is the student's and the teacher's.
+With equal logits every divergence and gradient is exactly 0. Suffixes as in softmax.py; each model has its state. Pairs
+are (student, teacher).
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Divergence:
 
     @property
     def order(self) -> tuple[int, int]:
-        """The softmax over which KL's expectation is taken, and the other: 0 the student's, 1 the teacher's."""
+        """(first, second) of KL(first || second): 0 is the student's softmax, 1 the teacher's."""
         return (1, 0) if self.kind == "forward_kl" else (0, 1)
 
 
@@ -127,7 +127,7 @@ def both_log_p(y_RT: Both, softmax: Softmax, scales: Both) -> Both:
 
 
 def mixture_terms(log_p_RT: Both, fresh: Bool[Array, "..."], measure: Divergence) -> Both:
-    """What each column of a tile adds to jsd, and to KL(p || m)."""
+    """Each column's terms of jsd and of KL(p || m)."""
     of_student_RT, of_teacher_RT = (
         jnp.where(fresh, jnp.exp(log_p), 0) * above
         for log_p, above in zip(log_p_RT, above_mixture(log_p_RT, measure), strict=True)

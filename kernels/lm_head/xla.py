@@ -1,8 +1,8 @@
-"""The head in plain XLA, a tile of logits at a time: the CPU's implementation and every other backend's fallback.
+"""The head in plain XLA, a tile of logits at a time: the CPU's engine and every other backend's fallback.
 
-Rows that count are moved ahead of the others, and a `while_loop` takes them in blocks. docs/head.md describes the two
-ways to the gradients: recomputation (4 matrix products) and waves (3). A teacher of E features adds r = E / D products
-each time that logits are computed; jsd without kept logits computes them once more, since the mixture needs both
+Rows that count are moved to the front, and a `while_loop` takes them in blocks. docs/head.md describes the two ways to
+the gradients: recomputation (4 matrix products) and waves (3). A teacher of E features adds r = E / D products each
+time that logits are computed; jsd without kept logits computes them once more, since the mixture needs both
 normalisers.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
@@ -45,7 +45,7 @@ def obstacle(inputs: Inputs, options: Options) -> None:
 
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
-    """In waves where the workspace has room for their logits, else with logits computed again."""
+    """Loss and gradients: in waves if the workspace has room for their logits, else with recomputed logits."""
     plan = waves_plan(inputs)
     wave = wave_rows(plan, inputs, options)
     if wave:
@@ -204,7 +204,7 @@ def waves_plan(inputs: Inputs) -> Tiling:
 
 
 def wave_rows(plan: Tiling, inputs: Inputs, options: Options) -> int:
-    """The number of rows with kept logits at a time, or 0 to compute logits again."""
+    """The rows of a wave with kept logits, or 0 to recompute logits."""
     rows, room = round_up(len(inputs.labels), 8), options.workspace
     models, on_gpu = len(_models(inputs)), target.platform() == "gpu"
     bytes_a_row = 4 * models * plan.tiles * plan.tile

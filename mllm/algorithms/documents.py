@@ -1,4 +1,4 @@
-"""The documents that a run learns from, and the ones that it is validated on: of files, the hub, a mix, or a task."""
+"""The training and the validation documents of a run: from files, the hub, a mix, or a task."""
 
 import logging
 import os
@@ -23,16 +23,16 @@ from mllm.model.tokenizer import Renderer
 log = logging.getLogger(__name__)
 
 CACHED_DOCUMENTS = 2**16
-"""How many documents of a task, which are made to know their sizes, are kept until they are read."""
+"""The number of a task's documents that are kept in memory after their sizes were computed."""
 
 MAX_PAIRS = 2**17
-"""The most pairs of a task: the reference's log-probabilities of every pair are computed at every start."""
+"""The largest number of pairs from a task: every start computes the reference's log-probabilities of every pair."""
 
 
 def load_documents(
     config: DataConfig, renderer: Renderer, task: Task | None, pairs: bool = False
 ) -> tuple[Documents, Documents | None]:
-    """The documents to train on, or `pairs` of documents, and the validation's if it is set.
+    """The training documents (or `pairs`), and the validation documents if `data.validation` is set.
 
     UserError is raised if a source can't be read, a line is bad, or a share leaves nothing to train on.
     """
@@ -62,9 +62,9 @@ def load_documents(
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
-    """The solutions of a task's training problems, or `pairs` of right and wrong ones, made when they are needed.
+    """The solutions of a task's training problems, or `pairs` of solutions and rejected completions, made on demand.
 
-    UserError is raised then where a problem has no solution.
+    Reading a problem without a solution raises UserError.
     """
     if pairs and len(task.train) > MAX_PAIRS:
         fault = f"task {task.name} has {len(task.train)} problems, and at most {MAX_PAIRS} pairs can be compared"
@@ -94,9 +94,9 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
 
 
 def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents], list[Documents]]:
-    """The documents of each source to train on, and the `share` of each that is held out.
+    """Split each source into training documents and a held-out `share`.
 
-    Equal documents are all on one side, also those of several sources.
+    Equal documents are on the same side, also those of several sources.
     """
     hashes = [source.hashes for source in sources if source.hashes is not None]  # a task's has none, and no share
     chosen = np.concatenate([first_hashes(each, share) for each in hashes])
@@ -137,7 +137,7 @@ def choose(documents: Documents, indices: Int[np.ndarray, " chosen"]) -> Documen
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
-    """Warn where documents of the validation are trained on; documents of a task are compared where they are few."""
+    """Warn if validation documents are also trained on. A task's documents are compared if there are few of them."""
     hashes = training.hashes
     if hashes is None and len(training) <= CACHED_DOCUMENTS:
         hashes = np.array([hash_of(document) for document in training.read(range(len(training)))], np.uint64)
@@ -148,6 +148,6 @@ def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
 
 
 def origin_of(key: str, source: str, subset: str | None = None, split: str = "train") -> Origin:
-    """The files of that name, or else the split of a data set on the hub; `key` names the setting in errors."""
+    """The files named `source`, or else the split of a data set on the hub; errors name the setting `key`."""
     is_files = names_files(source) or os.path.exists(source)
     return Origin(key, source) if is_files else Origin(key, source, subset, split)

@@ -1,9 +1,9 @@
-"""The source of sampled completions, for GRPO and distillation: prompts of a task, completions of the policy.
+"""The data source of GRPO and distillation: completions of a task's prompts, sampled from the policy.
 
 Each process samples and scores its own rows, then gathers the rewards of all processes. One rollout serves
 `grpo.updates_per_generation` batches, each `grpo.num_iterations` times; a checkpoint must fall between rollouts.
-Completions that can't have a gradient, because their advantage is 0 and there is neither a KL penalty nor an entropy
-bonus, are left out of the batch; the others keep the weights that they have in the whole batch.
+Completions without a gradient (advantage 0, no KL penalty, no entropy bonus) are left out of the batch; the weights of
+the remaining completions don't change.
 """
 
 import logging
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Rollout(NamedTuple):
-    """The completions that a rollout has sampled, group by group."""
+    """The sampled completions of a rollout, group by group."""
 
     trajectories: list[Trajectory]
     rewards: Float[np.ndarray, "G n"]
@@ -44,21 +44,21 @@ class Rollout(NamedTuple):
 
 
 class ScoredRollout(NamedTuple):
-    """The N completions that are learned from, group by group."""
+    """The N completions to train on, group by group."""
 
     trajectories: list[Trajectory]
     advantages: Sequence[Float[Any, "..."]]
-    """Each completion's, or each of its sampled tokens'."""
+    """One number per completion, or one per sampled token."""
     counts: Bool[np.ndarray, "N"]
     """The completions with a weight in the loss."""
     failed: Bool[np.ndarray, "N"]
     """The completions without an advantage to log."""
     frac_kept: float
-    """The share of the sampled groups which are learned from and have a signal."""
+    """The share of the sampled groups that are trained on and have different rewards."""
 
 
 Opinions = Callable[[Batch, Params, FrozenModels, bool], tuple[Batch, dict[str, float]]]
-"""(batch, policy's parameters, other parameters, whether it is a rollout's first batch) -> the batch with the
+"""(batch, policy's parameters, frozen models, whether it is a rollout's first batch) -> the batch with the
 log-probabilities of further policies, and metrics. All batches of a rollout have the same shapes."""
 
 
@@ -93,7 +93,7 @@ class RolloutSource:
         self.num_tokens = 0
         self.updates_without_gradient = 0
         self.rollouts_without_signal = 0
-        """Since the process began: for warnings only."""
+        """Counted since the process began, for warnings only."""
         self.parts: list[Step] = []
         """The data of the updates that share the current rollout."""
 
@@ -103,7 +103,7 @@ class RolloutSource:
         return f"{len(self.task.train):,} problems to train on, {len(self.task.heldout):,} held out{tested}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, frozen: FrozenModels) -> Step:
-        """The data of update `step`. Raises StepError where rewards failed for too many completions."""
+        """The data of update `step`. Raises StepError if rewards failed for too many completions."""
         update = step % self.config.updates_per_rollout
         first = update == 0 or not self.parts
         if first:
@@ -114,18 +114,18 @@ class RolloutSource:
         return replace(part, metrics=metrics, samples=part.samples if first else [])
 
     def roll_out(self, params: Params, frozen: FrozenModels, step: int, watch: Stopwatch) -> list[Step]:
-        """The data of all updates that share a rollout: completions are sampled, scored, and packed into batches."""
+        """Sample completions, score them, and pack them into the batches of all updates that share the rollout."""
         rollout = self.sample(params, step, watch)
         if self.learning.compares_rewards and groups.equal_rewards(rollout.rewards).all():
             self.warn_without_signal(step)
         return self.pack_updates(rollout, self.learning.score(rollout), params, frozen, watch)
 
     def sample(self, params: Params, step: int, watch: Stopwatch) -> Rollout:
-        """Sample and score completions of all processes.
+        """Sample and score the completions of all processes.
 
-        With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts with equal rewards are replaced in
-        further rounds, until enough groups have a signal. DAPO draws whole batches again; a round here draws about as
-        many prompts as are missing.
+        With dynamic sampling (DAPO, Yu et al. 2025, section 3.2), prompts with equal rewards are replaced in further
+        rounds, until enough groups have different rewards. DAPO draws a whole batch in each round; this function draws
+        about as many prompts as are missing.
         """
         wanted = missing = self.config.groups_per_rollout(self.batch_size)
         sampled: list[Trajectory] = []
@@ -155,7 +155,7 @@ class RolloutSource:
     def pack_updates(
         self, rollout: Rollout, scored: ScoredRollout, params: Params, frozen: FrozenModels, watch: Stopwatch
     ) -> list[Step]:
-        """The data of each update: its part of the completions in packed rows, with further policies' opinions."""
+        """The data of each update: its completions in packed rows, with further policies' log-probabilities."""
         chosen, counts = scored.trajectories, scored.counts
         if self.config.mask_truncated_completions:
             counts = counts & [trajectory.finished for trajectory in chosen]
@@ -166,7 +166,7 @@ class RolloutSource:
         local_rows = self.rows.part_of(self.shape.total)
         steps: list[Step] = []
         for part in np.split(np.arange(len(chosen)), self.config.updates_per_generation):
-            # All of a completion's tokens are learnable, or none.
+            # A completion's tokens count together or not at all.
             weights = sequence_weights(self.config, np.where(counts, lengths, 0)[part], longest)
             learned = (weights > 0) & has_gradient[part]
             with watch.phase("logprob"):
@@ -202,7 +202,7 @@ class RolloutSource:
         return [trajectories.sample_line(scored.trajectories[i], self.rewards, advantages[i]) for i in logged]
 
     def warn_without_signal(self, step: int) -> None:
-        """Log that no group has rewards that differ: the first time, the second, the fourth, the eighth, ..."""
+        """Warn that no group has different rewards: the first time, the second, the fourth, the eighth, ..."""
         self.rollouts_without_signal += 1
         if self.rollouts_without_signal.bit_count() == 1 and is_writer():
             log.warning(
@@ -230,9 +230,9 @@ class RolloutSource:
 
 
 def telling_samples(advantages: Float[np.ndarray, "N"], group: int, most: int | None) -> list[int]:
-    """The indices of the completions to log, in their order: at most `most`; None: all. A prompt has `group` of them.
+    """The indices of the completions to log, in order: at most `most`; None: all.
 
-    They are of as many prompts as can have two, the best and the worst.
+    The best and the worst completion of as many prompts as possible are chosen. A prompt has `group` completions.
     """
     size = len(advantages)
     if most is None or most >= size:

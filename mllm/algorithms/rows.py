@@ -1,9 +1,8 @@
-"""Rows of packed examples: which examples each of training's batches holds, in the order that Grain gives.
+"""Packs examples into the rows of batches, in Grain's order.
 
-Each batch is determined by the position at which it begins. Every process plans the whole batch from the documents'
-sizes, so each knows the denominator of its loss and the order of the data doesn't depend on the number of processes;
-but it reads only the documents of its own rows. Packing is first-fit: an example that fits in none of a batch's rows
-opens the next batch.
+A batch is determined by its first position in the order. Every process plans the whole batch from the documents' sizes,
+so the denominator of the loss and the data order don't depend on the number of processes. A process reads only the
+documents of its own rows. Packing is first-fit: an example that fits in no row of a batch opens the next batch.
 """
 
 import logging
@@ -26,14 +25,11 @@ from mllm.parallel.processes import ALL_ROWS, RowShare
 log = logging.getLogger(__name__)
 
 BatchPlan = list[tuple[int, int]]
-"""The documents of a batch, in their order, each with the row that it is in."""
+"""The documents of a batch, in order: (document index, row)."""
 
 
 class RowBatches(grain.IterDataset[Batch], ABC):
-    """Training's batches of `batch_size` rows of up to `config.max_length` tokens; this process has its share of rows.
-
-    They are a data set of Grain's, over the order of the documents.
-    """
+    """A Grain data set of batches: this process's share of `batch_size` rows of up to `config.max_length` tokens."""
 
     def __init__(
         self,
@@ -47,7 +43,7 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         self.order = training_order(len(documents), order_seed, config.epochs)
         if config.mix and documents.parts:
             self.order = mixed_order(documents.parts, [entry.weight for entry in config.mix], order_seed)
-        """The documents' numbers in the order of training."""
+        """The documents' indices in training order."""
         super().__init__(self.order)
         self.config = config
         self.documents = documents
@@ -58,10 +54,9 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         return BatchIterator(self.read)
 
     def train(self) -> DataIterator[Batch]:
-        """Training's batches, for `config.epochs`.
+        """An iterator over the training batches of `config.epochs`.
 
-        The first batch is made at once, so that bad data is an error here. UserError is raised if there are too few
-        examples for one batch.
+        The first batch is made at once, so that bad data raises UserError here. So do too few examples for one batch.
         """
         size = len(self.documents)
         try:
@@ -72,11 +67,11 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         return DataIterator(self, self.order, size, self.config.epochs, self.documents.content)
 
     def validate(self) -> Iterator[Batch]:
-        """The batches that hold every document once, in order; the last batch is padded."""
+        """Batches with every document once, in order; the last batch is padded."""
         return map(self.make, self.plans_of_all())
 
     def plans_of_all(self) -> Iterator[BatchPlan]:
-        """The plans of the batches that hold every document once, in order."""
+        """The plans of batches with every document once, in order."""
         position = 0
         while position < len(self.documents):
             plan = self.plan(range(position, len(self.documents)))
@@ -84,15 +79,15 @@ class RowBatches(grain.IterDataset[Batch], ABC):
             yield plan
 
     def count(self, most: int) -> int:
-        """The number of training's batches, at most `most`; no document is read.
+        """The number of training batches, at most `most`; no document is read.
 
-        With packing they are planned, half a minute for a million documents. A warning says how many examples don't
-        fill a last batch.
+        With packing the batches are planned, which takes half a minute for a million documents. A warning counts the
+        examples that don't fill a last batch.
         """
         if self.config.epochs is None:
             return most
         end = len(self.order)
-        # A batch holds at most so many tokens; problems that are made on demand have one at least.
+        # `room` is the most tokens of a batch; a problem made on demand has at least one token.
         sizes, room = self.documents.sizes, self.batch_size * self.config.max_length
         tokens = int(sizes[:, 0].sum(dtype=np.int64)) if isinstance(sizes, np.ndarray) else len(sizes)
         if self.config.packing and tokens * self.config.epochs >= (most + 1) * room:
@@ -109,12 +104,12 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         return batches
 
     def read(self, position: int) -> tuple[Batch, int]:
-        """Training's batch that begins at a position, and the position behind it; StopIteration at the end."""
+        """The training batch that begins at a position, and the next batch's position; StopIteration at the end."""
         plan = next(self.plans(position))
         return self.make(plan), position + len(plan)
 
     def plans(self, position: int = 0) -> Iterator[BatchPlan]:
-        """The plans of training's full batches from a position on."""
+        """The plans of full training batches from a position on."""
         while True:
             plan = self.plan(self.order[index] for index in range(position, len(self.order)))
             if len({row for _, row in plan}) < self.batch_size:
@@ -123,7 +118,7 @@ class RowBatches(grain.IterDataset[Batch], ABC):
             position += len(plan)
 
     def plan(self, indices: Iterable[int]) -> BatchPlan:
-        """The batch of the first of these documents, as many as fit; without packing each fills a row."""
+        """The plan of a batch with as many of these documents as fit, in order; without packing one per row."""
         config, sizes = self.config, self.documents.sizes
         chosen, measured = tee(indices)
         lengths = (sizes[index][0] if config.packing else config.max_length for index in measured)
@@ -131,10 +126,10 @@ class RowBatches(grain.IterDataset[Batch], ABC):
 
     @abstractmethod
     def make(self, plan: BatchPlan) -> Batch:
-        """This process's rows of a batch, as an update takes them, in numpy."""
+        """This process's rows of a batch, as NumPy arrays."""
 
     def empty(self, plan: BatchPlan) -> tuple[Batch, BatchPlan]:
-        """This process's empty rows, as long as the longest of all processes, and the documents that they will hold."""
+        """This process's empty rows, padded to the longest row of all processes, and the plan of their documents."""
         sizes = [self.documents.sizes[index][0] for index, _ in plan]
         longest = int(np.bincount([row for _, row in plan], sizes).max())
         shape = self.rows.stop - self.rows.start, min(bucket(longest), self.config.max_length)
@@ -143,7 +138,7 @@ class RowBatches(grain.IterDataset[Batch], ABC):
 
 
 class BatchIterator(grain.DatasetIterator[Batch]):
-    """Training's batches from the first; the state is the position in the order at which the next one begins."""
+    """Training batches from the first; the state is the next batch's position in the order."""
 
     def __init__(self, read: Callable[[int], tuple[Batch, int]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How a completion states its answer; no part of the settings' schema, which processes of rewards start without."""
+"""How a completion states its answer. A module of its own, so that reward processes need not import the schema."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""The section `data`: the examples that SFT learns from, and the preferences that DPO does."""
+"""The section `data`: examples for SFT and distillation, and preferences for DPO."""
 
 from typing import Any, Literal, Self, TypeAlias
 
@@ -21,12 +21,12 @@ class ValidationConfig(Section):
     split: str | None = None
     """Another split of the data set on the hub that `data.source` names."""
     share: float | None = Field(default=None, gt=0, lt=1)
-    """The share of the training examples that is held out, the same in every run on the same data; not with
+    """The share of the training examples that is held out: the same examples in every run on the same data. Not with
     `data.source` task."""
     every: PositiveInt | None = None
     """Steps between validations; None: only at step 0 and at the end. A multiple of the updates of a rollout."""
     patience: PositiveInt | None = None
-    """The run ends after so many validations in a row without a lower loss; None: it doesn't. Needs `every`."""
+    """End the run after this many validations in a row without a lower loss; None: never. Needs `every`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -47,44 +47,43 @@ class SourceConfig(Section):
     split: str = "train"
     """As `data.split`."""
     columns: dict[Column, str] | None = None
-    """As `data.columns`, which it replaces."""
+    """As `data.columns`, for this source."""
 
 
 class DataConfig(Section):
     """The examples that SFT trains on; under DPO an example is a pair."""
 
     source: str
-    """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://), a hub id, or
-    `task`: the task's solutions; DPO needs a wrong completion, `rejected`, as well. A list of sources, each a name or a
-    mapping with its `weight`, stands for `mix`."""
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://); a hub id; or
+    `task`: the task's solutions, and for DPO also its `rejected` completions. A list of sources, each a name or a
+    mapping with a `weight`, sets `mix`."""
     mix: tuple[SourceConfig, ...] | None = None
-    """Several sources. Examples are drawn by the sources' weights, in an order that the seed determines. A source that
-    ends begins again, so `steps` must be set. None: `source` alone."""
+    """Several sources, drawn by their weights in an order that the seed determines. Sources repeat, so `steps` must be
+    set. None: `source` alone."""
     subset: str | None = None
     """The subset of a data set on the hub, e.g. `main`; not with files."""
     split: str = "train"
     """The split of a data set on the hub; not with files."""
     columns: dict[Column, str] | None = None
-    """The data's names of the fields of an example. Alpaca: `{question: instruction, input: input, answer: output}`;
-    the `input` follows the question behind an empty line."""
+    """The column names of an example's fields. Alpaca: `{question: instruction, input: input, answer: output}`; the
+    `input` is appended to the question after an empty line."""
     max_length: PositiveInt
-    """Tokens in a row; a longer example is cut there. Both sequences of a pair are in one row."""
+    """Tokens in a row; a longer example is cut. Both sequences of a pair are in one row."""
     packing: StrictBool = True
     """Fill a row with several examples; they don't attend to each other."""
     shuffle: StrictBool = True
-    """Whether the examples come in another order in each pass."""
+    """Shuffle the examples anew in each pass."""
     epochs: PositiveInt | None = None
     """Passes over the data; None: as many as `steps` take."""
     cache: str | None = None
-    """The folder that keeps the examples as tokens, for later starts; None: mllm in $XDG_CACHE_HOME or ~/.cache. Not
-    with source task."""
+    """The folder of the tokenized examples; None: mllm in $XDG_CACHE_HOME or ~/.cache. Not with source task."""
     validation: ValidationConfig | None = None
-    """The examples that the loss is measured on; None: there is no validation."""
+    """The examples for the validation loss; None: no validation."""
 
     @model_validator(mode="before")
     @classmethod
     def read_list(cls, given: Any) -> Any:
-        """Take a list of sources for `mix`."""
+        """Move a list of sources to `mix`."""
         if not isinstance(given, dict) or not isinstance(given.get("source"), list) or not given["source"]:
             return given
         mix = [entry if isinstance(entry, dict) else {"source": entry} for entry in given["source"]]

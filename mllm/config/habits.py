@@ -1,6 +1,6 @@
 """The names that users of other trainers type out of habit, and the settings that stand for them here.
 
-A name that is right but stands in another section is not in the table: all of the schema is searched for it.
+A right name in a wrong section is not in the table: the whole schema is searched for it.
 """
 
 TABLE = (

@@ -27,9 +27,8 @@ COMMENT = re.compile(r"(^|\s)#")
 def load(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration `name` (a path, or a file in configs/) with `key.sub=value` overrides applied.
 
-    Files and modules that it names are looked for in its own folder, then in the current folder.
-
-    UserError is raised if the file is missing or not YAML, or a setting is unknown or impossible.
+    Files and modules that it names are searched in its own folder, then in the current folder. UserError is raised if
+    the file is missing or not YAML, or a setting is unknown or impossible.
     """
     path = find(str(name))
     settings = read(path)
@@ -37,14 +36,14 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     places.locate(settings, (path.parent, Path()))
     for override in overrides:
         apply_override(settings, override)
-    places.locate(settings, (Path(), path.parent))  # what a command line names is meant from the current folder
+    places.locate(settings, (Path(), path.parent))  # names on a command line are relative to the current folder
     return validate(settings, path, overrides)
 
 
 def load_run(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a run's config.yaml, with absolute paths; UserError as for `load`.
 
-    The run may be a stranger's: no module beside the file can be imported.
+    The run may be untrusted, so its folder is not added to the folders that modules are imported from.
     """
     settings = read(path)
     for override in overrides:
@@ -62,7 +61,7 @@ def validate(settings: dict[str, Any], path: Path, overrides: Sequence[str] = ()
 def for_devices(config: RunConfig, devices: int) -> RunConfig:
     """The configuration with a number in place of `mesh.fsdp: -1`, for so many devices.
 
-    UserError is raised where they are fewer than dp * tp, or don't divide the batch.
+    UserError is raised if there are fewer than dp * tp devices, or the batch can't be split over them.
     """
     if config.mesh.fsdp != -1:
         return config
@@ -91,7 +90,7 @@ for kind in ("str", "timestamp"):
 
 
 def parser() -> YAML:
-    """A reader and writer of YAML 1.2, which takes no objects of Python."""
+    """A reader and writer of YAML 1.2 that refuses Python objects."""
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = PlainConstructor
     yaml.default_flow_style = False
@@ -193,9 +192,9 @@ def explain(error: ValidationError) -> str:
 
 
 def nearest(kind: str, location: Sequence[str]) -> str:
-    """The end of an error's line: the setting's name here, or its section; empty where nothing is like it.
+    """The end of an error's line: the setting's name or section here; empty if no setting is similar.
 
-    `kind` is the key of `RUNS` for the settings.
+    `kind` is the key of the settings in `RUNS`.
     """
     section, name = ".".join(location[:-1]), location[-1]
     if name in HABITS:

@@ -13,26 +13,26 @@ PEFT_NAMES |= {"in_proj_qkv": "qkv", "in_proj_z": "z", "in_proj_b": "beta", "in_
 
 
 class LoraConfig(Section):
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): they are trained, and the model's own parameters are not.
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685). Only the adapters are trained.
 
-    A product with the matrix W becomes a product with W + s b a, where a is [rank, in] and b is [out, rank].
+    The matrix W becomes W + s b a, where a is [rank, in] and b is [out, rank].
     """
 
     source: str | None = None
-    """A folder with adapters in PEFT's format, also in a bucket, or a hub id, which training goes on from; None: b
-    begins as 0."""
+    """Adapters to continue from: a folder in PEFT's format, also in a bucket, or a hub id. None: new adapters, with b
+    = 0."""
     rank: PositiveInt | None = None
-    """The smaller dimension of a and b; None: the source's, and without one an error."""
+    """The smaller dimension of a and b. Default: the source's rank; required without a source."""
     alpha: PositiveFloat | None = None
-    """The scale s is alpha / rank; None: the source's, and without one an error."""
+    """The scale s is alpha / rank. Default: the source's alpha; required without a source."""
     rslora: StrictBool | None = None
-    """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732); None: as the source, or false."""
+    """The scale s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732). Default: as the source, or false."""
     targets: tuple[LoraTarget, ...] | None = None
-    """The products with an adapter, or by PEFT's names (`q_proj`): q, k, v and o of attention; qkv, z, beta, decay and
-    out of a delta net; gate, up and down; head. None: the source's, or every product of the model but head."""
+    """The matrices with an adapter; PEFT's names (`q_proj`) work as well. Attention: q, k, v, o. Delta net: qkv, z,
+    beta, decay, out. Feed-forward: gate, up, down. Vocabulary: head. Default: the source's, or all except head."""
     base: Literal["int8"] | None = None
-    """How the frozen matrices of the layers are held and multiplied, in all phases: in `int8`, each row with its own
-    scale, which takes half of bfloat16's memory and is a slightly different model; None: in `model.dtype`."""
+    """The dtype of the layers' frozen matrices, in training and sampling. `int8` has a scale per row and half of
+    bfloat16's memory, and is a slightly different model. None: `model.dtype`."""
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -54,35 +54,33 @@ class ModelConfig(Section):
     """The model that is trained."""
 
     source: str | None = None
-    """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
+    """A folder in Hugging Face's layout or another run's `run_dir`, both also in a bucket, or a hub id."""
     step: int | str | None = None
-    """The checkpoint of the run that is the source: `newest`, `best` (of a run with `checkpoint.keep_best`), or the
-    number of a step; None: the newest. The run's config.yaml records the number. Not with init random."""
+    """The checkpoint, if the source is a run: `newest`, `best` (of a run with `checkpoint.keep_best`), or the number of
+    a step; None: the newest. The run's config.yaml records the number. Not with init random."""
     revision: str | None = Field(default=None, pattern=r"^[\w.-]+$")
-    """The commit or branch of a hub id; None: the newest. The run's config.yaml records the commit."""
+    """The commit or branch of a hub id; None: the default branch. The run's config.yaml records the commit."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Whether training begins with the source's parameters or with random ones; `pretrained` needs a source."""
+    """Initial parameters: the source's (`pretrained`, which needs a source) or random."""
     architecture: dict[str, Any] | None = None
-    """The keys of Hugging Face's config.json, for a model made from scratch without a `source`; only with init
-    random."""
+    """The keys of Hugging Face's config.json for a new model, in place of `source`; only with init random."""
     tokenizer: str | None = None
-    """A folder, also in a bucket, or hub id, or `bytes`; by default the source's, or bytes for an `architecture`."""
+    """A folder, also in a bucket, or a hub id, or `bytes`. Default: the source's, or `bytes` with an `architecture`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The dtype of activations and of the products' operands; the residual stream, which layers add to, is float32."""
+    """The dtype of activations and of the operands of matrix products; the residual stream is float32."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     """The dtype of the parameters that the optimizer updates; not with `lora`: adapters are float32."""
     compute_rounding: Literal["dithered", "nearest"] = "dithered"
-    """How float32 parameters become bfloat16 for the products. `nearest` hides updates until a weight has moved by half
-    the distance of two numbers. `dithered` rounds a weight up where its fraction of that distance exceeds a fixed
-    threshold for this weight. Only with dtype bfloat16, and float32 parameters or `lora`."""
+    """How float32 parameters are rounded to bfloat16 for matrix products. `nearest` hides updates until a weight has
+    moved by half the distance between two bfloat16 numbers. `dithered` rounds a weight up if its fraction of that
+    distance exceeds the weight's fixed threshold. Only with dtype bfloat16, and float32 parameters or `lora`."""
     remat: Literal["none", "full"] = "full"
-    """The part of each layer that the backward pass recomputes: nothing or everything."""
+    """Activations of a layer that the backward pass recomputes: none, or all (`full`)."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the model's own parameters, which are frozen and held in `dtype`, or as `lora.base`
-    says."""
+    """Train low-rank adapters. The model's own parameters are frozen, in `dtype` or `lora.base`."""
     attention: Literal["xla"] | None = None
-    """The attention over whole sequences; None: splash attention on TPUs and cuDNN's on NVIDIA GPUs, where it can
-    run (see mllm/model/attention.py), else XLA's; a GPU without cuDNN's library needs `xla`."""
+    """The implementation of attention over whole sequences. None: splash attention on TPUs and cuDNN's on NVIDIA GPUs,
+    where they can run (see mllm/model/attention.py), else XLA's. A GPU without cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -128,23 +126,25 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Applies to matrices, never to norms and biases."""
     moment_dtype: Literal["bfloat16"] | None = None
-    """The dtype of the moments, which are rounded at random; None: the parameters' dtype. Not with `model.param_dtype`
+    """The dtype of the moments, rounded stochastically; None: the parameters' dtype. Not with `model.param_dtype`
     bfloat16, which includes the moments."""
     max_grad_norm: PositiveFloat | None = 1.0
-    """The largest norm of a gradient; a larger gradient is scaled down. None: no limit."""
+    """The largest global norm of the gradient; a larger gradient is scaled down. None: no limit."""
     max_skipped: int = Field(default=10, ge=0)
-    """The most updates in a row that are skipped because the loss or a gradient isn't finite; then the run stops."""
+    """The most updates in a row that may be skipped because the loss or a gradient isn't finite; one more ends the
+    run."""
 
 
 class MeshConfig(Section):
-    """The devices along each axis. Their product is the number of devices that are used."""
+    """The number of devices along each mesh axis. The product of the axes is the number of devices that are used."""
 
     dp: PositiveInt = 1
-    """Devices that share a batch, each with all parameters."""
+    """Data parallel: devices split a batch, each with all parameters."""
     fsdp: int = Field(default=-1, ge=-1)
-    """Devices that share a batch, the parameters and the optimizer's state; -1: all devices that dp and tp leave."""
+    """Fully sharded: devices split a batch, the parameters and the optimizer's state. -1: the devices that dp and tp
+    leave."""
     tp: PositiveInt = 1
-    """Devices that share every matrix product; divides the model's numbers of heads."""
+    """Tensor parallel: devices split every matrix product; divides the model's numbers of heads."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

@@ -16,7 +16,7 @@ FOLDERS = ("model.source", "model.tokenizer", "model.lora.source", "task.path", 
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
 MODULES: list[str] = []
-"""The folders where a configuration's modules are looked for, after Python's own path."""
+"""The folders that are searched for a configuration's modules, after Python's own path."""
 
 
 def add_modules(folder: Path) -> None:
@@ -28,9 +28,9 @@ def add_modules(folder: Path) -> None:
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """Let Python find the modules in `MODULES`, for as long as a user's code runs.
+    """Let Python import from `MODULES` while a user's code runs.
 
-    It is not for longer: libraries try to import each other, and would take a folder `datasets` for the library.
+    Not for longer: libraries try to import each other, and would take a folder `datasets` for the library.
     """
     added = [folder for folder in MODULES if folder not in sys.path]
     sys.path += added
@@ -44,7 +44,7 @@ def importable() -> Iterator[None]:
 def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
     """Replace each name of a file or folder in `settings` by its absolute path in the first of `folders` that has it.
 
-    A name that none has stays: a hub id, or a file that is missing.
+    A name that no folder has is left as it is: a hub id, or a missing file.
     """
     task = settings.get("task")
     hub = isinstance(task, dict) and task.get("name") == "hub"  # its train and test are names of splits
@@ -63,7 +63,7 @@ def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:
 
 
 def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> Any:
-    """The absolute path of a name that is `there` in a folder, also for a mapping's `source`; any other value stays."""
+    """The absolute path of a file name, or the mapping with its `source` made absolute; any other value unchanged."""
     if isinstance(value, dict):
         return {**value, "source": place(value["source"], folders, there)} if "source" in value else value
     if not isinstance(value, str) or value in ("", *WORDS):
@@ -73,7 +73,7 @@ def place(value: Any, folders: Sequence[Path], there: Callable[[str], bool]) -> 
 
 
 def missing(name: str, kind: str = "file") -> str:
-    """The message that there is no such file, with the folders that were searched and the most similar name there."""
+    """The error message for a missing file, with the searched folders and the most similar name in them."""
     folders = dict.fromkeys(os.path.dirname(os.path.join(folder, name)) for folder in MODULES or [os.getcwd()])
     paths = [path for folder in folders for path in glob.glob(f"{glob.escape(folder)}/*")]
     names = [os.path.basename(path) for path in paths if os.path.isdir(path) == (kind == "folder")]
@@ -84,5 +84,5 @@ def missing(name: str, kind: str = "file") -> str:
 
 
 def is_file(path: str) -> bool:
-    """Whether a file of that name or pattern exists."""
+    """Whether a file with this path or pattern exists."""
     return os.path.isfile(path) or any(map(os.path.isfile, glob.iglob(path, recursive=True)))

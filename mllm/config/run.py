@@ -1,7 +1,7 @@
 """The settings that every run has. Each algorithm's `settings.py` adds its own sections in a subclass of `RunConfig`.
 
-A value that can't work is an error before anything is compiled or written. Names follow TRL's where TRL has them.
-`load.py` reads and writes configurations. No file of this room imports JAX, so errors in a configuration come at once.
+A value that can't work is an error before anything is compiled or written. Settings have TRL's names where TRL has the
+setting. `load.py` reads and writes configurations. `mllm.config` must not import JAX, so errors come at once.
 """
 
 from abc import ABC, abstractmethod
@@ -18,15 +18,15 @@ from mllm.config.teacher import TeacherConfig
 
 
 class CheckpointConfig(Section):
-    """The checkpoints: when they are saved, and which are kept."""
+    """When checkpoints are saved, and which are kept."""
 
     every: PositiveInt | None = None
     """Steps between checkpoints; None: only one at the end. A multiple of the updates of a rollout."""
     keep: PositiveInt = 2
     """The number of newest checkpoints that are kept."""
     keep_best: StrictBool = False
-    """Also keep the best checkpoint: by `validation/loss` if the run validates, else by `eval/greedy_accuracy` where
-    the task pays right answers, else by `eval/reward`. Needs `eval` or `data.validation`, with an `every` that is a
+    """Also keep the best checkpoint. The score is `validation/loss` if the run validates, else `eval/greedy_accuracy`
+    if a reward compares answers, else `eval/reward`. Needs `eval` or `data.validation`, with an `every` that is a
     multiple of `checkpoint.every`."""
 
     def is_due(self, step: int) -> bool:
@@ -34,17 +34,17 @@ class CheckpointConfig(Section):
 
 
 class LogConfig(Section):
-    """Logs beside the metrics."""
+    """Further logs: sampled completions, and Weights & Biases."""
 
     samples: int | None = Field(default=None, ge=0)
-    """The number of completions of each step in samples.jsonl, the best and the worst of as many prompts as possible;
-    None: every completion. Only where sampled completions are learned from."""
+    """Completions per step in samples.jsonl: the best and the worst of as many prompts as possible. None: every
+    completion. Only for algorithms that train on sampled completions."""
     wandb: str | None = Field(default=None, pattern=r"^[^/\\#?%:]{1,128}$")
-    """The project of Weights & Biases that metrics and timings are sent to; None: nothing is sent."""
+    """A Weights & Biases project that receives metrics and timings; None: nothing is sent."""
 
 
 class Change(Section):
-    """A setting that `--change` has changed in the course of a run."""
+    """A setting that `--change` changed during a run."""
 
     step: int
     """The last step with the old value."""
@@ -55,16 +55,16 @@ class Change(Section):
 
 
 class BatchShape(NamedTuple):
-    """The shape of an update's batch. The arrays have room for the worst packing; only rows with tokens cost time."""
+    """The shape of an update's batch. The arrays have room for the worst packing; empty rows cost no time."""
 
     length: int
     """Tokens in a row."""
     micro: int
     """Rows in one forward and backward pass."""
     total: int
-    """Rows of the arrays: whole micro-batches."""
+    """Rows of the arrays; a multiple of `micro`."""
     shards: int
-    """The devices' shares of the rows of every micro-batch."""
+    """The number of equal parts that each micro-batch's rows are split into, one for each group of tp devices."""
 
 
 class RunConfig(Section, ABC):
@@ -74,44 +74,44 @@ class RunConfig(Section, ABC):
     """`sft`, supervised fine-tuning; `grpo`, group relative policy optimization; `dpo`, direct preference optimization
     and its kin; or `distill`, distillation of a teacher."""
     run_dir: str = Field(min_length=1)
-    """The folder of the run, which is new or holds this run, which then resumes; also gs://bucket/path."""
+    """The folder of the run, or gs://bucket/path. If the folder already holds this run, it resumes."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """The seed of every random number."""
     steps: PositiveInt | None = None
-    """The number of updates of the parameters; None: the batches in `data.epochs` passes over the data. Under GRPO a
-    multiple of the updates of a rollout, `grpo.updates_per_generation` * `grpo.num_iterations`."""
+    """The number of parameter updates; None: the batches in `data.epochs` passes over the data. Under GRPO a multiple
+    of the updates per rollout, `grpo.updates_per_generation` * `grpo.num_iterations`."""
     batch_size: PositiveInt
-    """Sequences in each update; under SFT and DPO rows, which hold several examples or pairs. Under GRPO
-    `num_generations` of them share a prompt, and a rollout has `grpo.updates_per_generation` times as many. A multiple
-    of `num_generations`, and of `mesh.dp` * `mesh.fsdp`."""
+    """Completions per update under GRPO, a multiple of `grpo.num_generations`; a rollout has
+    `grpo.updates_per_generation` times as many. Under SFT and DPO packed rows, each with several examples or pairs.
+    A multiple of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
-    """Rows in one forward and backward pass; None: as many as the memory plan says fit, at most the whole batch, or
-    under GRPO a sixteenth of the most packed rows, since their number varies. The number is noted in the run's
-    config.yaml, and a resume keeps it. The gradient does not depend on it. A multiple of `mesh.dp` * `mesh.fsdp`; under
-    SFT and DPO it divides `batch_size`."""
+    """Rows in one forward and backward pass; the gradient does not depend on it. None: as many as fit by the memory
+    plan, at most the whole batch, or under GRPO a sixteenth of the largest number of packed rows. The choice is written
+    to the run's config.yaml, and a resume keeps it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and DPO it divides
+    `batch_size`."""
     model: ModelConfig
     """The model that is trained."""
     chat_template: ChatTemplate = "auto"
-    """When the model's chat template renders data, tasks and evaluation: `always`, `never`, or `auto`: messages, and a
-    task's texts unless the model has learned texts. docs/training.md has the details."""
+    """When the model's chat template renders data and prompts: `always`, `never`, or `auto`. `auto` renders messages,
+    and a task's texts unless the model was trained on texts. docs/training.md has the details."""
     head: HeadConfig = HeadConfig()
     """How the loss is computed from hidden states."""
     optimizer: OptimizerConfig
     """How the parameters are updated."""
     mesh: MeshConfig = MeshConfig()
-    """The devices."""
+    """How the devices share the work."""
     task: TaskConfig | None = None
     """Problems with rewards; `eval` needs it."""
     rollout: RolloutConfig | None = None
     """How completions are sampled; `eval` needs it."""
     eval: EvalConfig | None = None
-    """Completions of problems that are held out; needs `task` and `rollout`."""
+    """Evaluation on held-out problems; needs `task` and `rollout`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """The checkpoints: when they are saved, and which are kept."""
+    """When checkpoints are saved, and which are kept."""
     log: LogConfig = LogConfig()
-    """Logs beside the metrics."""
+    """Further logs: sampled completions, and Weights & Biases."""
     changes: tuple[Change, ...] = ()
-    """The changes by `--change` so far: a record in the run's config.yaml."""
+    """The changes by `--change` so far, recorded in the run's config.yaml."""
 
     @property
     @abstractmethod
@@ -120,7 +120,7 @@ class RunConfig(Section, ABC):
 
     @property
     def examples(self) -> DataConfig | None:
-        """The section `data`; None for an algorithm that learns from completions that it samples."""
+        """The section `data`; None for an algorithm that trains on completions sampled by its own policy."""
         return None
 
     @property
@@ -130,7 +130,7 @@ class RunConfig(Section, ABC):
 
     @property
     def shards(self) -> int:
-        """The devices' shares of a batch's rows; with `mesh.fsdp: -1`, which stands for a number later, dp's alone."""
+        """The number of equal parts of a batch's rows: dp * fsdp, or dp while `mesh.fsdp` is still -1."""
         return self.mesh.dp * max(self.mesh.fsdp, 1)
 
     @model_validator(mode="before")
@@ -155,7 +155,7 @@ class RunConfig(Section, ABC):
         return self
 
     def check_evaluation(self, data: DataConfig | None) -> None:
-        """Raise where an evaluation, or the choice of the best checkpoint by it, can't work."""
+        """Raise if the evaluation, or the choice of the best checkpoint by it, can't work."""
         task, evaluation, checkpoint = self.task, self.eval, self.checkpoint
         for name, section in (("task", task), ("rollout", self.rollout)):
             if evaluation is not None and section is None:
@@ -175,7 +175,7 @@ class RunConfig(Section, ABC):
 
 
 class ExampleRun(RunConfig, ABC):
-    """The settings of a run that learns from the examples of `data`."""
+    """The settings of a run that trains on the examples of `data`."""
 
     data: DataConfig
     """The examples."""

@@ -33,7 +33,7 @@ def impossible(key: str, message: str) -> PydanticCustomError:
 
 
 def keys_of(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """The dotted key of each setting and section of a schema; a list of sections has the keys of one of them."""
+    """The dotted key of each setting and section of a schema; a list of sections has the keys of one section."""
     for name, field in schema.model_fields.items():
         yield prefix + name
         for annotation in (field.annotation, *get_args(field.annotation)):

@@ -10,17 +10,17 @@ from mllm.config.section import Section, impossible
 
 ChatTemplate = Literal["auto", "always", "never"]
 Form = Literal["texts", "chats"]
-"""The form of the data that a model has learned from: texts alone, as they are, or chats that its template rendered."""
+"""The form of the data that a model was trained on: plain texts only, or chats rendered by its template."""
 
 
 CODE_NAME = re.compile(r"\w+(\.\w+)*:\w+")
 """`package.module:function`."""
 ENVIRONMENT = "environment"
-"""The name of the reward that an environment gives, and its weight is 1."""
+"""The name of an environment's reward; its weight is 1."""
 
 
 JUDGES = ("exact_match", "flexible_match", "math")
-"""The rewards that compare a completion's answer with the right answer: 1 where they agree."""
+"""The built-in rewards that compare a completion's answer with the right answer: 1 if they agree."""
 
 
 class RewardConfig(Section):
@@ -29,7 +29,7 @@ class RewardConfig(Section):
     name: str
     """`exact_match`, `flexible_match`, `math`, `format`, `overlong`, or `package.module:function`."""
     weight: float = 1.0
-    """The factor in the sum of rewards; 0: it is only logged."""
+    """The factor in the sum of rewards; 0: the function is only logged."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the function, by name."""
 
@@ -57,15 +57,14 @@ class ColumnsConfig(Section):
 
 
 HELDOUT = 256
-"""How many problems are held out by default, or a tenth of all where that is less."""
+"""Problems that are held out by default, or a tenth of the problems if that is less."""
 
 
 class TaskConfig(Section):
     """Problems with rewards; docs/tasks.md has the details."""
 
     name: str
-    """`jsonl` (files), `hub` (a data set), `package.module:function`, which returns problems, or a built-in task:
-    `arithmetic`, `gsm8k`."""
+    """`jsonl` (files), `hub` (a data set), `package.module:function` (it returns problems), `arithmetic` or `gsm8k`."""
     train: str | None = None
     """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket; hub: a split, by
     default `train`."""
@@ -93,21 +92,19 @@ class TaskConfig(Section):
     template_args: dict[str, Any] | None = None
     """Further variables of the chat template, by name, e.g. Qwen3's `enable_thinking: false`."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(name="exact_match"),)
-    """The reward functions with their weights; each name once. With an environment the default
-    is none; the environment's reward is added."""
+    """The reward functions with their weights; each name once. With an environment the default is an empty list; the
+    environment's reward is added."""
     environment: str | None = None
-    """The environment that answers the assistant, `package.module:Class`; docs/environments.md has the details."""
+    """The environment that replies to the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
     keep_thoughts: StrictBool | None = None
-    """Let earlier turns keep their thoughts in a conversation where the chat template, which drops them, would render
-    it anew."""
+    """Keep the thoughts of earlier turns in the conversation, though the chat template would drop them."""
     reward_timeout: PositiveFloat = 2.0
-    """Seconds that a reward function may take for a completion, and an environment for a turn; a batched function has
-    the sum for all of its call."""
+    """Time limit in seconds of a reward function per completion, and of an environment per turn. A batched call gets
+    this limit times its completions."""
     reward_workers: PositiveInt = 1
-    """The number of processes for rewards, and the same number for environments, so that slow calls overlap. Rewards do
-    not depend on it."""
+    """The number of reward processes, and of environment processes. Rewards do not depend on it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -147,7 +144,7 @@ class TaskConfig(Section):
 
     @property
     def converses(self) -> bool:
-        """Whether a completion is a conversation: something answers the assistant."""
+        """Whether a completion is a conversation with an environment or tools."""
         return bool(self.environment or self.tools)
 
     @property
@@ -162,11 +159,11 @@ class TaskConfig(Section):
         return self.judge is not None and self.rewards[self.judge].weight > 0
 
     def of_run(self, evaluates: bool) -> "TaskConfig":
-        """The task of a run, which holds nothing out by default unless it `evaluates`."""
+        """The task of a run; a run that doesn't evaluate holds out no problems by default."""
         return self if evaluates or self.heldout is not None else self.model_copy(update={"heldout": 0})
 
     def heldout_of(self, problems: int = 10 * HELDOUT) -> int:
-        """How many of so many problems are held out; by default the most that may be."""
+        """The number of held-out problems if the task has this many `problems`; by default the largest number."""
         return min(HELDOUT, max(1, problems // 10)) if self.heldout is None else self.heldout
 
 
@@ -176,7 +173,7 @@ class EvalConfig(Section):
     every: PositiveInt | None = None
     """Steps between evaluations; None: only at step 0 and at the end. A multiple of the updates of a rollout."""
     samples: int = Field(default=0, ge=0)
-    """Measured completions of each problem at the rollout's temperature, beside the greedy completion: `avg@k` and
-    `pass@k`."""
+    """Sampled completions of each problem at the rollout's temperature, for `avg@k` and `pass@k`. The greedy completion
+    is always measured."""
     test: bool = False
-    """Also measure the task's test set: once, at the end of the run, under `test/`. Nothing is chosen by it."""
+    """Also measure the task's test set, once, at the end of the run; metrics begin with `test/`."""

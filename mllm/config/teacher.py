@@ -12,13 +12,13 @@ class TeacherConfig(Section):
     """A second model, which is frozen. Its tokenizer must have the student's tokens, with the same ids."""
 
     source: str
-    """A folder in Hugging Face's layout or the `run_dir` of another run, both also in a bucket, or a hub id."""
+    """A folder in Hugging Face's layout or another run's `run_dir`, both also in a bucket, or a hub id."""
     step: int | str | None = None
-    """The checkpoint of the run that is the source, as `model.step`."""
+    """The checkpoint, if the source is a run; as `model.step`."""
     revision: str | None = None
     """The commit or branch of a hub id, as `model.revision`."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """The dtype of its parameters, activations and products."""
+    """The dtype of the teacher's parameters, activations and products."""
 
     @model_validator(mode="after")
     def check(self) -> Self:

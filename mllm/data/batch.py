@@ -1,6 +1,6 @@
-"""The data that is learned from: trajectories, as they were sampled, and the batch that the train step takes.
+"""Training data: sampled trajectories, and the batch of an update.
 
-Position t of a row predicts `labels[t]`, the token at t + 1; the other arrays at t belong to that token.
+Position t of a row predicts `labels[t]`, the token at t + 1. `weights` and `inputs` at t belong to that label.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from jaxtyping import Bool, Float, Float32, Int, Int32
 Ints = Int[Any, "B T"]
 Floats = Float[Any, "B T"]
 SIZES = sorted(size * 2**power for power in range(26) for size in (16, 24))
-"""Lengths of rows, and of the rollout's prompts: few, so that few programs are compiled. Each is at least
-two thirds of the next, so that at most a third is padding."""
+"""Lengths that rows and prompts are padded to. Few lengths mean few compiled programs. Each length is at least two
+thirds of the next length, so at most a third is padding."""
 
 
 class Trajectory(NamedTuple):
@@ -26,17 +26,18 @@ class Trajectory(NamedTuple):
     logprobs: Float32[np.ndarray, " sampled"]
     """The sampler's log-probabilities, in nats: under the distribution before top-k, top-p and min-p."""
     kept: Float32[np.ndarray, " sampled"] | None = None
-    """The probability that top-k, top-p and min-p kept at each sampled token; None with none of them."""
+    """The probability mass that top-k, top-p and min-p kept at each sampled token; None if all three are off."""
     norms: Float32[np.ndarray, " sampled"] = np.empty(0, np.float32)
-    """The squared norm of each sampled token's log-probability's gradient by the logits, for the baseline of tokens."""
+    """Each sampled token's squared gradient norm, of its log-probability with respect to the logits, for `baseline:
+    token`."""
     finished: bool = True
-    """Whether a stop token ended it; False if it was cut off."""
+    """Whether a stop token ended the completion; False if it was cut off."""
     prompt: str = ""
     """The text of the prompt's last message."""
     text: str = ""
-    """The text of the completion; the last turn's where there are several."""
+    """The text of the completion, or of its last turn."""
     thinks: bool = False
-    """Whether what came before that text has opened a thought."""
+    """Whether a thought was open before `text`."""
     rewards: Sequence[tuple[Any, ...]] = ()
     """The answer of each reward function, as in `mllm.rewards.scores.Answer`."""
     turns: Sequence[dict[str, Any]] = ()
@@ -51,14 +52,14 @@ class Batch(NamedTuple):
     positions: Ints
     """Rotary position within the token's own document."""
     segments: Ints
-    """The number of the token's document in its row, from 1; 0 is padding. Tokens attend within their segment only."""
+    """The index of the token's document in its row, from 1; 0 is padding. Tokens attend within their segment only."""
     labels: Ints
     """The next token; 0 where `weights` is 0."""
     weights: Floats
-    """The label's weight in the loss, already divided by the whole batch's denominator; 0 for prompts and padding. So
-    the loss of a step is a plain sum over tokens, however the rows are split into micro-batches or over devices."""
+    """The label's weight in the loss, divided by the whole batch's denominator; 0 for prompts and padding. The loss of
+    a step is a plain sum over tokens, for any split of the rows into micro-batches or over devices."""
     inputs: Any = None
-    """Further inputs of the algorithm's loss: a NamedTuple of its own, of arrays [B, ...]; None: there are none."""
+    """Further inputs of the algorithm's loss: a NamedTuple of arrays [B, ...], or None."""
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:

@@ -1,9 +1,9 @@
-"""Documents on disk: the examples of files or of a hub id, tokenized once and found again by a hash of their origin.
+"""A cache of tokenized examples on disk.
 
-A cache is two files, named by a hash of the sources' content, the tokenizer with its template, and the settings that
-change tokens: an ArrayRecord file of documents, and their sizes with a summary. Both are written under other names and
-renamed, the summary last: a cache with a summary is whole. Processes that make the same cache at once write equal
-files.
+A cache is two files: an ArrayRecord file of documents, and their sizes with a summary. Their name is a hash of the
+sources' content, the tokenizer with its template, and the settings that change tokens. The files are written under
+other names and renamed, the summary last, so a cache with a summary is complete. Processes that write the same cache
+at the same time write equal files.
 """
 
 import hashlib
@@ -38,18 +38,18 @@ from mllm.storage import cache_folder
 log = logging.getLogger(__name__)
 
 VERSION = 9
-"""The version of the cache's format and of formats.py's results; with a new one older caches are not found."""
+"""The version of the cache's format and of formats.py's results; part of the hash."""
 RECORDS, SUMMARY = ".arrayrecord", ".npz"
-"""The endings of a cache's files."""
+"""The file endings of a cache."""
 Found: TypeAlias = tuple[Int32[np.ndarray, "N 2"], UInt64[np.ndarray, "N"], dict[str, Any]]
-"""The sizes of a cache's documents, a hash of each, and a summary of them."""
+"""The sizes and hashes of a cache's documents, and a summary."""
 
 
 def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pairs: bool = False) -> Documents:
-    """All examples, or `pairs`, of files or a hub id; a warning counts skipped and cut examples.
+    """All examples, or `pairs`, of files or a hub id, read from the cache or tokenized into it.
 
-    All processes must call it inside of `raise_everywhere`. UserError is raised if the source can't be read or differs
-    between processes, has no example, or a line of it is bad.
+    A warning counts skipped and cut examples. All processes must call this inside `raise_everywhere`. UserError is
+    raised if the source can't be read, differs between processes, has no example, or has a bad line.
     """
     caches, content = folder_of(config), origin.content()
     contents = gather_objects(content)
@@ -99,7 +99,7 @@ def reader(path: Path, pairs: bool) -> Callable[[Sequence[int]], list[Document |
 
 @contextmanager
 def whole(path: Path) -> Iterator[None]:
-    """Let a file of a cache be read; UserError where it is damaged, which ArrayRecord's and zip's checksums say."""
+    """Turn checksum errors of ArrayRecord or zip into a UserError that names the damaged file."""
     try:
         yield
     except (RuntimeError, ValueError, zipfile.BadZipFile) as error:
@@ -158,7 +158,7 @@ def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> F
 
 
 def signed(document: Document | Pair) -> Int32[np.ndarray, " T"]:
-    """A document's tokens, with inverted bits where they count; a pair's begin with the chosen sequence's length."""
+    """A document's tokens, with inverted bits at learned tokens. A pair begins with the chosen sequence's length."""
     if isinstance(document, Pair):
         header = np.array([len(document.chosen.tokens)], np.int32)
         return np.concatenate([header, signed(document.chosen), signed(document.rejected)])
@@ -171,7 +171,7 @@ def hash_of(document: Document | Pair) -> int:
 
 
 def unsigned(stored: Int32[np.ndarray, " T"], pairs: bool = False) -> Document | Pair:
-    """The document, or the pair, of signed tokens."""
+    """The document or pair from `signed` tokens."""
 
     def document(stored: Int32[np.ndarray, " T"]) -> Document:
         return Document(np.where(stored < 0, ~stored, stored), stored < 0)

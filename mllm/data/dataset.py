@@ -1,7 +1,7 @@
-"""The order of training's examples as Grain's data sets, and an iterator with one integer as its position.
+"""The training order as a Grain data set, and an iterator with one integer as its position.
 
-The order depends on the number of examples, the seed and the epochs alone. It is computed at any position, so a run
-goes on with the same examples from its checkpoint, also with another number of processes.
+The order depends only on the number of examples, the seed and the epochs, and can be computed at any position. So a run
+resumes with the same examples, also with another number of processes.
 """
 
 import itertools
@@ -22,9 +22,9 @@ T = TypeVar("T")
 
 
 def training_order(examples: int, seed: int | None, epochs: int | None = None) -> grain.MapDataset[int]:
-    """The numbers, from 0, of so many examples in the order of training, which has each of them once in an epoch.
+    """The indices of `examples` examples in training order; an epoch has every index once.
 
-    The seed shuffles every epoch anew; None: the order is always ascending. `epochs` None: they never end.
+    The seed shuffles every epoch anew; without a seed the order is ascending. Without `epochs` the order never ends.
     """
     numbers = grain.MapDataset.range(examples)
     if seed is not None:
@@ -33,9 +33,9 @@ def training_order(examples: int, seed: int | None, epochs: int | None = None) -
 
 
 def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None) -> grain.MapDataset[int]:
-    """The numbers of the examples of several sources, numbered one source after the other; the order never ends.
+    """The training order of several sources, as indices into their concatenation; the order never ends.
 
-    The sources take turns by their weights, evenly spread, and each comes in a `training_order` of its own.
+    The sources are interleaved by their weights. Each source is in its own `training_order`.
     """
     starts = itertools.accumulate((0, *parts[:-1]))
     orders = [
@@ -46,12 +46,12 @@ def mixed_order(parts: Sequence[int], weights: Sequence[float], seed: int | None
 
 
 def close(attributes: dict[str, Any]) -> None:
-    """Close and release the iterator of Grain's among a `DataIterator`'s attributes."""
+    """Close and release the Grain iterator in a `DataIterator`'s attributes."""
     attributes.pop("items").close()
 
 
 class DataIterator(Generic[T]):
-    """Items that a thread of Grain's reads ahead; another iterator continues exactly at its position."""
+    """An iterator that a Grain thread prefetches; another iterator can continue at its position."""
 
     def __init__(
         self,
@@ -62,10 +62,9 @@ class DataIterator(Generic[T]):
         content: str | None = None,
         ahead: int = 2,
     ) -> None:
-        """An epoch has `examples` positions of the order; `content` is a hash of the examples, where it is known.
+        """An epoch has `examples` positions of the order; `content` is a hash of the examples, or None.
 
-        The state of an iterator over `items` is Grain's `{"next_index": position}`. So many items are read `ahead` of
-        the step that needs them.
+        The state of an iterator over `items` is Grain's `{"next_index": position}`. `ahead` items are prefetched.
         """
         self.examples, self.epochs, self.content = examples, epochs, content
         self.first = [order[index] for index in range(min(examples, 8))]
@@ -82,7 +81,7 @@ class DataIterator(Generic[T]):
     def __next__(self) -> T:
         """The next item; StopIteration after the last epoch.
 
-        StepError is raised where an example can't be made or read; the caller must tell other processes.
+        StepError is raised if an example can't be made or read; the caller must tell other processes.
         """
         try:
             item = self.take()
@@ -92,12 +91,12 @@ class DataIterator(Generic[T]):
         return item
 
     def take(self) -> T:
-        """The next item, which is not counted yet; UserError where an example can't be made or read."""
+        """The next item, before it is counted; UserError if an example can't be made or read."""
         return next(self.items)
 
     @property
     def position(self) -> int:
-        """How many examples training has come to since it began, in the order of `training_order`."""
+        """The number of examples read since training began, in the order of `training_order`."""
         return self.items.get_state()["next_index"]
 
     def get_state(self) -> dict[str, Any]:
@@ -106,7 +105,7 @@ class DataIterator(Generic[T]):
         return state if self.content is None else state | {"content": self.content}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue from a position that `get_state` gave; UserError where the examples or their order differ."""
+        """Continue from a state that `get_state` returned; UserError if the examples or their order differ."""
         if (state["examples"], state.get("content")) != (self.examples, self.content):
             numbers = f"{state['examples']} then, {self.examples} now"
             raise UserError(f"data: the run began with other examples: {WAY_OUT} ({numbers})")

@@ -1,4 +1,4 @@
-"""The forms of a record: a text, a chat in TRL's form, in ShareGPT's or as a question and its answer, a preference."""
+"""The formats of a record: a text, a chat (TRL's, ShareGPT's, or a question with its answer), or a preference."""
 
 import json
 import re
@@ -10,14 +10,14 @@ from mllm.errors import UserError
 from mllm.strict_json import check, refuse
 
 ROLES = {name: name for name in ("system", "user", "assistant", "tool")} | {"human": "user", "gpt": "assistant"}
-"""The role that a name means; the last two are ShareGPT's."""
+"""The role of each name; the last two names are ShareGPT's."""
 
 
 def renamed(columns: Mapping[str, str], record: Record) -> Record:
     """The record with the fields of an example under their own names; UserError where a column is missing.
 
-    An `input` that is not blank follows the question behind an empty line. A form that columns name excludes the other
-    forms.
+    An `input` that is not blank is appended to the question after an empty line. If `columns` names a format's field,
+    the record's fields of other formats are ignored.
     """
     forms = {"messages", "conversations", "question", "prompt", "text"}
     taken = {*columns.values(), *(forms if forms & columns.keys() else ())}
@@ -48,7 +48,7 @@ def text(record: Record, key: str) -> str:
 def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any]]:
     """The chat in a record: `messages`, `conversations` (ShareGPT's), or `question` and `answer`; else UserError.
 
-    If it `needs_answer`, the assistant must have a message, else there may be none, nor an `answer`.
+    If it `needs_answer`, the chat must have an assistant message or an `answer`; else both are optional.
     """
     if "messages" in record or "conversations" in record:
         chat = turns(record, "messages" if "messages" in record else "conversations")
@@ -88,7 +88,7 @@ def turns(record: Record, key: str) -> list[dict[str, Any]]:
 
 
 def is_learned(fields: dict[str, Any]) -> bool:
-    """Whether a message is learned, by its fields `weight` (OpenAI's) and `train`, which are removed."""
+    """Whether a message is learned; removes its fields `weight` (OpenAI's) and `train`, which decide."""
     given = {name: fields.pop(name) for name in ("weight", "train") if name in fields}
     for name, value in given.items():
         if value not in (0, 1):
@@ -97,7 +97,7 @@ def is_learned(fields: dict[str, Any]) -> bool:
 
 
 def parsed(value: Any, what: str) -> Any:
-    """The value, parsed where it is a text of JSON; UserError where it is none, or no JSON can hold it."""
+    """The value, parsed if it is a JSON text; UserError if it is not valid JSON."""
     try:
         value = json.loads(value, parse_constant=refuse) if isinstance(value, str) else value
         check(value)
@@ -107,7 +107,7 @@ def parsed(value: Any, what: str) -> Any:
 
 
 def objects(value: Any, what: str) -> list[dict[str, Any]]:
-    """The objects in a list; an object or the whole list may be a text of JSON; null has none; else UserError."""
+    """The objects in a list, or an empty list for null; list and objects may be JSON texts. UserError otherwise."""
     items = parsed([] if value in (None, "") else value, what)
     items = [] if items is None else items
     items = [parsed(item, what) for item in items] if isinstance(items, list) else items
@@ -117,7 +117,7 @@ def objects(value: Any, what: str) -> list[dict[str, Any]]:
 
 
 def tool_call(call: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool, with its arguments as an object; OpenAI's calls have a text of JSON."""
+    """A tool call, with its arguments as an object; in OpenAI's calls they are a JSON text."""
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError("tool_calls must have a function with name and arguments")
@@ -130,7 +130,7 @@ def tool_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(record: Record) -> list[dict[str, Any]]:
-    """The JSON schemas of the record's tools, a list or a text of JSON; empty where it has no tools."""
+    """The JSON schemas of the record's tools, which are a list or a JSON text; empty without tools."""
     tools = []
     for tool in objects(record.get("tools"), "tools"):
         function = tool.get("function", tool)
@@ -141,7 +141,7 @@ def tools_of(record: Record) -> list[dict[str, Any]]:
 
 
 def pair_of(record: Record) -> tuple[Record, Record]:
-    """The two examples of a preference, the chosen one first; UserError where the record has none.
+    """The chosen and the rejected example of a preference; UserError if the record is no preference.
 
     `chosen` and `rejected` are texts or lists of messages, behind a `prompt` (or `question`) of either kind. Without a
     list `prompt`, the lists' common beginning is the prompt; a text `prompt` beside them only repeats it.

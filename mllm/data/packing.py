@@ -1,7 +1,7 @@
 """Packs sequences of all lengths into the rows of a batch, and spreads the rows over micro-batches and devices.
 
-First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) takes at most 11/9 of the fewest rows, plus
-one. Every row costs the model the same, whatever is in it; the head's work follows the tokens that count.
+First-fit decreasing (Johnson 1973, Near-optimal bin packing algorithms) needs at most 11/9 of the smallest number of
+rows, plus one. The layers' cost per row is constant; the head's cost grows with the tokens that count.
 """
 
 from collections.abc import Iterable
@@ -43,7 +43,7 @@ def add_sequence(
 
 
 def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:
-    """The row of each sequence: the first one with room. The result ends at a sequence without room in any row."""
+    """The row of each sequence: the first row with room. The result ends before a sequence that fits in no row."""
     room, chosen = np.full(rows, row_length), []
     for length in lengths:
         fits = room >= length
@@ -56,7 +56,7 @@ def first_fit(lengths: Iterable[int], row_length: int, rows: int) -> list[int]:
 
 
 def first_fit_decreasing(lengths: Int[np.ndarray, "B"], row_length: int) -> Int[np.ndarray, "B"]:
-    """The row of each sequence, the longest chosen first. Rows are numbered as they are opened."""
+    """The row of each sequence, placed in order of decreasing length. Rows are numbered as they are opened."""
     order = np.argsort(-lengths, kind="stable")
     row = np.zeros(lengths.shape, int)
     row[order] = first_fit(lengths[order].tolist(), row_length, len(lengths))
@@ -66,9 +66,8 @@ def first_fit_decreasing(lengths: Int[np.ndarray, "B"], row_length: int) -> Int[
 def spread_rows(work: Num[np.ndarray, "R"], shape: BatchShape) -> Int[np.ndarray, "R"]:
     """The index of each packed row in a batch that the train step splits into micro-batches over the devices.
 
-    The rows fill the first micro-batches, as few as can hold them. Within these, two devices differ by at
-    most one row, and by at most the work of one row: the rows go to the devices in the
-    order of their work, the largest first, forth and back.
+    The rows fill as few micro-batches as possible, from the first. Rows go to the devices in order of decreasing work,
+    back and forth, so two devices differ by at most one row and by at most the work of one row.
     """
     shares = max(1, -(-len(work) // shape.micro)) * shape.shards
     turn, share = np.divmod(np.arange(len(work)), shares)

@@ -19,7 +19,7 @@ from mllm.model.tokenizer import Renderer, encode_prompt
 log = logging.getLogger(__name__)
 
 CHECKED = 100
-"""How many problems that are made on demand are checked before training begins."""
+"""The number of problems made on demand that are checked before training begins."""
 
 
 class Prompt(NamedTuple):
@@ -32,7 +32,8 @@ class Prompt(NamedTuple):
 
 
 def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
-    """The renderer of a task's prompts in the form that the model has learned; UserError for unused arguments."""
+    """The renderer of a task's prompts, in the form that the model was trained on; UserError if the chat template does
+    not use an entry of `task.template_args`."""
     args = config.template_args or {}
     for name in args:
         if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":
@@ -44,14 +45,14 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
 
 
 class PromptIterator(DataIterator[Prompt]):
-    """A task's prompts, for ever: each once in an epoch, in another order in each.
+    """An endless iterator over a task's prompts: each prompt once per epoch, shuffled anew.
 
-    A prompt that is too long is left out, and counted in the position.
+    A prompt that is too long is left out, but counts in the position.
     """
 
     def __init__(self, task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2) -> None:
-        """Check all prompts of a list, or the first hundred of problems that are made on demand: UserError as by
-        `usable_prompts`. `ahead` prompts are read before they are needed."""
+        """Checks all listed prompts, or the first hundred made on demand; UserError as in `usable_prompts`.
+        `ahead` prompts are prefetched."""
         examples, self.max_length = task.train, max_prompt_length
         checked = examples if isinstance(examples, list) else examples[:CHECKED]
         usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {task.name}")
@@ -61,16 +62,16 @@ class PromptIterator(DataIterator[Prompt]):
         super().__init__(ordered, order, len(examples), content=task.content, ahead=ahead)
 
     def take(self) -> Prompt:
-        while len((prompt := next(self.items)).tokens) > self.max_length:  # one at least is shorter
-            pass
+        while len((prompt := next(self.items)).tokens) > self.max_length:
+            pass  # `usable_prompts` found at least one shorter prompt
         return prompt
 
 
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
-    """The examples with their prompts' tokens, without longer ones than `max_length`, which a warning counts.
+    """The examples with their prompts' tokens. Prompts longer than `max_length` are left out, with a warning.
 
-    `what` names the examples in errors: `held-out prompts of task gsm8k`. UserError is raised if all are too
-    long, and lists the examples that can't be written as a chat.
+    `what` names the examples in errors: `held-out prompts of task gsm8k`. UserError is raised if every prompt is too
+    long, or if examples can't be rendered as chats; it lists those examples.
     """
     results = read_records(((example.place, example) for example in examples), partial(prompt_of, renderer))
     prompts = [prompt for _, prompt in sound_records(results, what)]
@@ -85,6 +86,6 @@ def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: 
 
 
 def prompt_of(renderer: Renderer, example: Example) -> Prompt:
-    """The problem with its prompt's tokens; UserError where it is no chat that the template takes."""
+    """The problem with its prompt's tokens; UserError if the chat template refuses the prompt."""
     tokens = encode_prompt(renderer, example.prompt)
     return Prompt(example, tokens, opens_thought(renderer, tokens))

@@ -27,17 +27,17 @@ Record = dict[str, Any]
 
 FORMATS = "a file of JSON lines (.jsonl, .jsonl.gz), .json, .csv or .parquet"
 MAX_BAD_LINES = 10_000
-"""How many bad lines are looked for."""
+"""Reading stops after this many bad lines."""
 LISTED_FAULTS, LISTED_LINES = 5, 40
-"""How many kinds of faults an error lists, and lines of each."""
+"""The number of kinds of faults that an error lists, and of lines of each fault."""
 PARQUET_ROWS = 64
-"""The rows of a parquet file that are held at once."""
+"""The rows of a parquet file that are read at a time."""
 DEEPEST = 100
-"""The most lists and objects of a record that are inside each other."""
+"""The deepest nesting of a record's lists and objects."""
 
 
 class BadRecord(UserError):
-    """A record's fault, and its fields; the record's place stands beside it."""
+    """A record's fault, and the record's fields; the place is kept beside the error."""
 
     def __init__(self, message: str, fields: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class BadRecord(UserError):
 
 
 Records = Iterator[tuple[str, Record | BadRecord]]
-"""Records with their places, `train.jsonl:17`, or what is wrong with them."""
+"""(place, record or its fault); a place is `train.jsonl:17`."""
 
 
 class Origin(NamedTuple):
@@ -58,7 +58,7 @@ class Origin(NamedTuple):
     split: str | None = None
 
     def content(self) -> str:
-        """A hash of the files, the subset and the split; UserError where files can't be had or read."""
+        """A hash of the files, the subset and the split; UserError if a file is missing or can't be read."""
         if self.split is None:
             paths = file_paths(self.source, self.key)
         else:
@@ -71,7 +71,7 @@ class Origin(NamedTuple):
         return digest.hexdigest()
 
     def records(self) -> Records:
-        """All records; of a table's rows, without the nulls that fill missing columns.
+        """All records; rows of a table come without the nulls that fill missing columns.
 
         Rows of a split are numbered from 0, lines and rows of files from 1; files come in the order of their names.
         UserError, which names the setting, is raised where a file or data set is missing or can't be read.
@@ -106,8 +106,8 @@ def read_records(records: Iterable[tuple[str, Any]], read: Callable[[Any], T]) -
 def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Iterator[tuple[str, T]]:
     """The records that aren't bad, with their places.
 
-    After the last line, or `MAX_BAD_LINES` bad lines, all bad lines are raised as one UserError, which names the
-    setting `key`.
+    After the last line, or after `MAX_BAD_LINES` bad lines, one UserError lists all bad lines and names the setting
+    `key`.
     """
     bad: list[tuple[str, UserError]] = []
     for location, record in records:
@@ -122,7 +122,7 @@ def sound_records(records: Iterable[tuple[str, T | UserError]], key: str) -> Ite
 
 
 def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
-    """The error of bad lines: each fault with the places of its lines, and the fields of the first line."""
+    """The error for bad lines: each fault with the places of its lines, and the fields of the first bad line."""
     places = dict[str, list[str]]()
     for location, error in bad:
         places.setdefault(str(error), []).append(location)
@@ -135,7 +135,7 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
 
 
 def numbers(places: Sequence[str]) -> list[str]:
-    """The places; a line of the same file as the place before it by its number alone: `a.jsonl:2`, `7`."""
+    """The places, as `a.jsonl:2`; only the line's number if the place before has the same file, as `7`."""
     split = [place.rpartition(":") for place in places]
     return [
         number if number.isdecimal() and before and before[0] == file else place
@@ -144,7 +144,7 @@ def numbers(places: Sequence[str]) -> list[str]:
 
 
 def shortened(items: Sequence[str], most: int, what: str) -> list[str]:
-    """At most so many of the items, and how many `what` there are."""
+    """At most `most` of the items, and the number of the remaining `what`."""
     more = len(items) - most
     return [*items[:most], *([f"and {more} {what}"] if more > 0 else [])]
 
@@ -165,8 +165,8 @@ def file_paths(source: str, key: str) -> list[Path]:
 def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compressed: bool = False) -> Iterator[Any]:
     """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
 
-    UserError, which names the setting `key`, is raised where it can't be read, also in the body, which raises `damaged`
-    at damaged content.
+    UserError, which names the setting `key`, is raised if the file can't be opened or read, or if the body of the
+    `with` statement raises `damaged`.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")
@@ -188,23 +188,23 @@ def read_parquet(path: Path, key: str) -> Iterator[Record]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls in its objects: Arrow fills in fields that only other rows have."""
+    """The value without the nulls in its objects: Arrow adds a null for a field that only other rows have."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def load_dataset(subject: str) -> Callable[..., Any]:
-    """The function of this name of Hugging Face's package; UserError where that isn't installed."""
+    """Hugging Face's `datasets.load_dataset`; UserError, which names the `subject`, if `datasets` isn't installed."""
     need("datasets", "hub", subject)
     import datasets
 
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # what it raises becomes our one line
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # its exceptions become our one-line error
     return datasets.load_dataset
 
 
 def read_csv(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The rows of a CSV file with names in its first row, as texts. UserError where the file can't be read."""
+    """The rows of a CSV file with a header row, as texts. UserError if the file can't be read."""
     csv.field_size_limit(2**31)
     with open_file(path, key) as file:
         rows = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
@@ -221,7 +221,7 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
 
 
 def read_json(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The objects of a file that holds one list of them, or JSON lines; UserError where it holds anything else."""
+    """The objects of a file with one JSON list, or with JSON lines; UserError for any other content."""
     with open_file(path, key, ValueError) as file:
         content = file.read().decode("utf-8-sig")
         first = content.lstrip().partition("\n")[0]
@@ -268,7 +268,7 @@ def parse(row: bytes | Record) -> Record:
 
 
 def shallow(record: Record) -> Record:
-    """The record; UserError where it has so many levels that functions which call themselves fail at it."""
+    """The record; UserError if it is nested so deeply that recursive functions would fail."""
 
     def exceeds(value: Any, levels: int) -> bool:
         items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -280,7 +280,7 @@ def shallow(record: Record) -> Record:
 
 
 def hub_split(source: str, subset: str | None, split: str, key: str) -> Any:
-    """The split of a hub's data set; UserError, which names the setting `key`, where it can't be had."""
+    """The split of a data set on the hub; UserError, which names the setting `key`, if it can't be loaded."""
     subject = f"{key}: {places.missing(source) if key in places.FILES else source}"  # the id of a task is no path
     load = load_dataset(f"{subject}; a hub id")
     try:

@@ -26,13 +26,13 @@ class Step:
     metrics: dict[str, Any]
     """Numbers by name, under TRL's names."""
     samples: list[dict[str, Any]]
-    """Lines of samples.jsonl (prompt, completion, rewards), from all processes, as the metrics are."""
+    """Lines of samples.jsonl (prompt, completion, rewards). Metrics and samples are from all processes."""
     tokens: int
     """Tokens in the whole batch, prompts included."""
 
 
 class FrozenModels(NamedTuple):
-    """Parameters that no update changes, beside the policy's own; None where the algorithm has none."""
+    """The parameters of further models, which no update changes; None if the algorithm has no such model."""
 
     reference: Params | None = None
     """The parameters that the run began with."""
@@ -42,7 +42,7 @@ class FrozenModels(NamedTuple):
 @runtime_checkable
 class Source(Protocol):
     steps: int
-    """The number of updates of the run: `steps` of the configuration, or fewer where the data ends before."""
+    """The number of updates of the run: the setting `steps`, or fewer if the data ends earlier."""
 
     @property
     def form(self) -> Form:
@@ -59,7 +59,7 @@ class Source(Protocol):
         """The position after the last step, as JSON for `seek`."""
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continue at a position that `position()` gave, perhaps in another process."""
+        """Continue at a position that `position()` returned, perhaps in another process."""
 
     def resumable(self, step: int) -> bool:
         """Whether a run can be resumed from the position after `step` updates."""
@@ -73,7 +73,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class ReferencedSource(Source, Protocol):
-    """A source that compares the policy with the run's first parameters, which are needed only once."""
+    """A source that compares the policy with the run's initial parameters."""
 
     def set_reference(self, params: Params, checksum: str) -> None:
-        """Take these parameters, which are known by their checksum, as the reference, before the first update."""
+        """Take `params` as the reference, before the first update; a resume compares their `checksum`."""

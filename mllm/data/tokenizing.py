@@ -21,7 +21,7 @@ class Document(NamedTuple):
 
     tokens: Int32[np.ndarray, " T"]
     counts: Bool[np.ndarray, " T"]
-    """The tokens that are learned, each from the tokens before it; never the first token."""
+    """The learned tokens; the first token is never learned."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -37,26 +37,26 @@ class Pair(NamedTuple):
 
     @property
     def size(self) -> tuple[int, int]:
-        """The number of tokens of both, which share a row, and how many of them count."""
+        """The number of tokens of both sequences, which share a row, and how many of them count."""
         (first, counted), (second, counted_too) = self.chosen.size, self.rejected.size
         return first + second, counted + counted_too
 
 
 @dataclass(frozen=True)
 class Documents:
-    """A sequence of documents or pairs, with their sizes apart."""
+    """A sequence of documents or pairs, read on demand; the sizes are in memory."""
 
     sizes: Any
     """Int [N, 2], or a sequence of two numbers: the tokens of each document, and how many of them count."""
     read: Callable[[Sequence[int]], list[Any]]
     """The documents of the given indices; one call for many is faster than many calls."""
     content: str | None = None
-    """A hash of all of them; None where they are made on demand."""
+    """A hash of all documents; None if documents are made on demand."""
     form: Form = "chats"
     parts: tuple[int, ...] = ()
     """The number of documents of each source, in order; empty for a single source."""
     hashes: UInt64[np.ndarray, "N"] | None = None
-    """A hash of each document, to find equal documents; None where documents are made on demand."""
+    """A hash of each document, to find equal documents; None if documents are made on demand."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -90,14 +90,14 @@ def joined(sources: Sequence[Documents]) -> Documents:
 
 
 class Skipped(NamedTuple):
-    """A sound record that can't be learned from."""
+    """A valid record without anything to learn, and the reason."""
 
     reason: str
 
 
 EQUAL = Skipped("chosen and rejected have equal tokens")
 Encoded = tuple[str, tuple[Document | Pair, bool, bool] | Skipped | BadRecord]
-"""The place of a record, and its document, whether it is complete and whether it is a text; or why there is none."""
+"""A record's place, and (document, whether it is complete, whether it is a text) or why there is no document."""
 
 
 def encode_records(
@@ -133,8 +133,8 @@ def nothing_within(max_length: int) -> Skipped:
 def encode_pair(renderer: Renderer, max_length: int, record: Record) -> tuple[Pair, bool, bool] | Skipped:
     """The record's two completions, whether they are complete, and whether they are texts.
 
-    Sequences end with their last token that counts, since nothing depends on the tokens behind it. They have at most
-    `max_length` tokens together: where they have more, neither is cut to less than a half.
+    Sequences end with their last learned token, since no loss depends on later tokens. Together they have at most
+    `max_length` tokens; of a longer pair, no sequence is cut to less than half of `max_length`.
     """
     if "chosen" in record and record["chosen"] == record.get("rejected"):
         return EQUAL
@@ -151,7 +151,7 @@ def encode_pair(renderer: Renderer, max_length: int, record: Record) -> tuple[Pa
 
 
 def encode_record(renderer: Renderer, record: Record) -> tuple[list[int], list[bool], bool]:
-    """The ids of a record, which of them are learned, and whether it is a text; UserError where it is in no format.
+    """(token ids, which are learned, whether it is a text) of a record; UserError if the record matches no format.
 
     `messages`, `conversations`, `question` and `answer`: the assistant's turns are learned. `prompt` and `completion`:
     the completion is learned, for texts and for lists of messages. `text`: every token is learned. A record's first

@@ -1,9 +1,8 @@
-"""Conversations in tokens: the first prompt, the tokens after a sampled turn, and the tool calls in its text.
+"""Tokenizes conversations: the first prompt, the tokens after a sampled turn, and the tool calls in its text.
 
 Sampled tokens are never decoded and encoded again. The template renders a known answer with the new messages, and the
-text behind the answer is encoded. Only text between <think> and </think> counts as a thought. Tool calls are parsed
-here, since transformers does it for tokenizers with a `response_template` alone, which Qwen's, Llama 3's and Hermes's
-lack.
+text after the answer is encoded. Only text between <think> and </think> is a thought. Tool calls are parsed here:
+transformers parses them only for tokenizers with a `response_template`, which Qwen, Llama 3 and Hermes lack.
 """
 
 import inspect
@@ -41,19 +40,19 @@ PYTHON, VALUE_CLOSE = "<|python_tag|>", "</parameter>"
 TAG, ENDS = re.compile(r"</?think>|<tool_call>|<function=|<\|python_tag\|>"), re.compile(r"</?tool_call>")
 NAMED = re.compile(r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"]*)"')
 CALLED = {"type", "name", "parameters", "arguments"}
-"""The fields of a call without tags: other answers may be JSON with a name as well."""
+"""The allowed fields of a call without tags: an answer that is no call may also be JSON with a name."""
 FUNCTION, PARAMETER = re.compile(r"<function=([^>\n]+)>\s*"), re.compile(r"<parameter=([^>\n]+)>")
 VALUE_ENDS = re.compile(r"</parameter>\s*(?=<parameter=[^>\n]+>|</function>|</tool_call>)")
 WHOLE = re.compile(r"<parameter=|</function>\s*(?:</tool_call>|<function=|\Z)|</tool_call>\s*(?:<tool_call>|\Z)")
-"""A value ends at `</parameter>` with structure behind it, best another parameter or the end of the whole call."""
+"""A value ends at a `</parameter>` that another parameter or a closing tag follows."""
 DECODER = json.JSONDecoder(strict=False, parse_constant=refuse, object_pairs_hook=unique)
 LONGEST_ERROR = 1000
 DEEPEST = 40
-"""The most levels of a tool call, which crosses to the trainer in a message of a few more."""
+"""The deepest nesting of a tool call; the message to the trainer adds a few levels."""
 
 
 def prompt_tokens(renderer: Renderer, messages: Sequence[Message], tools: Tools | None) -> list[int]:
-    """The ids of a conversation's first prompt, with the tools as the template renders them; UserError for none."""
+    """The token ids of a conversation's first prompt, tools included; UserError if there are none."""
     return encode_prompt(with_tools(renderer, tools), messages)
 
 
@@ -67,11 +66,11 @@ def with_tools(renderer: Renderer, tools: Tools | None) -> Renderer:
 
 
 def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: bool, tools: Tools | None) -> list[int]:
-    """The ids that the template puts between two sampled turns: the new messages of user or tool.
+    """The token ids between two sampled turns: the new messages of user or tool, rendered by the template.
 
-    `ended` says whether the sampled turn has a token that ended it, which then stands for the template's own. The text
-    of a control token in a message is broken by a space, since it often repeats what was sampled. UserError is raised
-    where the template or the tokenizer refuses the messages.
+    `ended` says whether the sampled turn ends with a stop token, which replaces the template's end token. A space
+    breaks up the text of a control token in a message, since an observation often repeats sampled text. UserError is
+    raised if the template or the tokenizer refuses the messages.
     """
     text, start, end = after_answer(with_tools(renderer, tools), messages)
     if not ended or start == end:
@@ -80,10 +79,8 @@ def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: b
 
 
 def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, int, int]:
-    """The text behind an answer with these messages after it, and the span in it of the token that ends the answer.
-
-    Start and end are 0 where no token ends it.
-    """
+    """The text that the template puts after an answer and before the next one, with `messages` between them, and the
+    span of the answer's end token in it (0, 0 without an end token)."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     added = [readable(renderer.tokenizer, message) for message in messages]
     text = render(renderer, [*chat, *added], add_generation_prompt=True).partition(ANSWER)[2]
@@ -93,7 +90,7 @@ def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, 
 
 
 def readable(tokenizer: Tokenizer, message: Message) -> Message:
-    """The message with a space in the text of each control token, and without half characters."""
+    """The message with a space in the text of each control token, and without lone surrogates."""
 
     def broken(match: re.Match[str]) -> str:
         return f"{match.group()[0]} {match.group()[1:]}"
@@ -105,10 +102,10 @@ def readable(tokenizer: Tokenizer, message: Message) -> Message:
 
 
 def check_turns(renderer: Renderer, tools: Tools | None, keep_thoughts: bool) -> None:
-    """Raise UserError where the template renders earlier turns otherwise than they were sampled and given.
+    """Raise UserError if the template would render earlier turns differently from the sampled and given turns.
 
-    Two answers with thoughts are rendered, and messages after them: of a tool if there are tools, else of the user. A
-    template may drop the thoughts if `keep_thoughts`, which must then have an effect.
+    The probe has two answers with thoughts, each followed by a message of a tool (or of the user without tools). If
+    `keep_thoughts`, the template may drop the thoughts; it must then drop them.
     """
     if renderer.rule == "never":
         raise UserError("chat_template: never renders no turns, which an environment needs: remove it")
@@ -137,7 +134,7 @@ def check_turns(renderer: Renderer, tools: Tools | None, keep_thoughts: bool) ->
 
 
 def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
-    """The JSON schemas of functions or methods; UserError where type hints or the Google docstring lack something."""
+    """The JSON schemas of functions or methods; UserError if type hints or the Google docstring are incomplete."""
     from transformers.utils import get_json_schema
 
     schemas = []
@@ -155,13 +152,16 @@ def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:
 
 
 def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]:
-    """The calls in an answer, in their order, and for each that can't be read an error with a message for the model.
+    """The tool calls in an answer, in order; an unreadable call becomes an error with a message for the model.
 
-    Thoughts call nothing, even if they never end. Forms: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`
-    of Qwen and Hermes; Qwen3-Coder's `<function=...>`, in these tags or without, any number of both; Llama 3's
-    `{"name": ..., "parameters": {...}}` as the whole answer or behind `<|python_tag|>`, several with semicolons
-    between. A value is read where it begins, and a closing tag counts where structure follows it, so that arguments
-    may have the texts of tags.
+    Calls inside a thought are ignored, even if the thought never ends. Formats:
+
+    - Qwen and Hermes: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number.
+    - Qwen3-Coder: `<function=...>`, inside `<tool_call>` or not, any number.
+    - Llama 3: `{"name": ..., "parameters": {...}}` as the whole answer or after `<|python_tag|>`, separated by
+      semicolons.
+
+    A closing tag counts only if another tag or the end follows, so arguments may contain the texts of tags.
     """
     tools = tools or []
     results, position = untagged_calls(text, 0, tools)
@@ -192,7 +192,7 @@ def tool_calls(text: str, tools: Tools | None = None) -> list[Call | ValueError]
 
 
 def untagged_calls(text: str, start: int, tools: Tools) -> tuple[list[Call | ValueError], int]:
-    """The calls that the text from `start` to a tag consists of, none if it has other content, and their end."""
+    """The calls in the text from `start` to the next tag, and their end; no calls if the text has other content."""
     must_call = text.startswith(PYTHON, start)
     position = behind_space(text, start + len(PYTHON) * must_call)
     named = NAMED.match(text, position)
@@ -245,7 +245,7 @@ def json_call(text: str, position: int) -> tuple[dict[str, Any], Call, int]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"a tool call is not JSON: {error}") from None
     is_call = isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(arguments, dict)
-    if not is_call or len(given) > 1 or not (given or value.keys() <= CALLED):  # other names hold what it meant
+    if not is_call or len(given) > 1 or not (given or value.keys() <= CALLED):  # arguments under an unknown name
         raise ValueError('a tool call must be {"name": a text, "arguments": an object}')
     return value, (value["name"], arguments), end
 

@@ -1,5 +1,4 @@
-"""A decoder's family and sizes, from and to config.json; an architecture that the decoder does not compute is refused
-by name."""
+"""A decoder's family and sizes, from and to config.json; an unsupported architecture is refused by name."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -17,11 +16,11 @@ Family = Literal["qwen2", "qwen3", "qwen3_5_text", "llama", "smollm3", "olmo2", 
 """A `model_type` of config.json: Qwen2 and Qwen2.5; Qwen3's dense models; Qwen3.5's without images; Llama 3, 3.1 and
 3.2; SmolLM3; OLMo 2; and Gemma 3 without images."""
 TEXT_PARTS = {"gemma3": "gemma3_text", "qwen3_5": "qwen3_5_text"}
-"""Models of texts and images, by the family of their texts' part (`text_config`), which alone is made."""
+"""Vision-language models, with the family of their text part (`text_config`); only the text part is supported."""
 
 
 class Traits(NamedTuple):
-    """The traits that distinguish a family, beside its sizes."""
+    """The properties of a family, apart from sizes."""
 
     architecture: str
     """The class of transformers that loads it."""
@@ -34,7 +33,7 @@ class Traits(NamedTuple):
     head_norms: Literal["each", "all"] | None = None
     """Whether each head of queries and of keys is normalized before its rotation, or all heads together."""
     norms: Literal["before", "after", "both"] = "before"
-    """Where attention and the feed-forward network have a norm: before, after (of their output), or both."""
+    """Where attention and the feed-forward network have a norm: before, after (on their output), or at both places."""
     norms_add_one: bool = False
     """Whether norms multiply by 1 + weight."""
     gemma: bool = False
@@ -85,16 +84,16 @@ class DeltaNet(NamedTuple):
     """The sizes of gated delta nets."""
 
     taps: int
-    """The tokens that the convolution reads, its own the last of them."""
+    """The number of tokens that the convolution reads, the current token included."""
     key_dim: int
     value_dim: int
     key_heads: int
     value_heads: int
-    """A multiple of the key heads: so many value heads in a row share a key head."""
+    """A multiple of the number of key heads: consecutive value heads share a key head."""
 
     @property
     def keys(self) -> int:
-        """How many numbers the keys of a token are."""
+        """The number of elements of a token's keys."""
         return self.key_heads * self.key_dim
 
     @property
@@ -110,10 +109,10 @@ DELTA_SIZES = (
 
 
 class LayerKind(NamedTuple):
-    """The traits that distinguish the attention of some layers."""
+    """The properties of a layer's attention."""
 
     window: int | None
-    """How many tokens a query attends to at most, its own the last of them; None: no limit."""
+    """The most tokens that a query attends to, its own included; None: no limit."""
     rope_theta: float | None
     """The base of the rotary frequencies; None: nothing is rotated."""
     rope_scaling: RopeScaling | float | None = None
@@ -144,7 +143,7 @@ class Architecture:
     layer_types: tuple[str, ...] = ()
     no_rope_layers: tuple[int, ...] = ()
     partial_rotary_factor: float = 1.0
-    """The share of a head's dims that are rotated, the first ones."""
+    """The share of a head's dims that are rotated, from the first."""
     linear_conv_kernel_dim: int | None = None
     linear_key_head_dim: int | None = None
     linear_value_head_dim: int | None = None
@@ -153,7 +152,7 @@ class Architecture:
 
     @property
     def rotary_dim(self) -> int:
-        """How many dims of a head are rotated."""
+        """The number of a head's dims that are rotated."""
         return int(self.head_dim * self.partial_rotary_factor)
 
     @property

@@ -1,9 +1,9 @@
-"""Causal attention over whole sequences, within the documents packed in a row, by kernels that never hold all scores.
+"""Causal attention over whole sequences, within the documents packed in a row, by kernels that never store all scores.
 
-JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, make a block of scores at a time (FlashAttention,
-arXiv:2205.14135, section 3.1). Splash attention knows segments; cuDNN's needs a mask, B T T numbers, for packed rows.
-JAX can also give cuDNN document offsets, but until jax-ml/jax pull request 39521 they read the wrong keys where several
-query heads share a key head. No test of the cuDNN path has run on a GPU.
+JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, compute a block of scores at a time (FlashAttention,
+arXiv:2205.14135, section 3.1). Splash attention supports segments; cuDNN's needs a mask, B T T numbers, for packed
+rows. JAX can also pass document offsets to cuDNN, but until jax-ml/jax pull request 39521 cuDNN then reads the wrong
+keys if several query heads share a key head. No test of the cuDNN path has run on a GPU.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ AttentionKernel = Literal["splash", "cudnn"]
 KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
 
 HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128, 256)}
-"""Head sizes of published models that each kernel supports, cuDNN 256 only where `cudnn_refusal` finds none."""
+"""Head sizes of published models that each kernel supports; cuDNN supports 256 only if `cudnn_refusal` is empty."""
 COMMON = 128
 """The largest head size that cuDNN supports on all GPUs from compute capability 8.0 on."""
 
 BLOCKS = (512, 256, 128)
-"""Queries, or keys, in a block of splash attention, which takes the largest that divides the sequence.
+"""Queries, or keys, in a block of splash attention; the largest that divides the sequence is taken.
 
-Rows are padded to a multiple of the last: splash attention needs that; cuDNN with a mask refuses odd lengths, and has
-given gradients that are not finite where a length is 64 more than such a multiple (pytorch/pytorch issue 196678).
+Rows are padded to a multiple of the smallest, which splash attention needs. cuDNN with a mask refuses odd lengths, and
+its gradients were not finite for a length of 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
 BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 """Splash attention's names for the size of a block, in its forward and its two backward kernels."""
@@ -43,14 +43,14 @@ BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq
 
 @dataclass(frozen=True)
 class Attention:
-    """A kernel that computes attention, bound to a mesh, which must divide the rows and both kinds of heads."""
+    """An attention kernel, bound to a mesh that must divide the rows, the query heads and the key heads."""
 
     kernel: AttentionKernel
     mesh: Mesh
     packed: bool
     """Whether a row may hold several documents. If False, a row must begin with its only document."""
     window: int | None = None
-    """The number of keys to which `window` may limit a query; None: there is no limit."""
+    """The number of keys of a query with a sliding window; None: the model has no window."""
 
     def __call__(
         self,
@@ -62,10 +62,9 @@ class Attention:
     ) -> Float[jax.Array, "B T N H"]:
         """softmax(q k^T / sqrt(H)) v over the keys of the query's segment up to the query, in the dtype of the queries.
 
-        Only the last `window` of these keys count if it is `self.window`, else all. Scores, softmax and sums are
-        float32. Each device computes its own rows and heads. Padding, segment 0, attends to padding or to what precedes
-        it; its outputs are finite and reach no other token. On other devices, as in tests, splash attention is
-        interpreted and XLA replaces cuDNN.
+        If `window` is `self.window`, only the last `window` keys count. Scores, softmax and sums are float32. Each
+        device computes its own rows and heads. Outputs at padding, segment 0, are finite and affect no other token. On
+        other devices, as in tests, splash attention is interpreted and XLA replaces cuDNN.
         """
         time = queries.shape[1]
         missing = -time % BLOCKS[-1]
@@ -137,7 +136,7 @@ def cudnn_attention(
 
 
 def set_precision(dtype: DTypeLike) -> Any:
-    """A context in which products that state no precision have `precision_of(dtype)`."""
+    """A context that gives `precision_of(dtype)` to products without a precision of their own."""
     return jax.default_matmul_precision(precision_of(dtype).name.lower())
 
 
@@ -158,12 +157,12 @@ def at_set_precision(attend: Callable[..., jax.Array], dtype: DTypeLike) -> Call
 
 
 class AttentionChoice(NamedTuple):
-    """The attention that a run computes whole sequences with."""
+    """A run's attention over whole sequences."""
 
     attention: Attention | None
     """The kernel; None: `jax.nn.dot_product_attention` by XLA."""
     reason: str
-    """The reason why it is not a faster one, in a clause; empty where it is the fastest."""
+    """Why no faster attention is used, in a clause; empty for the fastest."""
 
 
 def choose(

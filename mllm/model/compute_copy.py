@@ -1,12 +1,12 @@
-"""The copies of parameters that products read: in the compute dtype, rounded to nearest or dithered.
+"""Compute copies: the parameters in the compute dtype, as matrix products read them, rounded to nearest or dithered.
 
-A float32 master that has moved by less than half the distance of two bfloat16 numbers is rounded to nearest back to
-where it was, so that neither the forward pass nor the sampler sees an update of reinforcement learning for tens of
-steps. A dithered copy is rounded up where the weight's fraction between its two neighbours exceeds a threshold in
-[0, 1) that belongs to this weight for ever: the share of the weights that step over is then equal to how far they have
-moved. A number that bfloat16 can hold stays, so a run begins with the very model that it was given.
+Rounding to nearest maps a float32 master back to its old bfloat16 number until it has moved by half the distance of two
+bfloat16 numbers. Forward pass and sampler then don't see the updates of tens of steps of reinforcement learning. A
+dithered copy is rounded up if the weight's fraction between its two neighbours exceeds the weight's fixed threshold in
+[0, 1). So the share of the weights that change is the distance that they have moved. A number that bfloat16 can
+represent is not changed, so a run begins with exactly the published model.
 
-A threshold is a hash of the parameter's name and of the weight's layer, row and column: every process, mesh, resumed
+A threshold is a hash of the parameter's name and of the weight's layer, row and column, so every process, mesh, resumed
 run and tool makes the same copy. Vectors (norms, biases) are read in float32.
 """
 
@@ -27,7 +27,7 @@ class Rounding:
 
     dtype: jnp.dtype
     dithered: bool = False
-    """Whether float32 is dithered on its way to bfloat16; else it is rounded to nearest."""
+    """Whether float32 is dithered when it becomes bfloat16; else it is rounded to nearest."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Rounding":
@@ -42,10 +42,10 @@ def compute_copy(
     rows: Int[Array, "..."] | None = None,
     columns: Int[Array, "..."] | None = None,
 ) -> Shaped[Array, "*S"]:
-    """A parameter in the compute dtype; gradients pass through as if nothing were rounded.
+    """A parameter in the compute dtype; gradients ignore the rounding (straight-through).
 
-    `name` is the parameter's in `layout.PARAMETERS`, `layer` the number of its layer, unless layers are stacked. Where
-    `values` are only some of the parameter's, `rows` and `columns` are numbers that broadcast to their shape.
+    `name` is the parameter's name in `layout.PARAMETERS`, `layer` the index of its layer, unless layers are stacked. If
+    `values` are only a part of the parameter, `rows` and `columns` are their indices, broadcast to the shape.
     """
     if not (rounding.dithered and values.dtype == jnp.float32 and rounding.dtype == jnp.bfloat16):
         return values.astype(rounding.dtype)
@@ -58,7 +58,7 @@ def compute_copy(
 
 @jax.custom_vjp
 def dither(values: Float32[Array, "*S"], bits: UInt32[Array, "..."]) -> BFloat16[Array, "*S"]:
-    """Each number's neighbour in bfloat16: the one farther from 0 where its 16 last bits and `bits` carry."""
+    """Each number in bfloat16: rounded away from 0 if its last 16 bits and `bits` carry, else towards 0."""
     pattern = jax.lax.bitcast_convert_type(values, jnp.uint32)
     carried = pattern + bits
     # Only a NaN can carry into the sign. (What isn't finite, XLA for TPUs would keep as an array.)

@@ -51,9 +51,9 @@ class Decoder(nnx.Module):
 
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
-        float32. `remat` says what the backward pass computes again in each layer: nothing or
-        everything. Without `attention` XLA computes it; without `layout` there is one device, or XLA decides. With
-        `lora` the products that it names have adapters, float32, made as zeros, and vectors are float32.
+        float32. `remat` is `none`, or `full` to recompute each layer in the backward pass. Without `attention` XLA
+        computes attention; without `layout` there is one device, or XLA chooses shardings. `lora` names the products
+        with adapters, which are float32 zeros at first; vectors are then float32.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -88,7 +88,7 @@ class Decoder(nnx.Module):
     def head_weight(self) -> Float[jax.Array, "V D"]:
         """The vocabulary matrix, with logits = hidden @ head_weight.T: as stored, or the embedding if it is tied.
 
-        Only an adapter of the head makes another matrix of it, in float32.
+        With an adapter of the head it is the merged matrix, in float32.
         """
         weight = (self.embed if self.head is None else self.head).get_value()
         if self.lora is None or self.head_a is None or self.head_b is None:
@@ -105,9 +105,9 @@ class Decoder(nnx.Module):
     ) -> Float[jax.Array, "B T D"]:
         """Hidden states after the last norm, in the compute dtype.
 
-        A query attends to a key iff both have the same segment, not 0, the key is not later and, in a layer with a
-        window, within it. Positions count within each document; segments count a row's documents from 1;
-        0 is padding with finite, meaningless hidden states. A token id beyond the vocabulary gives NaN.
+        A query attends to a key if they have the same nonzero segment, and the key is not later and inside the layer's
+        window, if any. Positions count within each document. Segments count a row's documents from 1; segment 0 is
+        padding with finite, meaningless hidden states. A token id beyond the vocabulary gives NaN.
         """
         hidden, _ = self.apply_layers(tokens, positions, segments)
         return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
@@ -143,7 +143,7 @@ class Decoder(nnx.Module):
             place: int,
         ) -> tuple[jax.Array, Any]:
             index, count = period, counts[name]
-            if count > 1:  # sliced in here, or else the backward pass would keep copies
+            if count > 1:  # sliced inside, since the backward pass would keep copies otherwise
                 index, params = count * period + place, jax.tree.map(lambda x: x[place], params)
             kind = jnp.asarray(config.kind_of_layer)[index] if len(kinds) > 1 else 0
             window = jnp.asarray(windows)[kind] if min(windows) < time else None

@@ -1,14 +1,14 @@
 """The gated delta rule and its short convolution, the token mixing of three in four of Qwen3.5's layers.
 
-A head's memory S [D, E] decays and learns what a key should give (Yang et al. 2024, arXiv:2412.06464, equation 10):
-S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T, and the output is S^T q. `recurrent` does so token by token.
-`chunked` takes 64 tokens at a time: what a chunk writes solves a triangular system, and only the memory passes from one
-chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3).
+A head has a memory S [D, E] (Yang et al. 2024, arXiv:2412.06464, equation 10). Each token updates it by
+S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T; the output is S^T q. `recurrent` computes this token by token.
+`chunked` takes 64 tokens at a time: the updates of a chunk are the solution of a triangular system, and only the memory
+passes from one chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3).
 
-Documents packed in a row are told apart exactly: no decay, product or input of the convolution crosses a border.
+Documents packed in a row are separated exactly: no decay, product or convolution input crosses a border.
 
-float32 products at the highest precision have no matrix units on a GPU and six passes of them on a TPU. Where the model
-computes in bfloat16, `chunked` takes `Precisions` that are cheaper and still finer than the rounding of its operands.
+float32 products at the highest precision don't use a GPU's matrix units, and take six passes on a TPU. If the model
+computes in bfloat16, `chunked` takes cheaper `Precisions`, which are still finer than the rounding of its operands.
 
 Letters: B rows, T tokens, S taps before the last, C channels; K key heads, G value heads of each, D and E the sizes of
 a key and a value; N chunks, I and J tokens of a chunk.
@@ -33,7 +33,7 @@ GROUP = 16
 EPSILON = 1e-6
 """Added to the square of a length."""
 SHORT_SEQUENCE = 8
-"""Up to so many tokens the recurrence is the faster way."""
+"""Up to this number of tokens the recurrence is faster."""
 
 Precision = jax.lax.Precision | jax.lax.DotAlgorithmPreset
 
@@ -43,11 +43,11 @@ class Precisions(NamedTuple):
 
     products: Precision = precision_of(jnp.float32)
     inverse: Precision = precision_of(jnp.float32)
-    """The precision for the inverse of the triangular systems, which needs all of float32's digits."""
+    """The precision of the triangular systems' inverse, which needs full float32."""
 
     @classmethod
     def of(cls, dtype: DTypeLike, platform: str) -> "Precisions":
-        """The precisions for a compute dtype and the kind of the devices, as "tpu" or "gpu"."""
+        """The precisions for a compute dtype and a platform, such as "tpu" or "gpu"."""
         if jnp.dtype(dtype) != jnp.bfloat16 or platform not in ("gpu", "tpu"):
             return EXACT
         if platform == "tpu":
@@ -80,14 +80,14 @@ class Rule(NamedTuple):
     """The operands of the delta rule; a padding token has decay 0 and beta 0."""
 
     queries: Float[jax.Array, "B T K D"]
-    """Their lengths don't matter: the rule reads queries with the length 1/sqrt(D), and keys with the length 1."""
+    """Queries and keys of any norm: the rule scales queries to norm 1/sqrt(D), and keys to norm 1."""
     keys: Float[jax.Array, "B T K D"]
     values: Float[jax.Array, "B T K G E"]
     decay: Float32[jax.Array, "B T K G"]
     """The logarithm of the factor."""
     beta: Float32[jax.Array, "B T K G"]
     documents: Int[jax.Array, "B T"]
-    """The number of borders up to the token: a row begins in document 0, which goes on with what its memory holds."""
+    """The number of borders up to the token. A row begins in document 0, which continues from the given memory."""
 
     @property
     def normalized(self) -> "Rule":
@@ -102,7 +102,7 @@ class Rule(NamedTuple):
 
 
 def documents_of(segments: Int[jax.Array, "B T"]) -> Int[jax.Array, "B T"]:
-    """The number of borders up to each token: a document begins where another segment does; padding ends none."""
+    """The number of borders up to each token. A border is a change of the segment; padding is no border."""
     before = jnp.pad(segments, ((0, 0), (1, 0)), mode="edge")[:, :-1]
     return jnp.cumsum((segments != before) & (segments != 0), axis=1)
 
@@ -115,7 +115,7 @@ def convolve(
 ) -> tuple[Float32[jax.Array, "B T C"], Float[jax.Array, "B S C"]]:
     """Each channel's causal convolution within its document, float32; and the inputs after each row's last token.
 
-    The last tap is the token's own. The row's first document goes on from the inputs `before`.
+    The last tap is the token's own. The row's first document continues from the inputs `before`.
     """
     count, time = before.shape[1], x.shape[1]
     documents = documents_of(segments)
@@ -141,7 +141,7 @@ def recurrent(
     def step(carry: tuple[jax.Array, jax.Array], token: Rule) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         memory, document = carry
         factor = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
-        # Sums instead of products of matrices, for which XLA for CPUs transposes the memory.
+        # Sums instead of matrix products: XLA for CPUs would transpose the memory for these.
         query, key = (x[:, :, None, :, None] for x in (token.queries, token.keys))
         memory = memory * factor[..., None, None]
         error = token.values - jnp.sum(memory * key, axis=-2)
@@ -156,16 +156,16 @@ def recurrent(
 
 
 def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B K G D E"]:
-    """The memory with its axes in this order on a GPU: else XLA turns all states before and after a decode chunk."""
+    """The memory with a pinned layout on a GPU: else XLA transposes all states before and after a decode chunk."""
     return with_layout_constraint(memory, Layout(major_to_minor=(0, 1, 2, 3, 4)))
 
 
 def chunked(
     rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT, recomputed: bool = False
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """The same as `recurrent` gives, computed one chunk after the other.
+    """The results of `recurrent`, computed chunk by chunk.
 
-    The backward pass computes each of several groups again, unless the whole layer is `recomputed`.
+    The backward pass recomputes each group of chunks, unless the whole layer is `recomputed`.
     """
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
@@ -230,8 +230,8 @@ def run_group(
 def invert(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inverse) -> Float32[jax.Array, "*N I I"]:
     """(1 + below)^-1 for strictly lower triangular matrices.
 
-    Blocks of the diagonal are inverted in pairs, of 1, 2, 4, ... rows, until one is left: the sum of the powers of
-    `below`, which is fewer products, loses all digits where neighbouring keys are alike.
+    Diagonal blocks of 1, 2, 4, ... rows are inverted and merged in pairs. The sum of powers of `below` takes fewer
+    products, but loses all digits if neighbouring keys are alike.
     """
     size = below.shape[-1]
     index = jnp.arange(size)

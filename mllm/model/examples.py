@@ -1,9 +1,9 @@
-"""Examples in tokens: the ids of a text or a chat, and which of them are learned.
+"""Tokenizes examples: the token ids of a text or a chat, and which tokens are learned.
 
 In a chat the assistant's content is learned, with the token that ends its turn. Templates rewrite messages (they trim
-them, drop thoughts, write calls of tools), so no message is looked for by its content: the template renders the chat
-once more with other words in one of the assistant's messages, and the part that differs is that message. Each learned
-piece is tokenized by itself, as it is sampled.
+them, drop thoughts, format tool calls), so a message can't be found by searching for its content. Instead the template
+renders the chat again with other words in one assistant message; the part that differs is that message. Each learned
+piece is tokenized by itself, as in sampling.
 """
 
 import logging
@@ -33,9 +33,9 @@ warn_once = lru_cache(maxsize=8)(log.warning)
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REWORDED = ("Quartz.", "Fjord!", "Waltz;")
-"""Other words for a message: of three, one begins and ends otherwise than the message."""
+"""Replacement words for a message: at least one begins and ends differently from the message."""
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""The names of a message's thought."""
+"""The possible field names of a message's thought."""
 
 
 class Span(NamedTuple):
@@ -46,10 +46,10 @@ class Span(NamedTuple):
 
 
 def encode_text(tokenizer: Tokenizer, prompt: str, completion: str) -> tuple[list[int], list[bool]]:
-    """The ids of a text without a chat template and an end of sequence, and which of them are not the prompt's.
+    """The token ids of prompt and completion, without a chat template, and which of them are learned.
 
-    The two pieces are tokenized apart, as when the prompt is given and the completion sampled. UserError is raised if
-    the tokenizer names no end of sequence, or a piece has the text of a control token.
+    Prompt and completion are tokenized separately, as in sampling; an end of sequence follows. UserError is raised if
+    the tokenizer has no end of sequence, or a piece has the text of a control token.
     """
     if tokenizer.eos_token_id is None:
         raise UserError("model.tokenizer: it names no end of sequence, which text without a chat template needs")
@@ -65,8 +65,8 @@ def encode_example(
     """The ids of a whole chat, and which of them are learned: the assistant's in `messages[first_learned:]`.
 
     A message with the field `weight: 0` is not learned.
-    Where the template has `{% generation %}`, its marks say which text is learned. UserError is raised if the template
-    is missing, fails, leaves a learned message out, or doesn't mark off the assistant's turns.
+    If the template has `{% generation %}` marks, the marked text is learned. UserError is raised if the template is
+    missing, fails, leaves a learned message out, or doesn't separate the assistant's turns.
     """
     text = render(renderer, messages)
     learned = (turn for turn in range(first_learned, len(messages)) if messages[turn].get("weight") != 0)
@@ -86,7 +86,7 @@ def encode_example(
 
 
 def check_others(renderer: Renderer, messages: Sequence[Message]) -> None:
-    """Raise UserError where the template leaves out what the user or a tool says; warn where the system's message."""
+    """Raise UserError if the template drops a user's or tool's message; warn if it drops the system message."""
     others = [turn for turn, message in enumerate(messages) if message["role"] != "assistant" and message["content"]]
     words = {turn: f"Quartz {turn}." for turn in others}
     chat = [{**message, "content": words.get(turn, message["content"])} for turn, message in enumerate(messages)]
@@ -190,7 +190,7 @@ def reworded_call(call: Message, words: str) -> Message:
 
 
 def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """The position in `text` at which the assistant begins: behind the text that the template adds to a prompt."""
+    """The position in `text` where the assistant begins: after the text that the template adds to a prompt."""
     before = render(renderer, messages[:turn], add_generation_prompt=True)
     unopened = before.removesuffix("<think>\n")
     for opening in (before, unopened):
@@ -209,7 +209,7 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
 
 
 def turn_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: str, content: Span) -> int:
-    """The end of the control tokens that end the assistant's turn, of its content where the template writes none."""
+    """The end of the control tokens that close the assistant's turn, or of its content if there are no such tokens."""
     calls, closing = messages[turn].get("tool_calls"), ending(renderer.tokenizer, renderer.template)
     if turn < len(messages) - 1 and (calls or not closing):
         return call_end(renderer, messages, turn, text, content) if calls else content.end
@@ -238,15 +238,15 @@ def call_end(renderer: Renderer, messages: Sequence[Message], turn: int, text: s
 
 @lru_cache(maxsize=8)
 def ending(tokenizer: Tokenizer, template: str) -> str:
-    """The control tokens that the template writes behind each of the assistant's turns, not only behind the last."""
+    """The control tokens that the template writes after every assistant turn, not only after the last."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     behind = [render(Renderer(tokenizer), messages).rpartition(ANSWER)[2] for messages in (chat, [*chat, chat[0]])]
-    found = re.search(f"({control_tokens(tokenizer).pattern})+", behind[0][: common(*behind)])
-    return found.group() if found else ""
+    match = re.search(f"({control_tokens(tokenizer).pattern})+", behind[0][: common(*behind)])
+    return match.group() if match else ""
 
 
 def common(first: str, second: str) -> int:
-    """How many characters the beginnings of two texts have in common."""
+    """The length of the common prefix of two texts."""
     same, most = 0, min(len(first), len(second))
     while same < most:
         middle = (same + most + 1) // 2

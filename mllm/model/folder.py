@@ -1,6 +1,6 @@
-"""The folder of a model, on a disk, in a bucket or on the hub: how it is found, read, and replaced as a whole.
+"""Finds, reads and replaces a model's folder, on a disk, in a bucket or on the hub.
 
-It may be a stranger's. Each file of JSON is read completely, or refused in one line.
+The folder may be untrusted. A malformed JSON file is refused in one line.
 """
 
 import json
@@ -48,9 +48,9 @@ def local_folder(
 ) -> Path:
     """The folder that `source` names, or the local cache's copy of a hub id or a bucket, fetched if need be.
 
-    From the hub, at a `revision`, or a bucket, files that match `patterns` are fetched. UserError, which names
-    the setting `key` and the `last_resort`, is raised where it is neither a folder nor an id that the hub, or its local
-    cache, gives.
+    From the hub (at a `revision`) or a bucket, only files that match `patterns` are fetched. UserError, which names the
+    setting `key` and the `last_resort`, is raised if there is no such folder, and neither the hub nor its local cache
+    has the id.
     """
     if is_bucket(source):
         return fetch_folder(source, patterns, key)
@@ -96,7 +96,7 @@ def commit_of(source: str, revision: str | None, key: str) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; UserError where there is no such file, or something else in it."""
+    """The JSON object in a file; UserError if the file is missing or has other content."""
     try:
         if path.stat().st_size > LARGEST_JSON:
             raise UserError(f"{path}: larger than {LARGEST_JSON >> 20} MiB; a model's settings are not")

@@ -3,9 +3,9 @@
 Each row, the weights of one output, has a scale of its own, symmetric around 0 (Jacob et al. 2018, arXiv:1712.05877,
 section 2.1). Compilers convert the numbers on their way into a product, so no dequantised copy exists.
 
-Numbers are rounded to nearest. A published model lies on bfloat16's grid, which hides small updates (compute_copy.py),
-but anywhere between int8's numbers, so the share of the weights that step over is how far they have moved. Dithered
-weights would move as well, and be farther from their masters (docs/log.md).
+Numbers are rounded to nearest. A published model's weights lie on bfloat16's grid, so rounding to bfloat16 hides small
+updates (compute_copy.py). Between int8's numbers they lie anywhere, so the share of the weights that change follows the
+distance that they moved. Dithering would not improve this, and increase the rounding error (docs/log.md).
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ INT8_MAX = 127
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Int8Matrix:
-    """The matrix `values * scales[..., None]`, stacked over layers or not; both may be shapes, or shardings."""
+    """The matrix `values * scales[..., None]`, stacked over layers or not; the fields may be shapes or shardings."""
 
     values: Any
     """int8, [*L, O, I]."""
@@ -71,7 +71,7 @@ multiply.defvjp(lambda dtype, x, matrix: (multiply(dtype, x, matrix), matrix), d
 
 
 def quantize(matrix: Float[Array, "*L O I"]) -> Int8Matrix:
-    """The nearest matrix in int8; each row keeps its largest number."""
+    """The matrix rounded to int8; each row's largest absolute value is exact."""
     wide = matrix.astype(jnp.float32)
     scales = jnp.abs(wide).max(axis=-1) / INT8_MAX
     steps = jnp.round(wide / jnp.where(scales > 0, scales, 1)[..., None])

@@ -147,7 +147,7 @@ class AttentionLayer(Layer):
         Float[jax.Array, "B T K H"],
         Float[jax.Array, "B T N H"] | None,
     ]:
-        """Queries and keys, both with rotary positions and in some families normalized before, values, and any gate."""
+        """Queries, keys, values, and any gate. Queries and keys are rotated, in some families after a norm."""
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
         head_dim = self.config.head_dim
         heads = (*hidden.shape[:2], -1, head_dim)
@@ -205,9 +205,9 @@ class DeltaLayer(Layer):
     ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
         """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
 
-        The first document of a row goes on from the state `before`. Tokens of segment 0 are padding: they leave the
-        state as it is, and their outputs are meaningless. `recomputed` says that the backward pass computes the whole
-        layer again, so that nothing in here needs to.
+        The first document of a row continues from the state `before`. Tokens of segment 0 are padding: they don't
+        change the state, and their outputs are meaningless. `recomputed` says that the backward pass recomputes the
+        whole layer, so that this method need not rematerialize.
         """
         net, shape = self.config.delta_net, hidden.shape[:2]
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)

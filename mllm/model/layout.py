@@ -1,4 +1,4 @@
-"""The one table of the parameters, with their logical axes and their tensors' names, and the axes of activations.
+"""The table of all parameters, with their logical axes and tensor names, and the axes of activations.
 
 All shardings are derived from these axes.
 """
@@ -95,14 +95,14 @@ DELTA_MEMORY = ("batch", "heads", "head_dim", "head_dim")
 
 
 def parameter_name(path: KeyPath) -> str:
-    """The name of a leaf, from its path in a tree of parameters or in one that holds such trees, as AdamW's state."""
+    """The parameter's name for a leaf, from its path in a tree of parameters or in an optimizer state."""
     return ".".join(str(key.key) for key in path if isinstance(key, DictKey))
 
 
 def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: str = "") -> Params:
-    """The tree with `function(parameter, its name)` for each parameter or `Int8Matrix`; `prefix` begins their names.
+    """Map `function(parameter, name)` over the parameters, `Int8Matrix` included; `prefix` begins their names.
 
-    With `prefix` "layers." or "delta." they are one layer's, without the axis of layers.
+    With `prefix` "layers." or "delta." the tree is one layer's, without the axis of layers.
     """
 
     def apply(path: KeyPath, leaf: Any) -> Any:
@@ -112,7 +112,7 @@ def map_parameters(function: Callable[[Any, str], Any], params: Params, prefix: 
 
 
 def count(params: Params) -> int:
-    """How many parameters these are; an `Int8Matrix` counts as the matrix that it stands for."""
+    """The number of parameters; an `Int8Matrix` counts without its scales."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(params, is_leaf=is_int8))
 
 
@@ -141,9 +141,9 @@ class Layout:
 
     @classmethod
     def of(cls, mesh: Mesh, config: Architecture) -> "Layout":
-        """The layout of a model of these sizes; UserError where the mesh does not divide one of them.
+        """The layout of a model; UserError if the mesh does not divide one of the model's sizes.
 
-        Only heads of keys and values, which are few, may stay whole on every device. Nothing is padded.
+        Only key and value heads, which are few, may be replicated. Nothing is padded.
         """
         sizes = asdict(config)
         delta = ("linear_num_key_heads",) if config.traits.delta else ()
@@ -211,7 +211,7 @@ def constrain(layout: Layout | None, array: Any, axes: Axes) -> Any:
 
 
 def gather(rounding: Rounding, layout: Layout | None, name: str, parameter: Any, layer: Int[ArrayLike, ""] = 0) -> Any:
-    """The parameter of this name as products read it, vectors in float32: gathered over fsdp after it is rounded.
+    """The compute copy of a parameter, gathered over fsdp after rounding; vectors are float32.
 
     An `Int8Matrix` is gathered as it is.
     """
@@ -232,10 +232,10 @@ def gather_int8(
 def gather_layer_float32(
     params: Params, rounding: Rounding, layout: Layout | None, layer: Int[Array, ""], stack: str
 ) -> Params:
-    """The parameters of the stack's layer as `gather` gives them, with the same values, but float32.
+    """The results of `gather` for a layer of the stack, with the same values in float32.
 
-    Their gradients are float32 as well: devices sum them over fsdp, and the compute dtype would round the sums. An
-    `Int8Matrix` stays one, and has no gradient.
+    So their gradients, which devices sum over fsdp, are float32 and not rounded to the compute dtype. An `Int8Matrix`
+    is unchanged, and has no gradient.
     """
 
     def read(x: Any, name: str) -> Any:

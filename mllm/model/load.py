@@ -1,4 +1,4 @@
-"""The configured model without its parameters, and a function that reads them."""
+"""Loads a configured model without its parameters; `Policy` reads the parameters later."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -45,18 +45,18 @@ class Policy:
     params: Params
     """The parameters' shapes, dtypes and shardings; with LoRA both adapters and frozen parameters."""
     source: str | None
-    """The source of the pretrained parameters, which are fetched when they are read; None: they are random."""
+    """The source of the pretrained parameters, fetched when they are read; None: random parameters."""
     seed: int
     revision: str | None = None
     """The commit of a source on the hub."""
     read: Callable[[], Params] | None = None
-    """Reads the parameters of a run that is the source; None: they are read as `source` says."""
+    """Reads the parameters, if the source is a run; None: they are read from `source`."""
     lora: Lora | None = None
     adapters: Path | None = None
-    """The folder with the adapters that training begins with; None: they begin as no change."""
+    """The folder with the initial adapters; None: new adapters that don't change the model."""
     learned: Form | None = None
-    """The form of the data that it has learned: as its run or export says, else chats if there is a template; None: it
-    has learned nothing."""
+    """The form of the data that the model was trained on: as its run or export says, else chats if there is a template;
+    None for random parameters."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The trained and the frozen parameters; `join` undoes it."""
@@ -67,7 +67,7 @@ class Policy:
         return trained if self.lora is None else nnx.merge_state(frozen, trained)
 
     def complete(self, trained: Params) -> Params:
-        """All parameters, where a checkpoint has only the trained ones; UserError as for `stored_params`."""
+        """All parameters, from a checkpoint's trained parameters; UserError as for `stored_params`."""
         return trained if self.lora is None else self.join(trained, self.stored_params())
 
     @property
@@ -77,12 +77,12 @@ class Policy:
 
     @property
     def exported(self) -> Architecture:
-        """The sizes of the model with its adapters merged: a head with an adapter is not the embedding any more."""
+        """The sizes of the model with merged adapters: a head with an adapter is no longer tied to the embedding."""
         untied = self.lora is not None and "head" in self.lora.targets
         return replace(self.architecture, tie_word_embeddings=False) if untied else self.architecture
 
     def initial_params(self) -> Params:
-        """The parameters that a run begins with, sharded as `params`; UserError where the folder's don't fit."""
+        """The parameters that a run begins with, sharded as `params`; UserError if the stored parameters don't fit."""
         if self.lora is None:
             return self.stored_params()
         adapters = (
@@ -98,7 +98,7 @@ class Policy:
         return self.params if self.lora is None else self.split(self.params)[1]
 
     def stored_params(self) -> Params:
-        """The parameters as they are stored, without adapters, or random ones; UserError where they don't fit."""
+        """The stored or random parameters, without adapters; UserError if they don't fit the model."""
         if self.read is not None:
             return self.read()
         if self.source is not None:
@@ -118,7 +118,7 @@ class Policy:
 
 
 def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None) -> Policy:
-    """The policy of a configuration, or another `model` for the same rows; nothing of the parameters is read.
+    """The policy of a configuration, or of another `model` for the same rows; no parameters are read.
 
     UserError is raised as by `load_model`, and if a row may be longer than the model's positions.
     """
@@ -174,7 +174,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
 
 
 def find_learned(model: ModelConfig, folder: Path | None, adapters: Path | None, tokenizer: Tokenizer) -> Form | None:
-    """The form of the data that a model in a folder, with adapters of another, has learned; None: it is random."""
+    """The form of the data that a model, or its adapters, was trained on; None for random parameters."""
     if model.init != "pretrained" or not folder:
         return None
     recorded = read_json(adapters / peft.CONFIG if adapters else folder / "config.json").get(weights.LEARNED)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): the sum that they add to a matrix, and their initial values.
+"""Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): their initial values, and merging into matrices.
 
 A matrix [out, in] has the adapter a [rank, in] and b [out, rank]; parameters named `..._a` and `..._b` are adapters.
 """
@@ -60,7 +60,7 @@ def split_adapters(params: Params) -> tuple[Params, Params]:
 
 
 def initial_adapters(abstract: Params, seed: int) -> Params:
-    """Adapters with the shapes and shardings of `abstract`: b is zero, so that the model begins as it is.
+    """Adapters with the shapes and shardings of `abstract`: b is zero, so they don't change the model at first.
 
     a is uniform within 1/sqrt(in), as in PEFT; its random numbers depend on the seed and its name only.
     """
@@ -80,7 +80,7 @@ def initial_adapters(abstract: Params, seed: int) -> Params:
 def merge_adapters(params: Params, lora: Lora | None) -> Params:
     """One layer's parameters, or the parameters outside of the layers, with adapters added to matrices in float32.
 
-    The head's adapter makes a matrix `head`, also where the head is the embedding.
+    The head's adapter makes a separate matrix `head`, also if the head is tied to the embedding.
     """
     if lora is None:
         return params
@@ -96,7 +96,7 @@ def merge_adapters(params: Params, lora: Lora | None) -> Params:
 
 
 def merge_all_adapters(params: Params, lora: Lora | None) -> Params:
-    """All parameters of a model, with each adapter added to its matrix, in float32; none is an `Int8Matrix`."""
+    """All parameters of a model with each adapter merged into its matrix, in float32; not for `Int8Matrix`."""
     outer, stacks = split_layers(params)
     merged = nnx.State(
         {**merge_adapters(outer, lora), **{name: dict(merge_adapters(part, lora)) for name, part in stacks.items()}}

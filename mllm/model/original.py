@@ -1,7 +1,7 @@
-"""A model of texts and images with a trained text part: its export has the original names and untrained parameters.
+"""Exports a vision-language model whose text part was trained, with the original names and untrained parameters.
 
-So a server loads the export as it loaded the original: settings and tensors of the network that sees images, and of the
-network that predicts further tokens, are copied as they are.
+A server can load the export like the original: settings and tensors of the vision network, and of the network that
+predicts further tokens, are copied unchanged.
 """
 
 import re
@@ -27,16 +27,16 @@ class Original:
     settings: Mapping[str, Any]
     """Its config.json."""
     prefix: str
-    """The first part of the names of the texts' part."""
+    """The prefix of the text part's tensor names."""
     others: Mapping[str, Tensor]
     """The tensors that were not trained."""
     wide: frozenset[str]
-    """The tensors that it stores in float32, by the names that a model of texts has."""
+    """The tensors that the original stores in float32, by their names in a text model."""
     folder: Path
 
     @classmethod
     def open(cls, folder: Path) -> "Original | None":
-        """The model in a folder; None where it is a model of texts alone, without other tensors."""
+        """The model in a folder; None if it is a text model without other tensors."""
         settings, tensors = read_json(folder / "config.json"), open_tensors(folder)
         trained = texts_part(tensors)
         names = {tensor.name for tensor in trained.values()}

@@ -31,13 +31,13 @@ NOT_COMPUTED = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
     *("lora_dropout", "megatron_core", "qalora_group_size", weights.LEARNED),
 }
-"""Fields that say nothing about what an adapter computes."""
+"""Fields without an effect on an adapter's result."""
 
 
 def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path | None]:
-    """The adapters that a configuration asks for, and the folder that they are read from, if the configuration has one.
+    """The configured adapters, and the folder to read them from, if any.
 
-    UserError is raised where there is no such folder, its adapters aren't supported, differ from the configuration, or
+    UserError is raised if the folder is missing, or its adapters aren't supported, differ from the configuration, or
     belong to products that the model doesn't have.
     """
     stacks = {stack for stack, _ in architecture.stack_of_layer}
@@ -51,7 +51,7 @@ def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path 
 
 
 def chosen(config: LoraConfig, default: tuple[str, ...]) -> tuple[Lora, Path | None]:
-    """As `resolve`, for any model; `default` are the targets where none are named."""
+    """As `resolve`, for any model; `default` are the targets if the configuration names no targets."""
     if config.rank and config.alpha and not config.source:
         return Lora(config.rank, config.alpha, config.targets or default, bool(config.rslora)), None
     folder = local_folder(str(config.source), key="model.lora.source", last_resort="leave model.lora.source out")
@@ -66,7 +66,7 @@ def chosen(config: LoraConfig, default: tuple[str, ...]) -> tuple[Lora, Path | N
 
 
 def read_config(folder: Path) -> Lora:
-    """The adapters that a folder holds, by its adapter_config.json; UserError where they aren't supported."""
+    """The adapters in a folder, by its adapter_config.json; UserError if they aren't supported."""
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{path}: missing; a folder in PEFT's format has it (tools/export.py RUN --adapter makes one)")

@@ -1,6 +1,6 @@
-"""The tensors of a folder in Hugging Face's layout, by name: headers are read, and numbers only when asked for.
+"""The tensors of a folder in Hugging Face's layout, by name. Headers are read at once, numbers on demand.
 
-Pickled checkpoints (.bin, .pt) are never opened: loading them can run any code.
+Pickled checkpoints (.bin, .pt) are never opened: loading them can run arbitrary code.
 """
 
 import os
@@ -19,11 +19,11 @@ from mllm.model.layout import TENSORS
 from mllm.storage import is_plain
 
 LEARNED = "mllm_learned"
-"""The key of config.json and adapter_config.json for the form that the model has learned; without it, chats."""
+"""The key of config.json and adapter_config.json for the form of the training data; without the key, chats."""
 TEXTS = "language_model."
-"""The part of tensors' names that marks the texts' part of a model of texts and images."""
+"""The part of tensor names that marks the text part of a vision-language model."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
-"""The tensors of Qwen3.5's further networks: one predicts further tokens, the other sees images."""
+"""The tensors of Qwen3.5's further networks: multi-token prediction, and vision."""
 HEAD = TENSORS["head"].removesuffix("weight")
 CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -61,7 +61,7 @@ class Taps:
 
 
 def open_tensors(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name; none is read. A file is closed when no tensor of it is held any more."""
+    """Every tensor of the checkpoint by name, not yet read. A file is closed when its last tensor is released."""
     if (folder / SINGLE).is_file():
         return open_file(folder / SINGLE)
     if not (folder / INDEX).is_file():
@@ -92,7 +92,7 @@ def open_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def open_file(path: Path) -> dict[str, Tensor]:
-    """The tensors of one safetensors file by name; none is read."""
+    """The tensors of one safetensors file by name, not yet read."""
     try:
         file = safe_open(path, framework="numpy")
         slices = {name: file.get_slice(name) for name in list(file.keys())}
@@ -105,9 +105,9 @@ def open_file(path: Path) -> dict[str, Tensor]:
 
 
 def texts_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a model of texts, by its own names, also out of a model of texts and images.
+    """The tensors of a text model, by its own names, also from a vision-language model.
 
-    The texts' part of such a model is below `TEXTS`, except for the head.
+    A vision-language model has its text part below `TEXTS`, except for the head.
     """
     kept = {name: tensor for name, tensor in tensors.items() if not LEFT_OUT.match(name)}
     if any(TEXTS in name for name in kept):

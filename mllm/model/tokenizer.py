@@ -1,8 +1,7 @@
 """The checkpoint's tokenizer and chat template, and a byte tokenizer for models made from scratch.
 
-Tokenizer and template may be a stranger's. No code in the folder is run; the template is a program that Jinja's sandbox
-confines to its messages; its time and memory are not limited. Documents, and content that isn't plain text, are left
-out.
+Tokenizer and template may be untrusted. No code in the folder is run. The template runs in Jinja's sandbox, without a
+limit on time and memory. Documents, and content that isn't plain text, are not supported.
 """
 
 import logging
@@ -31,11 +30,11 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Renderer:
-    """A tokenizer, and how prompts and examples become texts for it: in data, tasks, evaluation and tools alike."""
+    """A tokenizer with its chat template's settings, for data, tasks, evaluation and tools."""
 
     tokenizer: Tokenizer
     rule: ChatTemplate = "auto"
-    """`auto`: the template renders messages alone; `always`: texts as well; `never`: messages become texts."""
+    """`auto`: the template renders messages only; `always`: texts as well; `never`: messages become texts."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template."""
 
@@ -46,18 +45,18 @@ class Renderer:
 
     @property
     def form(self) -> Form:
-        """The form that it gives to prompts."""
+        """The form of its prompts."""
         return "texts" if self.rule == "never" else "chats"
 
     def for_prompts(self, learned: Form | None, are_texts: bool) -> "Renderer":
-        """The renderer of prompts: where they are texts, and the template has no `args`, `auto` follows the model."""
+        """The renderer of prompts: if they are texts, and there are no `args`, `auto` follows the model."""
         if self.rule != "auto":
             return self
         return replace(self, rule="never" if are_texts and not self.args and learned == "texts" else "always")
 
 
 def warn_of_mismatch(who: str, learned: Form | None, what: str, form: Form, setting: str = "chat_template=") -> None:
-    """Log a line where a model is given another form than it has learned."""
+    """Warn if a model gets another form of data than it was trained on."""
     if learned not in (None, form):
         way_out = "never leaves them texts" if form == "chats" else "always renders them"
         log.warning("%s knows %s, and %s are %s: %s%s", who, learned, what, form, setting, way_out)
@@ -67,10 +66,10 @@ BYTES_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>{% endif %}"
 )
-"""The template of bytes; it leaves out the roles, since a tiny model pays for each token."""
+"""The byte tokenizer's template; it leaves out the roles, to save a tiny model tokens."""
 
 DATE = date(2024, 7, 26)
-"""The date that every template writes, as Llama 3's do without a clock: a run that resumes tomorrow has the same."""
+"""The date in every template, as Llama 3's have without a clock, so that a run resumed tomorrow renders the same."""
 CODES = {f"%{code}": DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTuwxXyY"}
 CODES |= {f"%-{code}": DATE.strftime(f"%{code}").lstrip("0") or "0" for code in "dHIjmMSy"}
 CLOCK = (
@@ -78,7 +77,7 @@ CLOCK = (
     + "".join(f" | replace('{code}', '{text}')" for code, text in CODES.items())
     + " }}{% endmacro %}"
 )
-"""Takes the place of the clock that transformers gives to templates."""
+"""Replaces the clock that transformers passes to templates."""
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>")
 """The tags that `mllm.data.turns` reads; some tokenizers have them as control tokens."""
 BETWEEN = ("\n", ".", "a")
@@ -88,11 +87,11 @@ ANSWER = "The-answer-is-42."
 
 
 class MessagesError(UserError):
-    """The messages are no chat that the tokenizer's template takes; it is not the tokenizer that is at fault."""
+    """The template refuses the messages: the messages are at fault, not the tokenizer."""
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a folder or hub id, or `bytes`; UserError where there is none or it can't be read.
+    """The tokenizer of a folder or hub id, or `bytes`; UserError if it is missing or can't be read.
 
     Only tokenizer.json is read. `AutoTokenizer` reads older formats as well, may run a folder's code, and replaces the
     normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's.
@@ -131,14 +130,14 @@ def begins_texts(folder: Path) -> bool:
         read_json(path) if (path := folder / name).is_file() else {}
         for name in ("tokenizer_config.json", "config.json")
     )
-    if (asked := settings.get("add_bos_token")) is not None:
-        return asked is True
+    if (setting := settings.get("add_bos_token")) is not None:
+        return setting is True
     of_class = str(settings.get("tokenizer_class")).removesuffix("Fast") in ("GemmaTokenizer", "LlamaTokenizer")
     return of_class or str(model.get("model_type")).startswith("gemma")
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer's files for transformers 4 and 5: names that only 5 knows become 4's."""
+    """Write the tokenizer's files so that transformers 4 and 5 can read them."""
     tokenizer.save_pretrained(folder)
     settings = read_json(path := folder / "tokenizer_config.json")
     if settings["tokenizer_class"] == "TokenizersBackend":
@@ -202,7 +201,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
 
 
 def stop_strings(folder: Path | None) -> list[str]:
-    """The texts in a folder's generation_config.json that end a completion; UserError where it is unreadable."""
+    """The stop texts in a folder's generation_config.json; UserError if the file is unreadable."""
     path = folder / "generation_config.json" if folder else None
     value = read_json(path).get("stop_strings") if path and path.is_file() else None
     texts = [value] if isinstance(value, str) else value or []
@@ -217,13 +216,16 @@ def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
     if highest >= vocab_size:
         fault = f"its token {token!r} has id {highest}, but the embedding has {vocab_size} rows"
         raise UserError(f"model.tokenizer: {fault}: use the tokenizer that the model was made with")
-    for text in ("user", "7"):  # a damaged vocabulary silently drops what it lacks
+    for text in ("user", "7"):  # a damaged vocabulary silently drops characters
         if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
             raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
 
 
 def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
-    """The ids of a prompt up to where the assistant begins, of its text if the rule is `never`; UserError for none."""
+    """The token ids of a prompt up to the assistant's turn, or of its text if the rule is `never`.
+
+    UserError is raised if there are no tokens.
+    """
     if renderer.rule == "never":
         ids = text_prompt(renderer.tokenizer, texts_of(messages, "user")[0])
     else:
@@ -246,7 +248,7 @@ def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def first_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens at the beginning of a text: the tokenizer's `bos_token`, or none."""
+    """The tokens at the beginning of a text: the tokenizer's `bos_token`, if it has one."""
     begins = tuple(token for token in tokenizer.encode("") if token == tokenizer.bos_token_id)
     if not begins and tokenizer.bos_token_id is not None and begins_chats(tokenizer):
         way_out = "where the model has learned that they do, set add_bos_token: true in tokenizer_config.json"
@@ -266,21 +268,21 @@ def begins_chats(tokenizer: Tokenizer) -> bool:
 
 
 def texts_of(messages: Sequence[Message], *roles: str) -> list[str]:
-    """The contents of a chat of these roles, to be used without the template; UserError where it has anything else."""
+    """The contents of a chat with these roles, for use without the template; UserError for any other chat."""
     if [message["role"] for message in messages] != [*roles] or any(message.get("tool_calls") for message in messages):
         raise MessagesError("messages: with chat_template: never only one of the user, and its answer, can be texts")
     return [message["content"] for message in messages]
 
 
 def render(renderer: Renderer, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
-    """The chat as the template renders it; UserError where there is no template, or it refuses the chat."""
+    """The chat rendered by the template; UserError if there is no template, or it refuses the chat."""
     return render_marked(renderer, messages, add_generation_prompt=add_generation_prompt)[0]
 
 
 def render_marked(
     renderer: Renderer, messages: Sequence[Message], **options: Any
 ) -> tuple[str, list[list[tuple[int, int]]]]:
-    """The chat as the template renders it, and with `return_assistant_tokens_mask` what `{% generation %}` marks.
+    """The chat rendered by the template; with `return_assistant_tokens_mask` also the `{% generation %}` spans.
 
     A message with the text of a control token is an error: Hugging Face's pipeline would read it as the token.
     """
@@ -330,7 +332,7 @@ def takes_thoughts_apart(template: str) -> bool:
 
 
 def with_thought_apart(message: Message) -> Message:
-    """The message with its content's thought in `reasoning_content`; they are told apart as by Qwen3.5's template."""
+    """The message with its content's thought moved to `reasoning_content`, as Qwen3.5's template separates them."""
     before, close, content = str(message["content"]).rpartition("</think>")
     if message["role"] != "assistant" or not close or message.get("reasoning_content"):
         return message
@@ -361,17 +363,17 @@ def encode_after(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 @lru_cache(maxsize=8)
 def marks_beginnings(tokenizer: Tokenizer) -> bool:
-    """Whether a text is tokenized otherwise where it begins than behind other text."""
+    """Whether the tokenizer treats the beginning of a text differently from its middle."""
     if any(token.rstrip for token in tokenizer.added_tokens_decoder.values()):  # Phi-3's take white space behind them
         return True
     return any(encode(tokenizer, x + "a")[len(encode(tokenizer, x)) :] != encode(tokenizer, "a") for x in BETWEEN)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """The ids of a text, without any that the tokenizer adds; UserError where it fails."""
+    """The token ids of a text, without added special tokens; UserError if the tokenizer fails."""
     try:
         return tokenizer.encode(text, add_special_tokens=False)
-    except Exception as error:  # the Rust library raises it for a vocabulary that lacks what the text needs
+    except Exception as error:  # the Rust library raises it for a vocabulary that can't encode the text
         raise UserError(f"model.tokenizer: it can't encode {text:.40}: {brief(error)}") from None
 
 
@@ -390,6 +392,6 @@ def left_out_of_texts(tokenizer: Tokenizer) -> frozenset[int]:
 
 @lru_cache(maxsize=8)
 def control_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """A pattern that matches the text of any control token; Llama 3's many are read once, as no tokenizer changes."""
+    """A pattern that matches the text of any control token; cached, since Llama 3 has many."""
     names = [re.escape(token.content) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return re.compile("|".join(names) or r"(?!)")

@@ -56,10 +56,10 @@ def load(
     tensors: Mapping[str, Tensor] | None = None,
     described: str = "config.json",
 ) -> nnx.State:
-    """The parameters, in the tree of `nnx.split(model)[1]`; all names and shapes are checked before any is read.
+    """Read the parameters, as the tree of `nnx.split(model)[1]`; all names and shapes are checked first.
 
     They get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix`
-    of them, and are read from `tensors`, or else from all of the folder's; errors say that `described` asks for them.
+    of them. They are read from `tensors`, or else from all of the folder's; errors name `described`, which needs them.
     UserError is raised for a file that is missing, damaged or outside the folder, and for a tensor that is missing,
     surplus, quantized, of the wrong shape or not finite. A tied model's head is surplus unless it equals the embedding.
     """
@@ -191,7 +191,7 @@ def write_settings(
 ) -> None:
     """Write config.json with the form that the model has learned, and generation_config.json with its stop tokens.
 
-    Where a tokenizer's ids are known, config.json has them, null where there is none: a class has defaults of its own.
+    config.json has the tokenizer's ids if they are known, or null for a missing id, to override the class's defaults.
     """
     settings: dict[str, Any] = {LEARNED: learned} if learned == "texts" else {}
     if stop_ids:
@@ -211,7 +211,7 @@ def write_tensors(
     single: str = SINGLE,
     original: Original | None = None,
 ) -> None:
-    """Write the safetensors file `single`; of a model several, and their index, where one would be large."""
+    """Write the safetensors file `single`, or several files and an index if a model is large."""
     shards: list[dict[str, Callable[[], np.ndarray]]] = [{}]
     total = used = 0
     for tensor, size, read in written_tensors(params, rounding, config, original):
@@ -255,7 +255,7 @@ def as_stored(array: np.ndarray, tensor: str) -> np.ndarray:
 
 
 def layers_of(name: str, config: Architecture) -> tuple[int, ...]:
-    """The numbers of the layers that are stacked in the parameter of this name; none outside of the layers."""
+    """The indices of the layers that are stacked in the parameter `name`; empty for a parameter outside the layers."""
     return config.layers_of(name.partition(".")[0])
 
 

@@ -1,7 +1,7 @@
-"""The processes of a run come together by `jax.distributed`, compare their settings, and end when one of them does.
+"""Connects the processes of a run by `jax.distributed`, compares their settings, and ends them together.
 
-JAX notices a lost process by its heartbeat; collectives over TCP notice a closed connection. JAX's coordinator trusts
-its network, as the devices' collectives do.
+JAX notices a lost process by its heartbeat; collectives over TCP notice a closed connection. Neither JAX's coordinator
+nor the devices' collectives authenticate.
 """
 
 import os
@@ -22,7 +22,7 @@ from mllm.errors import RESTART, CommonError, UserError, brief, ending, printabl
 from mllm.parallel.processes import gather_objects
 
 MAY_DIFFER = {*FILES, "task.path", "data.cache"}
-"""Settings that name places of a machine's own; the data there are compared when they are read."""
+"""Paths that may differ between machines; the data there are compared when they are read."""
 COLLECTIVES = ("gloo", "nccl", "coordination")
 """Names in JAX's errors about another process that does not answer any more."""
 
@@ -49,7 +49,7 @@ def join(group: tuple[str | None, int | None, int | None], settings: Mapping[str
 
 
 def compare(settings: Mapping[str, Any]) -> None:
-    """Raise CommonError, with the key, where a process was started with other settings or programs than process 0."""
+    """Raise CommonError, with the key, if a process has other settings or programs than process 0."""
     root = Path(__file__).parents[2]
     files = sorted(path for room in ("kernels/lm_head", "mllm") for path in (root / room).rglob("*.py"))
     code = f"code {zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}"
@@ -62,9 +62,9 @@ def compare(settings: Mapping[str, Any]) -> None:
 
 @contextmanager
 def ending_together() -> Iterator[None]:
-    """End this process at once if it fails alone: the others notice that, where a normal end would wait for them.
+    """End this process at once if it alone fails, so that other processes notice; a normal exit would wait for them.
 
-    An error that all processes raise alike passes through.
+    An error that all processes raise passes through.
     """
     try:
         yield

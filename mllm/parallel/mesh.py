@@ -64,7 +64,7 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
 def shard_batch(mesh: Mesh, batch: Any) -> Any:
     """A tree of arrays [B, ...], a row for each sequence, with its rows spread over the devices.
 
-    Each process passes NumPy arrays of the rows that its devices hold; JAX arrays already have the rows of all.
+    Each process passes NumPy arrays with the rows of its own devices, or JAX arrays with all rows.
     """
     rows = sharding(mesh, ("batch",))
 

@@ -1,7 +1,7 @@
-"""Several processes that train one model: which rows each of them has, and how they share values.
+"""Several processes that train one model: the rows of each process, and the exchange of values.
 
-A process shares its own facts by `gather_objects`, as JSON: nothing from another process is unpickled.
-Process 0 writes the run's files.
+Values are exchanged as JSON (`gather_objects`): nothing from another process is unpickled. Process 0 writes the run's
+files.
 """
 
 import json
@@ -28,7 +28,7 @@ def is_writer() -> bool:
 
 
 def gather_objects(value: T) -> list[T]:
-    """The values that the processes pass, in the order of the processes; all of them must call it at the same place.
+    """The values of all processes, in order; all processes must call this at the same place.
 
     Values are JSON, NaN and infinities among the numbers. A tuple becomes a list, unless the process is alone.
     """

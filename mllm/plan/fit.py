@@ -1,7 +1,7 @@
-"""Chooses what a configuration leaves to the memory that is there: the rows of a micro-batch.
+"""Chooses the rows of a micro-batch by the available memory, if the configuration leaves them open.
 
-The update is compiled with the most rows, and where these don't fit with as many as the compiler's figures say. Where
-not even the fewest rows fit, the smallest change that would is looked for, also by compiling.
+The update is compiled with the most rows. If they don't fit, it is compiled with as many rows as the compiler's figures
+suggest. If not even the fewest rows fit, the smallest change that would fit is searched, also by compiling.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,11 @@ def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
 
 
 def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True) -> tuple[RunConfig, Phase | None]:
-    """The configuration with the largest micro-batch that fits on the devices, where it leaves that open.
+    """The configuration with the largest micro-batch that fits on the devices, if `micro_batch_size` is None.
 
-    The second result is the phase of its update; None where nothing was compiled. Only a table needs the phase
-    `with_head`, whose memory then is apart from the activations.
-
-    UserError is raised where not even the fewest rows fit; it says the smallest change that would.
+    The second result is the compiled phase of its update, None if nothing was compiled. If not `with_head`, the head is
+    not compiled by itself, and the phase's activations include it. UserError is raised if not even the fewest rows fit;
+    it names the smallest change that would fit.
     """
     if config.micro_batch_size is not None:
         return config, None
@@ -61,12 +60,12 @@ def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True
 
 
 def compiled_update(config: RunConfig, devices: Devices, with_head: bool = False) -> Phase:
-    """What an update takes, by the compiler."""
+    """The memory of an update, by the compiler."""
     return update_phase(Programs(config, devices.mesh), devices, with_head)
 
 
 def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:
-    """Whether an update surely fits, by arithmetic that gives several times what a compiler does."""
+    """Whether an update surely fits, by an estimate of several times the compiler's figure."""
     sizes = policy.architecture
     layer = 16 * sizes.hidden_size + 6 * sizes.intermediate_size + 4 * shape.length * sizes.num_attention_heads
     numbers = shape.micro // shape.shards * shape.length * (sizes.num_hidden_layers * layer + 4 * sizes.vocab_size)
@@ -74,8 +73,8 @@ def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:
 
 
 def changes_that_fit(config: RunConfig, update: Phase, devices: Devices) -> Iterator[str]:
-    """Changes of a configuration that does not fit, the smallest first, that let an update of few rows fit;
-    and the card that would hold it."""
+    """The smallest changes of a configuration that would let an update of few rows fit, or the card that would hold
+    it."""
     lengths: dict[str, Any] = {}
     if config.examples is not None:
         lengths = {"data": {"max_length": config.examples.max_length // 2}}

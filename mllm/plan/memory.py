@@ -43,7 +43,7 @@ def size(count: int) -> str:
 
 
 def subject(shapes: Programs) -> Iterator[str]:
-    """The lines that say what is planned and what its checkpoints take on disk."""
+    """The lines that describe the run: its model, its batch, and the size of its checkpoints."""
     config, rows, state = shapes.config, shapes.shape, shapes.state
     whole, trained = count(shapes.policy.params), count(state.params)
     adapters = f" ({trained:,} in adapters, which are trained)" if config.model.lora else ""
@@ -63,9 +63,9 @@ def subject(shapes: Programs) -> Iterator[str]:
 
 
 def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase | None = None) -> None:
-    """Print what is planned, what each phase takes, and whether all phases fit. A known `update` is not compiled again.
+    """Print the run's description, the memory of each phase, and whether all phases fit.
 
-    UserError is raised if a phase does not fit; the message names the nearest setting that does.
+    A known `update` is not compiled again. UserError is raised if a phase does not fit; it names a setting that would.
     """
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
     memory = size(devices.memory)
@@ -101,17 +101,17 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
 def phases(
     shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell, update: Phase | None = None
 ) -> list[Phase]:
-    """The phases prefill, decode, answers and log-prob, where the run has them, and the `update`, which comes last.
+    """The phases prefill, decode, answers and log-prob, if the run has them, and last the `update`.
 
-    A line tells when each phase is compiled.
+    A line is printed after each phase is compiled.
     """
     planned: list[Phase] = []
     start = time.perf_counter()
 
-    def add(found: Phase) -> None:
+    def add(phase: Phase) -> None:
         nonlocal start
-        tell(f"{found.name}: compiled in {time.perf_counter() - start:.0f} s")
-        planned.append(found)
+        tell(f"{phase.name}: compiled in {time.perf_counter() - start:.0f} s")
+        planned.append(phase)
         start = time.perf_counter()
 
     def peak(program: Callable[..., object], arguments: tuple[object, ...]) -> int:
@@ -167,22 +167,22 @@ def held_in_update(shapes: Programs) -> dict[str, int]:
 
 
 def frozen_beside(shapes: Programs) -> tuple[int, int]:
-    """Bytes of a reference and of a teacher: in memory in every phase, whether its program has them or not."""
+    """The bytes of a reference and of a teacher, which are in memory in every phase."""
     reference = bytes_on_device(shapes.policy.trained) if shapes.demands.reference == "held" else 0
     return reference, bytes_on_device(shapes.teacher.params) if shapes.teacher else 0
 
 
 def phase(name: str, peak: int, known: Mapping[str, int], head: int) -> Phase:
-    """A phase: its head and activations share the peak's bytes beyond `known`, which may be freed by then."""
+    """A phase from its peak: the bytes beyond the `known` parts belong to the head and the activations."""
     remaining = max(peak - sum(known.values()), 0)
     head = min(head, remaining)
     return Phase(name, {**dict.fromkeys(COLUMNS, 0), **known, "head": head, "activations": remaining - head})
 
 
 def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[int]:
-    """The numbers of rows of a micro-batch that divide batch and mesh and about fit, in ascending order.
+    """The micro-batch sizes that would about fit and suit batch and mesh, in ascending order.
 
-    Activations are assumed proportional to the rows, and the head as well; with fewer rows the head is taken as it is.
+    Activations and head are assumed proportional to the rows; for fewer rows the head is assumed constant.
     """
     head, activations = (update.parts[name] for name in ("head", "activations"))
     fixed = update.peak - head - activations
@@ -196,7 +196,10 @@ def fitting_micro_batches(update: Phase, rows: BatchShape, memory: int) -> list[
 
 
 def remedy(planned: Sequence[Phase], micro: int, slots: int, devices: Devices, rows: int) -> str:
-    """One line: what does not fit, by how much, and the setting to change; `rows` of a micro-batch would fit."""
+    """The error's line: the phase that does not fit, the missing bytes, and the setting to change.
+
+    `rows` rows of a micro-batch would fit.
+    """
     worst, memory = max(planned, key=lambda phase: phase.peak), devices.memory
     missing = f"{size(worst.peak - memory)} too much in {worst.name}"
     state = planned[-1].parts["parameters"] + planned[-1].parts["optimizer"]

@@ -1,7 +1,7 @@
-"""The programs of a run, from shapes alone, for the compiler to say how much memory they take.
+"""Builds the programs of a run from array shapes only, to compile them for a memory plan.
 
-Each is the program that the run itself would compile, at its largest: the longest prompts and completions, a whole
-batch.
+They are the programs that the run itself would compile, at their largest sizes: the longest prompts and completions,
+and a whole batch.
 """
 
 from collections.abc import Callable
@@ -97,7 +97,7 @@ class Programs:
         return self.forward.head.logprobs, (self.head_states(self.policy), self.batch(self.shape.micro, bare=True))
 
     def head_of_update(self) -> Program:
-        """The head alone with its gradients, on a micro-batch of the update; a frozen matrix has none."""
+        """The head alone with its gradients, except a frozen matrix's, on a micro-batch of the update."""
         lora = self.policy.lora
         trained = (0, 1) if lora is None or "head" in lora.targets else 0
 
@@ -109,7 +109,7 @@ class Programs:
         return function, (*self.head_states(self.policy), self.batch(self.shape.micro), *scored)
 
     def batch(self, rows: int, bare: bool = False) -> Batch:
-        """The largest batch; a `bare` one lacks the further inputs of the algorithm's loss."""
+        """The largest batch; a `bare` batch lacks the further inputs of the algorithm's loss."""
         shape = (rows, self.shape.length)
         ints, floats = (self.array(shape, dtype, ("batch", "time")) for dtype in (jnp.int32, jnp.float32))
         inputs = None if bare else self.demands.inputs(floats, self.array((rows,), jnp.float32, ("batch",)))
@@ -124,7 +124,7 @@ class Programs:
         return HeadInputs(self.array(hidden, dtype, ("batch", "time", "hidden")), weight, copy)
 
     def gradients(self) -> Params:
-        """The gradients that an update sums up: in float32 over micro-batches, else as the parameters are."""
+        """The gradients of an update: float32 if it sums several micro-batches, else in the parameters' dtypes."""
         whole = self.shape.micro == self.shape.total
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype if whole else jnp.float32, sharding=x.sharding),
@@ -145,10 +145,10 @@ class RolloutPrograms:
         evaluated = config.task.heldout_of() * max(1, config.eval.samples) if config.eval and config.task else 0
         rows, shards = max(evaluated, training.demands.completions), self.shards
         self.slots = shards * max(1, min(-(-rows // shards), (rollout.max_slots or rows) // shards))
-        """Sequences that are decoded at a time, in training or in evaluation."""
+        """The number of sequences decoded at a time, in training or evaluation."""
 
     def prefill(self) -> Program:
-        """The widest batch of prompts; what the layers keep of them waits until slots are free."""
+        """The prefill of the widest batch of prompts; its keys, values and states are kept until slots are free."""
         width = self.rollout.max_prompt_length
         rows = prompts_a_batch(self.model, self.slots // self.shards, width) * self.shards
         prompts, lengths = (self.array(shape, jnp.int32, ("batch",)) for shape in ((rows, width), (rows,)))
@@ -160,7 +160,7 @@ class RolloutPrograms:
         ints, live = (self.array((rows,), dtype, ("batch",)) for dtype in (jnp.int32, jnp.bool))
         scalar, stop = self.array((), jnp.int32, ()), self.array((len(self.policy.stop_ids),), jnp.int32, (None,))
         stream = slots.Stream(stop, scalar, scalar, self.array((), jnp.bool, ()))
-        # `slots.decode` is only a part of the program that is compiled, so what it donates doesn't count.
+        # `slots.decode` is only a part of the compiled program, so its donated arguments don't count.
         function = partial(slots.decode, decoding_graphdef(self.model), options=self.rollout)
         pages, tail = self.tables(), abstract_cache(self.model, [rows] * len(counts), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
@@ -169,7 +169,7 @@ class RolloutPrograms:
         return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def extend(self) -> Program:
-        """A piece of an answer in all slots, with the largest cache and the states, which it reuses."""
+        """The prefill of a piece of a reply in all slots, with the largest cache; cache and states are donated."""
         ints = self.array((self.slots,), jnp.int32, ("batch",))
         shapes = (self.slots, (PIECE - 2) // page_size(self.rollout.total_length) + 2), (self.slots, PIECE)
         places, tokens = (self.array(shape, jnp.int32, ("batch",)) for shape in shapes)
@@ -185,7 +185,7 @@ class RolloutPrograms:
         return [self.shards * count for count in counts]
 
     def tables(self) -> tuple[Pages, ...]:
-        """What the pages of each kind of layers hold."""
+        """The page tables of each kind of layers."""
         counts = zip(self.pages(), pool_pages(self.model, self.rollout, slots=1), strict=True)
         shapes = [((count,), (count,), (self.slots, most)) for count, most in counts]
         return tuple(Pages(*(self.array(shape, jnp.int32, ("batch",)) for shape in each)) for each in shapes)
@@ -198,11 +198,11 @@ class RolloutPrograms:
         return abstract_states(self.model, self.slots)
 
     def weights(self) -> tuple[DecodingWeights, Params]:
-        """The weights and the shared parameters that `abstract_decoding_weights` gives."""
+        """The results of `abstract_decoding_weights`: the decoding weights and the shared parameters."""
         return abstract_decoding_weights(self.model, self.policy.params, self.rollout.weights == "int8")
 
     def prefilled(self) -> Prefilled:
-        """The cache and the states that the layers keep of a batch of prompts."""
+        """The layers' cache and states of a batch of prompts."""
         rows, width = self.prefill()[1][1].shape
         cache = abstract_cache(self.model, [rows] * len(self.model.config.kinds), width)
         return Prefilled(cache, abstract_states(self.model, rows))

@@ -1,4 +1,4 @@
-"""Devices at hand, and devices that this machine doesn't have; and what a program takes on them, by its compiler.
+"""Devices of this machine and other target devices, and the memory of a program on them, by the compiler.
 
 A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or the
 H100s or H200s of a host, as in `h100` and `h200:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The
@@ -94,7 +94,7 @@ class Devices(NamedTuple):
 
 
 def find_devices(config: RunConfig, target: str | None) -> tuple[RunConfig, Devices]:
-    """The devices at hand or of a target; and the settings with their number. UserError where there are none."""
+    """The configuration for the devices at hand or of a `target`, and the devices; UserError if there are too few."""
     if target is None:
         try:
             config = for_devices(config, jax.device_count())
@@ -117,7 +117,7 @@ def at_hand(mesh: Mesh) -> Devices:
 
 
 def split(target: str) -> tuple[str, tuple[int, ...]]:
-    """The chip and the slice's shape, all ones for a bare chip; ValueError where one of them is unknown."""
+    """The chip's name and the slice's shape, all 1 for a single chip; ValueError if the chip or shape is unknown."""
     name, colon, shape = target.partition(":")
     if name not in CHIPS:
         known = f"{', '.join(TPUS)} and their slices, as in v6e:2x4, and {', '.join(GPUS)}, as in h100:8"
@@ -171,7 +171,7 @@ def register_gpu_plugin() -> None:
     modules = sorted(path.name for path in GPU_PLUGIN.glob("jax_plugins/xla_cuda*"))
     if not modules:
         raise ModuleNotFoundError("XLA's plugin for CUDA, which compiles for GPUs, isn't installed: make .venv/aot-gpu")
-    jax.device_count()  # JAX has looked for plugins before this one can be found, and loads none twice
+    jax.device_count()  # JAX must look for plugins before this plugin can be found: it loads no plugin twice
     sys.path.append(str(GPU_PLUGIN))
     # Pallas has looked for it beside the plugin, if it was imported before.
     runtime = next(GPU_PLUGIN.glob("jax_cuda*_plugin/libmosaic_gpu_runtime.so"))
@@ -180,7 +180,7 @@ def register_gpu_plugin() -> None:
 
 
 def mesh(target: str, shape: Sequence[int] = (1,), axes: Sequence[str] = ("chip",)) -> Mesh:
-    """A mesh of the target's first devices; errors as `devices`, and ValueError where these are too few."""
+    """A mesh of the target's first devices; errors as `devices`, and ValueError if there are too few devices."""
     available = devices(target)
     needed = math.prod(shape)
     if len(available) < needed:
@@ -198,10 +198,10 @@ def compiled(
     mesh: Mesh,
     options: Mapping[str, bool | str] | None = None,
 ) -> jax.stages.Compiled:
-    """A function, jitted or not, compiled for a target's mesh; arguments without a sharding are on all its devices.
+    """Compile a function, jitted or not, for a target's mesh; arguments without a sharding are replicated.
 
-    jax.errors.JaxRuntimeError is raised if the compiler refuses: for lack of room in HBM or VMEM, or of a way to
-    lower an operation.
+    jax.errors.JaxRuntimeError is raised if the compiler refuses: HBM or VMEM is too small, or an operation can't be
+    lowered.
     """
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(
@@ -251,9 +251,9 @@ def account_of(function: Callable[..., Any], arguments: Sequence[Any], devices: 
 
 def memory(program: jax.stages.Compiled) -> Account:
     """The account of a program by `memory_analysis()`; aliased arguments count once."""
-    found: Any = program.memory_analysis()
-    arguments = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    return Account(found.temp_size_in_bytes, arguments + found.temp_size_in_bytes)
+    analysis: Any = program.memory_analysis()
+    arguments = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return Account(analysis.temp_size_in_bytes, arguments + analysis.temp_size_in_bytes)
 
 
 def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Account:
@@ -262,13 +262,13 @@ def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) 
         return memory(compiled(function, arguments, mesh, CUBLAS))
     with tempfile.TemporaryDirectory() as folder:
         report: dict[str, bool | str] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
-        found = memory(compiled(function, arguments, mesh, report))
+        result = memory(compiled(function, arguments, mesh, report))
         # Where a program has loops, `memory_analysis()` counts some temporaries twice: a quarter of an update's peak.
         for path in Path(folder).glob("*after_optimizations-memory-usage-report.txt"):
             if total := _TOTAL.search(path.read_text()):
-                excess = found.peak - int(total[1])
-                return Account(found.temporaries - excess, found.peak - excess)
-        return found
+                excess = result.peak - int(total[1])
+                return Account(result.temporaries - excess, result.peak - excess)
+        return result
 
 
 def account_of_refusal(message: str, arguments: int) -> Account | None:
@@ -276,7 +276,7 @@ def account_of_refusal(message: str, arguments: int) -> Account | None:
 
     `arguments` are the bytes of the program's arguments on a device.
     """
-    if (found := _REFUSED.search(message)) is None:
+    if (match := _REFUSED.search(message)) is None:
         return None
-    peak = int(float(found[1]) * 1024 ** ("KMG".index(found[2]) + 1))
+    peak = int(float(match[1]) * 1024 ** ("KMG".index(match[2]) + 1))
     return Account(max(0, peak - arguments), peak)

@@ -1,7 +1,7 @@
-"""How reward functions are found and called, and how what they return is judged.
+"""Binds reward functions to their arguments, calls them, and turns their results into answers.
 
-A function gets the arguments that it declares, by their names. A function that names `completions` or another plural
-is batched: each argument is a list, and so is its result (TRL's contract). Coroutine functions run together. A
+A function gets the arguments that it declares, by name. A function that declares `completions` or another plural is
+batched: each argument is a list, and so is the result (TRL's contract). Coroutine functions run concurrently. A
 required argument that doesn't exist is a UserError. This module must not import JAX.
 """
 
@@ -59,7 +59,7 @@ class Sample(NamedTuple):
 
 
 class Lost:
-    """Stands for the environment of a conversation that failed; all of its attributes are None."""
+    """Replaces the environment of a failed conversation; every attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -72,9 +72,9 @@ def environment_of(sample: Sample) -> Any:
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
-    """The facts of the task's examples beside prompts: `answer`, `solution` and the data's further fields, by name.
+    """The names of the fields that the task's examples have besides prompts: `answer`, `solution` and the data's own.
 
-    Where problems are made on demand, it looks at the first.
+    If problems are made on demand, only the first problem is read.
     """
     parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
     examples = [example for part in parts for example in part]
@@ -113,7 +113,7 @@ BATCHED: dict[str, Reader] = {
     "examples": lambda sample: sample.example,
     "answers": lambda sample: sample.example.answer,
 }
-"""Arguments by name: of every function, of unbatched functions, of batched functions."""
+"""Arguments by name: `EITHER` for every function, `SINGLE` for unbatched and `BATCHED` for batched functions."""
 OF_CONVERSATIONS: dict[str, Reader] = {
     "messages": lambda sample: sample.result.messages if sample.result else [],
     "tool_errors": lambda sample: sample.result.tool_errors if sample.result else 0,
@@ -122,7 +122,7 @@ OF_CONVERSATIONS: dict[str, Reader] = {
 OF_CONVERSATIONS["environments"] = OF_CONVERSATIONS["environment"]  # TRL's name, in a batched function
 """Further fields of a conversation's sample."""
 LOGS = ("log_extra", "log_metric")
-"""The functions that any function may be given."""
+"""Arguments that are functions, for every reward function."""
 
 
 class Notes:
@@ -155,15 +155,16 @@ class Reward:
     readers: Mapping[str, Reader]
     constants: Mapping[str, Any]
     file: str
-    """The file that a user's function is in; empty for any other function."""
+    """The source file of a user's function; empty for a built-in function."""
     tools: ClassVar[Sequence[Any]] = ()
     run: ClassVar[Callable[..., Any]] = staticmethod(asyncio.run)
 
     @property
     def kind(self) -> str:
-        """The kind of its calls: with each completion alone, or with all (`batched`, `async`).
+        """How the function is called: with one completion (`single`), with several (`quick`), or with all of them
+        (`batched`, `async`).
 
-        A function that may hang is called for one completion (`single`), any other for some (`quick`).
+        A function that may hang is `single`; a built-in function other than `math` is `quick`.
         """
         if inspect.iscoroutinefunction(self.function):
             return "async"
@@ -172,7 +173,7 @@ class Reward:
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """The function's result for the samples; an unbatched function gets one sample."""
-        if self.function not in BUILT_IN.values():  # it may change what it gets, and samples share their problem
+        if self.function not in BUILT_IN.values():  # it may change its arguments, and samples share their problem
             samples = [deepcopy(sample) for sample in samples]
         values: dict[str, Any] = {name: [read(sample) for sample in samples] for name, read in self.readers.items()}
         if not self.batched:
@@ -182,9 +183,9 @@ class Reward:
 
 
 def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) -> Reward:
-    """The reward function called `name`, its signature checked; UserError if it can't be had or called.
+    """The reward function called `name`, with checked arguments; UserError if it can't be imported or called.
 
-    `fields` are what the data have (see `fields_of`), `limit` is `rollout.max_completion_length`.
+    `fields` are the names of the data's fields (see `fields_of`), `limit` is `rollout.max_completion_length`.
     """
     start = f"task.rewards: {name}"
     function = find(name)
@@ -218,12 +219,12 @@ def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) 
 
 
 def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *arguments: Any) -> list[Reward]:
-    """The reward functions of these names and `args`; the other arguments are as for `bind`."""
+    """`bind` for each name and its `args`; the other arguments are those of `bind`."""
     return [bind(name, args, *arguments) for name, args in named]
 
 
 def file_of(function: Callable[..., Any]) -> str:
-    """The file that a function or class is in; empty where Python knows none."""
+    """The source file of a function or class; empty if Python knows no file."""
     try:
         return inspect.getfile(inspect.unwrap(function))
     except TypeError:
@@ -231,7 +232,7 @@ def file_of(function: Callable[..., Any]) -> str:
 
 
 def try_out(start: str, reward: Reward) -> None:
-    """Call a built-in function once; UserError where `args` are none that it can work with."""
+    """Call a built-in function once; UserError if its `args` don't work."""
     example = Example([{"role": "user", "content": "1="}], "1", None)
     try:
         reward([Sample(example, "1", array("i", [0]), False)])
@@ -242,12 +243,12 @@ def try_out(start: str, reward: Reward) -> None:
 
 
 def answers(rewards: Sequence[Any], samples: Sequence[Any], seconds: float = 0.0) -> Iterator[Answer]:
-    """The answers of each function for each sample; functions that are called together are coroutine functions.
+    """Each function's answer for each sample, function by function. Several functions must all be coroutine functions.
 
-    An environment is a function as well; its samples are moves.
+    A `Player` of environments is also a function; its samples are moves.
 
     Coroutine calls time out when no call has ended for `seconds` (times the samples of a batched call). The trainer
-    times the other calls.
+    limits the time of every other call.
     """
     calls = [
         (reward, part, Notes(len(part), reward.batched))
@@ -291,7 +292,7 @@ async def run_together(coroutines: Sequence[Awaitable[Any]], limit: float) -> li
 
 
 def judge_all(reward: Any, returned: Any, samples: int) -> Iterable[tuple[str, float | str]]:
-    """The answer for each of so many samples, which is the same for all where the call failed."""
+    """The answers for `samples` samples; if the call failed, every answer is the same failure."""
     try:
         if isinstance(returned, asyncio.CancelledError):
             failure = "timed_out", str(returned)

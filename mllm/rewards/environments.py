@@ -1,8 +1,8 @@
-"""The process's side of conversations: environments and tools as users write them, see docs/environments.md.
+"""Runs users' environments and tools in a reward process; docs/environments.md describes them.
 
-An environment is an object of a class with tools (TRL's `environment_factory`) or with `step`. Many live in a process,
-each for its conversation. A `Player` is called as a reward function is, with the trainer's moves for samples:
-calls.py counts its failures and awaits its coroutines. No JAX is imported.
+An environment is an object of a class with tools (TRL's `environment_factory`) or with `step`. A process holds many
+environments, one for each conversation. A `Player` is called like a reward function, with moves in place of samples:
+calls.py counts its failures and awaits its coroutines. This module must not import JAX.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Move(NamedTuple):
     """The problem that begins the conversation."""
     seed: int = 0
     completion: str | None = None
-    """The assistant's turn; with neither, the conversation ends."""
+    """The assistant's turn. Without `example` and `completion` the conversation ends."""
     thinks: bool = False
     """Whether the prompt has opened a thought (`<think>`)."""
     last: bool = False
@@ -47,26 +47,26 @@ class Move(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """The result of a move, beside the reward."""
+    """The result of a move, apart from its reward."""
 
     messages: Messages
-    """The new messages; where a conversation begins, its prompt."""
+    """The new messages; for the first move the prompt."""
     done: bool = False
     calls: Sequence[Mapping[str, Any]] = ()
     """The assistant's tool calls, each a name and arguments."""
     errors: int = 0
     """The number of calls that did not parse, named no tool, or raised."""
     values: Mapping[str, Any] = {}
-    """At the end the environment's public attributes that strict JSON can hold."""
+    """At the end of a conversation, the environment's public attributes that strict JSON can hold."""
 
 
 class Player:
-    """Holds the conversations of a process; called with a move, it returns the reward, and notes the `Turn`."""
+    """Holds the conversations of a process. A call with a move returns the reward, and logs the `Turn` in `notes`."""
 
     batched = False
 
     def __init__(self, environment: str | None, tools: Sequence[str], seconds: float) -> None:
-        """`seconds` may a move take. UserError is raised where something can't be imported or is no environment."""
+        """`seconds` is the time limit of a move. UserError if an import fails or `environment` is not a class."""
         self.seconds = seconds
         self.make: Callable[..., Any] = object
         cls: Any = object
@@ -88,13 +88,13 @@ class Player:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
         self.file = file_of(cls if environment else functions[0])
-        """The file that error messages quote lines of."""
+        """The source file whose lines error messages quote."""
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
         self.held: dict[int, tuple[Any, Messages]] = {}
         """The environment and the messages of each conversation."""
-        self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold what belongs to it
+        self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold its objects
 
     def __call__(self, moves: Sequence[Move], notes: Notes) -> Any:
         playing = self.play(moves[0], notes)
@@ -114,7 +114,7 @@ class Player:
         raise asyncio.CancelledError(f"took longer than {self.seconds:g} s")
 
     async def play(self, move: Move, notes: Notes) -> Any:
-        """The reward of a move; an environment that fails is closed."""
+        """The reward of a move; a failing environment is closed."""
         number = move.conversation
         try:
             if move.example:
@@ -125,7 +125,7 @@ class Player:
             else:
                 turn, reward = await self.take_turn(move, *self.held[number])
             try:
-                strict_json.dump([[*turn]])  # as deep as in the message to the trainer
+                strict_json.dump([[*turn]])  # nested as deep as in the message to the trainer
             except ValueError as error:
                 raise ValueError(f"what it said and its values can't be sent: {error}") from None
             if turn.done or move.trial or judge(reward)[0] == "not_a_number":
@@ -138,7 +138,7 @@ class Player:
         return reward
 
     async def begin(self, move: Move, example: Example) -> Turn:
-        """The prompt with the environment's addition."""
+        """The prompt, with the text or messages that `reset` returns."""
         example = deepcopy(example)  # a group's conversations share it
         prompt = example.prompt if example.conversational else example.question
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
@@ -169,7 +169,7 @@ class Player:
                 raise TypeError(f"{name}: {error}") from None
 
     async def take_turn(self, move: Move, environment: Any, messages: Messages) -> tuple[Turn, Any]:
-        """The answers of the tools that a turn calls, or else the environment's observation; or the end."""
+        """The results of the turn's tool calls, or else the environment's observation, or the end; and the reward."""
         calls: list[tuple[str, dict[str, Any]]] = []
         replies, errors, reward, done = Messages(), 0, None, move.completion is None
         if move.completion is not None:
@@ -204,7 +204,7 @@ class Player:
 
 
 def players(environment: str | None, tools: Sequence[str], seconds: float) -> list[Player]:
-    """The functions that a `Worker` has its process call."""
+    """The functions of a process of `Workers`: one `Player`."""
     return [Player(environment, tools, seconds)]
 
 
@@ -229,7 +229,7 @@ async def answer_call(tools: Tools, name: str, arguments: Mapping[str, Any]) -> 
 
 
 def accepted(function: Callable[..., Any], row: Mapping[str, Any], further: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a function takes; the `further` ones only if it names them."""
+    """The arguments that a function accepts; `further` arguments only if it declares them."""
     parameters = inspect.signature(function).parameters.values()
     names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     named = {name: value for name, value in {**row, **further}.items() if name in names}
@@ -246,7 +246,7 @@ def public_values(environment: Any) -> dict[str, Any]:
 
 
 def outcome(returned: Any) -> tuple[Any, Any, bool]:
-    """Observation, reward and done of `step`'s result; TypeError for any other result."""
+    """(observation, reward, done) from `step`'s result; TypeError for any other result."""
     if isinstance(returned, tuple | list) and len(returned) in (3, 4) and not isinstance(returned[2], str):
         observation, reward, done = returned[:3]
         return observation, reward, bool(done)
@@ -254,7 +254,7 @@ def outcome(returned: Any) -> tuple[Any, Any, bool]:
 
 
 def as_messages(observation: Any) -> Messages:
-    """An observation as messages: a text is the user's; TypeError where it is neither a text nor messages."""
+    """An observation as messages; a text becomes a user message. TypeError if it is neither a text nor messages."""
     messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)

@@ -1,6 +1,6 @@
 """The built-in reward functions, and the lookup of a user's functions by name.
 
-A function takes its arguments by name: see calls.py. No JAX is imported here.
+A function takes its arguments by name: see calls.py. This module must not import JAX.
 """
 
 import importlib
@@ -16,8 +16,8 @@ from mllm.errors import UserError, need
 NUMBER = re.compile(
     r"(?:(?<![\w.)%])[-−])?[$€£¥]?(?:(?<=[$€£¥])[-−])?(?:[0-9]+(?:,[0-9]{3}(?![0-9]))*(?:\.[0-9]+)?|\.[0-9]+)"
 )
-"""A minus is a sign only if nothing precedes it that it could be subtracted from. A comma separates thousands if
-exactly three digits follow, even if the digits before it have no comma."""
+"""A number in a text. A minus after a letter, digit, `.`, `)` or `%` is a subtraction, not a sign. A comma separates
+thousands if exactly three digits follow, even if more than three digits precede it."""
 THINK_ANSWER = re.compile(
     r"\s*<think>(?:(?!</?(?:think|answer)>).)*</think>\s*<answer>(?:(?!</?(?:think|answer)>).)*</answer>\s*", re.DOTALL
 )
@@ -25,18 +25,18 @@ MATH_SECONDS = 1
 
 
 def exact_match(completion: str, answer: str | None, example: Example, thinks: bool = False) -> float:
-    """1 if the completion states the answer, letter by letter, in the form that the task asks for, else 0.
+    """1 if the final answer, extracted by `task.answer_form`, equals the reference answer as a string, else 0.
 
-    `thinks` says whether the prompt has opened a thought. Text in a thought is no answer.
+    `thinks` says whether the prompt has opened a thought. Text inside a thought is ignored.
     """
     return float(final_answer(THINK * thinks + completion, example.answer_form) == required(answer))
 
 
 def flexible_match(completion: str, answer: str | None, example: Example, thinks: bool = False) -> float:
-    """1 if the last number of the completion equals the answer's, however the two are written, else 0.
+    """1 if the last number of the completion has the value of the answer, else 0.
 
     As in lm-evaluation-harness (tasks/gsm8k), but 1,234 is one number, and 7.0 equals 7. An answer that is not a
-    number is matched exactly. Thoughts are as for `exact_match`.
+    number is matched exactly. Text inside a thought is ignored.
     """
     if not NUMBER.fullmatch(required(answer)):
         return exact_match(completion, answer, example, thinks)
@@ -45,14 +45,14 @@ def flexible_match(completion: str, answer: str | None, example: Example, thinks
 
 
 def required(answer: str | None) -> str:
-    """The answer; ValueError where a problem has none, though others of its task do."""
+    """The answer; ValueError if this problem has no answer, though other problems of the task have answers."""
     if answer is None:
         raise ValueError("this problem has no answer")
     return answer
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number of the text, its sign, thousands' commas and decimals read; None if it has none."""
+    """The value of the last number in the text; None if the text has no number."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None
@@ -62,11 +62,11 @@ def last_number(text: str) -> Decimal | None:
 
 
 def math(completion: str, answer: str | None, thinks: bool = False) -> float:
-    """1 if the completion's result equals the answer mathematically, as math-verify reads the two, else 0.
+    """1 if math-verify finds the completion's result equal to the answer, else 0.
 
-    The result stands in no thought. It is the content of the last <answer> element, or else what math-verify finds: the
-    last \\boxed{}, formula or number. A completion that it can't read, or not within a second, is wrong; an answer that
-    it can't read raises ValueError. Its time limits are alarms, which only a process's main thread may set.
+    The result is the content of the last <answer> element, or else math-verify's choice: the last \\boxed{}, formula or
+    number. Text inside a thought is ignored. A completion that math-verify can't parse within a second is wrong; an
+    answer that it can't parse raises ValueError. The time limits are alarms, which only the main thread may set.
     """
     need("math_verify", "math", "task.rewards: math")
     from math_verify import parse, verify
@@ -84,15 +84,15 @@ def math(completion: str, answer: str | None, thinks: bool = False) -> float:
 
 
 def think_answer_format(completion: str, thinks: bool = False) -> float:
-    """1 if all of it is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0.
+    """1 if the completion is <think>...</think><answer>...</answer> (arXiv:2501.12948, section 2.2.2), else 0.
 
-    The prompt has the first tag where it `thinks`.
+    If `thinks`, the prompt already has the first tag.
     """
     return float(THINK_ANSWER.fullmatch(THINK * thinks + completion) is not None)
 
 
 def overlong(length: int, max_completion_length: int, cache: int) -> float:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, which falls to -1 over the last `cache` tokens."""
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13): 0, falling to -1 over the last `cache` tokens."""
     if not 0 < cache <= max_completion_length:
         raise ValueError(f"cache is {cache}, expected 1 to rollout.max_completion_length ({max_completion_length})")
     return max(-1.0, min(0.0, (max_completion_length - cache - length) / cache))
@@ -108,7 +108,7 @@ BUILT_IN: dict[str, Callable[..., float]] = {
 
 
 def find(name: str) -> Callable[..., Any]:
-    """The reward function called `name` (`package.module:function` is imported); UserError where it can't be had."""
+    """The built-in reward function `name`, or the imported `package.module:function`; UserError if there is none."""
     if name in BUILT_IN:
         return BUILT_IN[name]
     if ":" not in name:
@@ -118,11 +118,11 @@ def find(name: str) -> Callable[..., Any]:
 
 
 def imported(key: str, name: str) -> Callable[..., Any]:
-    """The function or class `package.module:function` that a setting names; UserError where there is none."""
+    """Import the function or class `package.module:function` that a setting names; UserError if that fails."""
     module, _, function = name.partition(":")
     try:
         target = getattr(importlib.import_module(module), function)
-    except BaseException as error:  # a module may do anything when it's imported, exit too
+    except BaseException as error:  # importing a module may raise anything, SystemExit included
         raise UserError(f"{key}: {name} can't be imported: {type(error).__name__}: {error}") from None
     if not callable(target):
         raise UserError(f"{key}: {name} is not a function")

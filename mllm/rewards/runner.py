@@ -1,6 +1,6 @@
 """Scores completions with a task's reward functions, in processes of their own (see worker.py).
 
-A reward that raises, runs over its time or is not a number is counted and left out, never guessed.
+A call that raises, times out or returns no finite number is counted as a failure; its completion gets no reward.
 """
 
 import logging
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 class RewardRunner:
-    """Calls a task's reward functions. UserError where a function isn't found, or requires an unknown argument.
+    """Calls a task's reward functions. UserError if a function isn't found, or requires an unknown argument.
 
-    `poll` is called at least every 0.25 s while completions are scored. The last reward is that of the
-    environment or tools, if the task has them. Their processes are apart: a hanging function must not end them.
+    `poll` is called at least every 0.25 s while completions are scored. If the task has an environment or tools, their
+    reward comes last. They run in processes of their own, so that a hanging reward function does not end them.
     """
 
     environments: Sequence[Workers] = ()
-    """The processes that `Conversations` are held in, one each, since a conversation stays where it has begun."""
+    """One process each for `Conversations`: every turn of a conversation must reach the same process."""
     tools: Sequence[dict[str, Any]] = ()
     """The JSON schemas of the tools."""
 
@@ -66,7 +66,7 @@ class RewardRunner:
             raise
 
     def try_out(self, environment: str | None, problems: Sequence[Example]) -> None:
-        """Have the environment begin with the first of the problems; UserError where it raises.
+        """Start a conversation on the first problem; UserError if the environment raises.
 
         A timeout is no error: a server that is still starting may answer later.
         """
@@ -78,17 +78,17 @@ class RewardRunner:
                 raise UserError(f"task.environment: {environment} fails with the first problem: {message}")
 
     def score(self, samples: Sequence[Sample]) -> list[list[Answer]]:
-        """Every function's answer for every sample; they don't depend on the number of processes.
+        """Every function's answer for every sample; independent of the number of processes.
 
-        The first failure of each function and kind in the run is logged. An exception of `poll` passes through, and
-        the runner can be used again.
+        The run's first failure of each function and kind is logged. If `poll` raises, the exception passes through, and
+        the runner stays usable.
         """
         with self.scoring(len(samples)) as scoring:
             return scoring.finish(samples)
 
     @contextmanager
     def scoring(self, count: int) -> Iterator["Scoring"]:
-        """Score so many samples, which come one after another; calls that still run when this is left are stopped."""
+        """Score `count` samples that arrive one after another; leaving the context stops calls that still run."""
         scoring = Scoring(self, count)
         try:
             yield scoring
@@ -97,7 +97,7 @@ class RewardRunner:
                 self.workers.close()
 
     def warn(self, answers: Sequence[Sequence[Answer]]) -> None:
-        """Log the first failure of each function and kind in the run."""
+        """Log the run's first failure of each function and kind."""
         for function, name in enumerate(self.names):
             column = [row[function] for row in answers]
             if name != ENVIRONMENT and {kind for kind, *_ in column} == {NOT_APPLICABLE}:
@@ -116,9 +116,9 @@ class RewardRunner:
 
 
 class Scoring:
-    """The scores of a rollout's samples: functions of one completion are called as soon as that has ended.
+    """Scores a rollout's samples. Functions of one completion are called as soon as the completion has ended.
 
-    Functions with all samples wait for the last of them. They get failed conversations as well, since they may count
+    Batched and coroutine functions wait for the last sample. They get failed conversations as well, since they may rely
     on the order of the groups; their result for a failed conversation is not used.
     """
 
@@ -127,10 +127,10 @@ class Scoring:
         self.answers: list[list[Answer]] = [[NOTHING] * len(runner.names) for _ in range(count)]
         self.samples: dict[int, Sample] = {}
         self.calls: list[tuple[Sequence[int], Sequence[int], Call]] = []
-        """Calls with their functions and samples, by their numbers."""
+        """The calls, each with the indices of its functions and samples."""
 
     def add(self, samples: Mapping[int, Sample]) -> None:
-        """Begin to score samples, by their numbers; a conversation that failed is not scored alone."""
+        """Begin to score samples, by index; a failed conversation is not passed to functions of one completion."""
         self.samples |= samples
         new = [i for i, sample in samples.items() if not sample.failed]
         for function, kind in enumerate(self.runner.kinds):
@@ -144,7 +144,7 @@ class Scoring:
             self.calls.append((functions, numbers, call))
 
     def finish(self, samples: Sequence[Sample]) -> list[list[Answer]]:
-        """The answers for all samples; any that were not added yet are added."""
+        """The answers for all samples; samples that were not added yet are added."""
         self.add({number: sample for number, sample in enumerate(samples) if number not in self.samples})
         numbers, kinds = sorted(self.samples), self.runner.kinds
         self.call([function for function, kind in enumerate(kinds) if kind == "async"], numbers)
@@ -164,6 +164,6 @@ class Scoring:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """The names of reward functions in metrics: the function's own name, unless two would have the same."""
+    """The reward functions' names in metrics: the bare function name, or `module:function` where two are equal."""
     ends = [name.rpartition(":")[2] for name in names]
     return [end if ends.count(end) == 1 and end != ENVIRONMENT else name for end, name in zip(ends, names, strict=True)]

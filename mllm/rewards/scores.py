@@ -1,7 +1,7 @@
-"""The meaning of a reward function's answer for its completion, for the sum of rewards, and for metrics.
+"""Turns the answers of reward functions into rewards and metrics.
 
-An answer is a number, a failure, or says that the function does not apply. A failure leaves the completion without a
-reward. JAX must not be imported here.
+An answer is a number, a failure, or `NOT_APPLICABLE`. A failure leaves the completion without a reward. This module
+must not import JAX.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from mllm.errors import printable
 
 FAILURES = ("raised", "timed_out", "not_a_number")
 NOT_APPLICABLE = "not_applicable"
-"""The kind of None: the function says nothing of this completion, which is neither failure nor 0."""
+"""The kind of answer if a function returns None: it does not apply to this completion. Neither a failure nor 0."""
 Logged = tuple[Any, ...]
 """An entry logged by a function: `metric` or `extra`, a name and a value; or `turn` with an environment's reply, see
 mllm/rewards/environments.py."""
@@ -25,7 +25,7 @@ Answer = tuple[str, float | str, *tuple[Logged, ...]]
 logged entries follow."""
 NOTHING: Answer = (NOT_APPLICABLE, "")
 ROUNDINGS = 8 * np.finfo(float).eps
-"""How far two orders of a sum may be apart, in the sum of its parts' sizes."""
+"""The largest relative difference between sums of the same parts in two orders."""
 LARGEST = 1e18
 """The largest reward: a group's rewards are compared in float32, which squares of larger numbers overflow."""
 
@@ -56,9 +56,9 @@ def totals(
 ) -> tuple[Float[np.ndarray, "B"], Bool[np.ndarray, "B"]]:
     """The reward of each completion, from each function's answer, and whether a function failed.
 
-    A reward is a weighted sum, or NaN for no reward: a function failed, or none says anything of the completion. A
-    completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged: they don't
-    matter here. Sums that differ by their rounding alone are equal, to the bit; so are a sum and 0.
+    A reward is a weighted sum; NaN for no reward: a function failed, or no function applies to the completion. A
+    completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged. Sums that
+    differ only by rounding become bit-identical, also a sum and 0.
     """
     kinds = np.array([[kind for kind, *_ in row] for row in answers])
     values = np.array([[number(answer) for answer in row] for row in answers])
@@ -72,7 +72,7 @@ def totals(
 
 
 def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
-    """The sums; a sum within the tolerance of the next lower sum is replaced by the lower sum."""
+    """The sums, where a sum within its tolerance of the next lower sum is replaced by the lower sum."""
     order = np.argsort(sums, kind="stable")
     ordered, allowed = sums[order], tolerance[order]
     distinct = np.diff(ordered, prepend=-np.inf) > np.maximum(allowed, np.roll(allowed, 1))
@@ -83,7 +83,7 @@ def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, 
 
 
 def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.ndarray, " K"]:
-    """The values that aren't NaN, and for each failure 0 or the lowest of them, whichever is less, for evaluations."""
+    """The values that aren't NaN, and for each failure 0 or their minimum, whichever is less: for evaluations."""
     known = values[~np.isnan(values)]
     return np.append(known, [min(known.min(), 0.0)] * failures) if known.size else known
 
@@ -91,9 +91,10 @@ def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.nda
 def reward_metrics(
     names: Sequence[str], answers: Sequence[Sequence[Answer]], evaluates: bool = False
 ) -> dict[str, float]:
-    """For each reward function what it logs, the mean and deviation of its values, and how often it failed.
+    """The metrics of each reward function: its own logged metrics, the mean and standard deviation of its values, and
+    its number of failures.
 
-    Where it `evaluates`, a failure counts as in `with_failures`.
+    If `evaluates`, a failure counts as in `with_failures`.
     """
     metrics: dict[str, float] = {}
     for name, column in zip(names, zip(*answers, strict=True), strict=True):

@@ -1,9 +1,8 @@
 """Processes for reward functions and environments: a function that hangs or exits costs one call.
 
-Pebble starts the processes, limits the time of each call, and replaces a process that is late or has ended. A process
-is a fresh interpreter without JAX, since forking the trainer's threads may deadlock. It leads a session, so that
-whatever its functions start is killed with it. Answers are strict JSON. Memory is not limited, and functions have the
-rights of the user who trains.
+Pebble starts the processes, limits the time of each call, and replaces a process that times out or exits. A process is
+a fresh interpreter without JAX, since forking the trainer's threads may deadlock. It leads a session, so that its child
+processes are killed with it. Answers are strict JSON. Memory is not limited, and functions have the user's rights.
 """
 
 import multiprocessing
@@ -36,7 +35,7 @@ STARTING = Lock()
 
 
 class Process(SpawnProcess):
-    """A process that doesn't import the trainer's main module, and ends together with its children."""
+    """A process that doesn't import the trainer's main module, and is killed together with its children."""
 
     def start(self) -> None:
         # multiprocessing would have the process import the main module of the trainer, and JAX with it.
@@ -66,10 +65,7 @@ class Call(NamedTuple):
     limit: float
 
     def result(self) -> list[Answer]:
-        """Each function's answers, one function after the other; failures where the call was late or its process ended.
-
-        It waits for them.
-        """
+        """Wait for the answers, function by function; failures if the call timed out or its process ended."""
         try:
             return [decode(message) for message in self.future.result()]
         except TimeoutError:
@@ -82,10 +78,10 @@ class Call(NamedTuple):
 
 
 class Workers:
-    """The trainer's side of the processes. They start when needed, with the functions that `make` returns."""
+    """A pool of processes that starts at the first call, with the functions that `make` returns."""
 
     kinds: list[str]
-    """For each function `Reward.kind`; known once a process has started."""
+    """Each function's `Reward.kind`; known once a process has started."""
     tools: list[dict[str, Any]]
     """The JSON schemas of the tools."""
 
@@ -95,7 +91,7 @@ class Workers:
         self.pool: ProcessPool | None = None
 
     def start(self) -> None:
-        """Start the processes; UserError where a function can't be had, or requires what there isn't."""
+        """Start the processes; UserError if a function can't be imported, or requires an unknown argument."""
         self.pool = ProcessPool(self.count, initializer=begin, initargs=(self.make, MODULES), context=Context())
         try:
             fault, self.kinds, self.tools = self.pool.schedule(describe_functions).result(START_TIMEOUT)
@@ -108,19 +104,19 @@ class Workers:
             raise UserError(fault)
 
     def schedule(self, functions: Sequence[int], samples: Sequence[Any], seconds: float) -> Call:
-        """Call functions, by their numbers, with samples; each call of a function may take `seconds` a sample."""
+        """Call functions, by index, with samples; the time limit is `seconds` per function and sample."""
         if not (self.pool and self.pool.active):  # it has not started, or a process ended in between
             self.close()
             self.start()
         assert self.pool is not None
         wanted = len(functions) * len(samples)
-        # The process itself watches over coroutines and environments, and gets longer.
+        # The process itself limits the time of coroutines and environments; this limit comes later.
         limit = seconds * (wanted + {"played": 2, "async": 1}.get(self.kinds[functions[0]], 0))
         call = self.pool.schedule(answer, args=(functions, samples, seconds), timeout=limit)
         return Call(call, wanted, limit)
 
     def ask(self, samples: Sequence[Any], seconds: float, poll: Callable[[], None]) -> list[Answer]:
-        """The only function's answers: for some samples at a time, or for all together where it awaits something."""
+        """The only function's answers: `MOVES` samples a call, or all samples in one call of a coroutine function."""
         if self.pool is None:
             self.start()
         size = len(samples) if self.kinds == ["async"] else MOVES
@@ -138,7 +134,7 @@ class Workers:
 
 
 def ended(code: int) -> str:
-    """How a process ended that left this exit code."""
+    """The end of an error message about a process with this exit code."""
     if code < 0:
         return f"had its process killed by signal {-code} ({signal.strsignal(-code)})"
     return f"ended its process with exit code {code}"
@@ -151,7 +147,7 @@ FAULTS: list[str] = []
 
 
 def begin(make: Callable[[], Sequence[Any]], modules: Sequence[str]) -> None:
-    """Prepare the process and make its functions; `modules` are folders to add to Python's path."""
+    """Set up the process and make its functions; `modules` are folders to add to Python's path."""
     os.setsid()  # Ctrl-C is the trainer's to handle
     os.dup2(2, 1)
     os.environ["JAX_PLATFORMS"] = "cpu"  # the functions may import JAX themselves; the accelerator is the trainer's
@@ -166,9 +162,9 @@ def begin(make: Callable[[], Sequence[Any]], modules: Sequence[str]) -> None:
 
 
 def end_with_trainer() -> None:
-    """Fork a process that kills this one's group as soon as the trainer or this process ends.
+    """Fork a process that kills this process group as soon as the trainer or this process ends.
 
-    It is no thread, since a function may hold Python's lock.
+    A thread would not do, since a function may hold Python's lock.
     """
     trainer, worker = multiprocessing.parent_process(), os.getpid()
     assert trainer is not None
@@ -182,12 +178,12 @@ def end_with_trainer() -> None:
 
 
 def describe_functions() -> tuple[str, list[str], list[Any]]:
-    """Why there are no functions, or their kinds and tools."""
+    """The error that prevented the functions (empty if none did), their kinds, and their tools."""
     return "".join(FAULTS), [each.kind for each in FUNCTIONS], [tool for each in FUNCTIONS for tool in each.tools]
 
 
 def answer(functions: Sequence[int], samples: Sequence[Any], seconds: float) -> list[bytes]:
-    """The answers of the functions, by their numbers, for the samples, each as JSON."""
+    """The answers of the functions, by index, for the samples, each as JSON."""
     try:
         return [encode(*each) for each in answers([FUNCTIONS[i] for i in functions], samples, seconds)]
     except BaseException as error:
@@ -195,7 +191,7 @@ def answer(functions: Sequence[int], samples: Sequence[Any], seconds: float) -> 
 
 
 def encode(kind: str, value: float | str, *logged: tuple[Any, ...]) -> bytes:
-    """An answer as strict JSON; a failure where that can't hold it, which costs this answer alone."""
+    """An answer as strict JSON; a failure if strict JSON can't hold the answer."""
     value = " ".join("".join(c if c.isprintable() else " " for c in value).split()) if isinstance(value, str) else value
     try:
         return strict_json.dump([kind, value, *logged])

@@ -1,11 +1,11 @@
-"""A run's parts, made of its configuration and checked before anything is written.
+"""Builds a run's parts from its configuration, and checks them before anything is written.
 
 A run starts in one of these ways, which `Run.start` tells apart:
 
-    new        run_dir is empty: with parameters of `model.source` (a folder, a hub id or another run), or random ones
-    resumed    run_dir has checkpoints: with the newest undamaged checkpoint; --change permits other settings
-    pending    that checkpoint's step still lacks its evaluation, which comes before the next step
-    finished   all steps are done: nothing is trained, and the summary is printed again
+    new        run_dir is empty: start with the parameters of `model.source`, or random parameters
+    resumed    run_dir has checkpoints: start with the newest undamaged checkpoint; --change permits other settings
+    pending    that checkpoint's step still lacks its evaluation: evaluate before the next step
+    finished   all steps are done: train nothing, and print the summary again
 """
 
 import hashlib
@@ -64,17 +64,17 @@ Fit = Callable[[RunConfig, Policy, Mesh], RunConfig]
 
 
 class Run:
-    """Everything that the training loop needs, loaded and checked."""
+    """All parts of the training loop, loaded and checked."""
 
     @classmethod
     @contextmanager
     def build(
         cls, config: RunConfig, change: bool = False, fit: Fit = lambda config, policy, mesh: config
     ) -> Iterator["Run"]:
-        """The run of a configuration. Its place is locked until the end. UserError where a setting can't work.
+        """Build the run of a configuration, and lock its folder until it ends. UserError if a setting can't work.
 
-        All processes must enter this. `change` permits other settings than the run has had. `fit` sets what the
-        configuration leaves to the memory that is there.
+        All processes must enter this. `change` permits settings to differ from the run's earlier settings. `fit`
+        chooses the settings that depend on the available memory.
         """
         with ExitStack() as stack, ending_together():
             yield cls(config, change, fit, stack)
@@ -89,7 +89,7 @@ class Run:
         self.store, config = stack.enter_context(folder.open_run(config, change))
         if config.log.wandb and is_writer():
             need("wandb", "wandb", "log.wandb")
-        begun = from_writer(self.store.is_run)  # processes may see a folder's files at different times
+        begun = from_writer(self.store.is_run)  # processes may see new files at different times
         if not begun:
             config = pin_all(config)
         self.config = config
@@ -106,14 +106,14 @@ class Run:
         self.optimizer, schedule = make_optimizer(config.optimizer, steps), make_schedule(config.optimizer, steps)
         train_step = make_train_step(self.forward, self.optimizer, schedule, config.seed)
         self.measurements = self.make_measurements()
-        # A run that resumes reads its parameters from a checkpoint, unless it needs the first ones as well.
+        # A resumed run reads its parameters from a checkpoint; it may need the initial parameters as well.
         needed = policy.lora is not None or not resumes
         initial = policy.initial_params() if demands.reference or needed else None
         if initial is not None and demands.reference == "at_start" and isinstance(self.source, ReferencedSource):
             self.set_reference(self.source, initial)
             initial = initial if needed else None
         self.trained, self.frozen = policy.split(initial)
-        """The parameters that updates change, until `start` has taken them; and the ones that no update changes."""
+        """The trained parameters, until `start` takes them; and the frozen parameters."""
         held = initial if demands.reference == "held" else None
         self.frozen_models = FrozenModels(held, teacher.initial_params() if teacher else None)
         scored = {"teacher": self.frozen_models.teacher} if demands.teacher_in_update else {}
@@ -128,7 +128,7 @@ class Run:
         folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
 
     def find_policy(self, resumes: bool) -> Policy:
-        """The policy of the configuration; where its source is gone, that of the folder of a run that resumes."""
+        """The policy of the configuration; if its source is gone, a resumed run loads it from its own folder."""
         model = self.config.model
         try:
             return load_policy(self.config, self.mesh)
@@ -140,25 +140,26 @@ class Run:
             return load_own_policy(self.store, self.config, self.mesh)
 
     def write_model(self, learned: Form | None, target: Path) -> None:
-        """Write the model's folder without its parameters: tools and other runs find these by it."""
+        """Write the model's folder without its parameters; tools and other runs read the model from there."""
         policy, dtype = self.policy, self.config.model.dtype
         save_tokenizer(policy.tokenizer, target)
         ids = policy.tokenizer.pad_token_id, policy.tokenizer.bos_token_id
         write_settings(target, policy.architecture, dtype, policy.stop_ids, policy.stop_texts, *ids, learned)
 
     def make_rewards(self) -> RewardRunner | None:
-        """The processes that score completions; None where nothing is sampled."""
+        """The processes that score completions; None for a run without sampling."""
         task, rollout = self.config.task, self.config.rollout
         if not (task and rollout and self.task):
             return None
-        # Several processes go on to where all of them ask.
+        # Several processes may only stop where all of them check for signals.
         poll = self.interrupt.poll if jax.process_count() == 1 else lambda: None
         return self.stack.enter_context(RewardRunner(task, self.task, rollout.sampled_length, poll))
 
     def make_source(self) -> tuple[Source, Sampling | None]:
-        """The source of the algorithm's batches, and the sampler where something is sampled.
+        """The source of the algorithm's batches, and the sampler if the run samples.
 
-        Prompts have the form that the policy has learned: from the run's own examples, or else before the run.
+        Prompts have the form that the policy is trained on: the form of the run's own examples, or else of the model's
+        earlier training.
         """
         config, policy = self.config, self.policy
         renderer, learned = Renderer(policy.tokenizer, config.chat_template), policy.learned
@@ -173,7 +174,7 @@ class Run:
         return source, self.make_sampling(renderer, source.form, "the run")
 
     def make_sampling(self, renderer: Renderer, learned: Form | None, who: str) -> Sampling | None:
-        """The sampler of prompts for `who` has learned from texts or chats; None where nothing is sampled."""
+        """The sampler; None for a run without sampling. `who` was trained on the form `learned`; a warning names it."""
         config, policy, demands = self.config, self.policy, self.recipe.demands
         rollout, task, rewards = config.rollout, self.task, self.rewards
         if not (config.task and rollout and task and rewards):
@@ -192,7 +193,7 @@ class Run:
             policy.stop_ids,
             rollout,
             config.seed,
-            # Not before it is needed, because other mistakes in the configuration come first.
+            # Computed when needed, so that cheaper checks of the configuration come first.
             cache(partial(fitting_limits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
             TypicalBatch(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
@@ -201,9 +202,9 @@ class Run:
         return Sampling(task, sampler, rewards)
 
     def set_reference(self, source: ReferencedSource, initial: Params) -> None:
-        """Give the source the parameters that the run begins with as its reference, known by their checksum.
+        """Set the run's initial parameters as the source's reference, with their checksum.
 
-        Adapters that are no change yet are no part of it.
+        The checksum leaves out new adapters, which don't change the model yet.
         """
         policy = self.policy
         fixed = policy.split(initial)[1] if policy.lora and not policy.adapters else initial
@@ -211,7 +212,7 @@ class Run:
         source.set_reference(initial, checksum)
 
     def make_measurements(self) -> Measurements:
-        """The evaluation on held-out problems, the validation and the test set, as far as the run has them."""
+        """The run's evaluation on held-out problems, validation, and test set, if configured."""
         config, sampling = self.config, self.sampling
         validation = config.examples.validation if config.examples else None
         repeated, at_end = [], []
@@ -232,13 +233,13 @@ class Run:
         return Measurements(repeated, at_end, validation, bool(config.task and config.task.pays_answers))
 
     def start(self) -> RunState:
-        """The state that the run begins with: the newest checkpoint's, or a new one. Makes source and log as well."""
+        """The first state: the newest checkpoint's, or a new state. Also moves the source there and opens the log."""
         trained, self.trained = self.trained, None
         state = self.checkpoints.restore(abstract_state(self.policy.trained, self.optimizer))
         if state is not None:
             self.source.seek(state.position)
         else:
-            if self.frozen_models.reference is not None:  # which the first update must not reuse
+            if self.frozen_models.reference is not None:  # the first update must not reuse its buffers
                 shardings = jax.tree.map(lambda leaf: leaf.sharding, trained)
                 trained = jax.jit(lambda params: jax.tree.map(jnp.copy, params), out_shardings=shardings)(trained)
             pending = PendingEvaluation({}, []) if self.measurements.are_due(0, final=False) else None

@@ -1,4 +1,4 @@
-"""Checkpoints of a run's state: a directory of Orbax's `CheckpointManager`, which plain Orbax opens.
+"""Checkpoints of a run's state, in a directory of Orbax's `CheckpointManager` that plain Orbax can open.
 
     7/state      a nested dict: `params`, `opt_state`, `step`, with the names that the model has
     7/document   JSON: step, positions, counts, configuration, dependencies, checksums, lengths of logs
@@ -36,7 +36,7 @@ from mllm.run.store import CHECKPOINTS, Damaged, RunStore
 from mllm.storage import failing, is_of_storage
 from mllm.training.step import TrainState
 
-# Orbax warns of seconds that it waits, and each of its threads logs the traceback of a failed save, asyncio another.
+# Orbax warns of waits of seconds, and its threads and asyncio each log the traceback of a failed save.
 for name in ("absl", "asyncio"):
     logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -44,7 +44,7 @@ report_unraisable = sys.unraisablehook
 
 
 def report_others(unraisable: Any) -> None:
-    """Leave out what asyncio says of a request that tensorstore gave up after another one had failed."""
+    """Suppress asyncio's report of a request that tensorstore dropped after another request had failed."""
     if str(unraisable.exc_value) != "Event loop is closed":
         report_unraisable(unraisable)
 
@@ -54,7 +54,7 @@ sys.unraisablehook = report_others
 
 @dataclass(frozen=True)
 class Best:
-    """Orbax's policy that preserves the best checkpoint. Unlike its BestN, it knows those of earlier processes."""
+    """Orbax's policy that preserves the best checkpoint. Unlike BestN, it reads the scores of earlier processes."""
 
     store: RunStore
 
@@ -68,19 +68,19 @@ class Checkpoints:
     """The checkpoints of one run, by step."""
 
     def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Any, known: Mapping[str, Any]) -> None:
-        """Removes what saves have left that were cut off.
+        """Removes the remains of unfinished saves.
 
-        `frozen` are parameters that are not saved, but known again: the model's below adapters, a reference's or a
-        teacher's. `known` is JSON, everything else outside of the run that it depends on, by its name for the user.
+        `frozen` are parameters whose checksums are saved in place of the parameters: the base of adapters, a reference
+        or a teacher. `known` is JSON: the run's other dependencies, by their names for the user.
         """
         self.store, self.config, self.known = store, config, json.loads(json.dumps(known))
         self.frozen = checksums(by_name(frozen)) if frozen else {}
         self.ends: dict[str, int] | None = None
-        """Where the logs of the restored checkpoint end."""
+        """The lengths of the logs, in bytes, at the restored checkpoint."""
         self.manager = self.open_manager()
 
     def open_manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager of the checkpoints that are there now; it reads nothing of them."""
+        """Orbax's manager of the present checkpoints; it reads none of them."""
         best = [Best(self.store)] if self.config.keep_best else []
         with self.store.writing(CHECKPOINTS):
             return ocp.CheckpointManager(
@@ -99,8 +99,8 @@ class Checkpoints:
     ) -> None:
         """Begin to save; returns as soon as the arrays of `state` may be overwritten. `config` is JSON.
 
-        `logs` are the lengths of the logs, which are on the disk already. The checkpoint with the highest `score` is
-        the best. UserError is raised if the checkpoint before can't be written.
+        `logs` are the lengths of the logs on the disk. The checkpoint with the highest `score` is the best. UserError
+        is raised if the previous checkpoint can't be written.
         """
         arrays = by_name(state.train)
         document = {"step": state.step, **state.document(), "config": config, "score": score, "logs": logs}
@@ -125,7 +125,7 @@ class Checkpoints:
             except Damaged as error:
                 damaged[step] = str(error)
                 continue
-            # Only now: if none can be read the fault may lie elsewhere, and they stay as they are.
+            # Only now: if no checkpoint can be read, the fault may lie elsewhere, and all stay as they are.
             for number, reason in damaged.items():
                 from_writer(partial(self.store.put_aside, number, reason))
             if damaged:  # Orbax's own reload would read all scores, and fail at a damaged checkpoint
@@ -139,10 +139,10 @@ class Checkpoints:
         return None
 
     def check_dependencies(self, document: Mapping[str, Any]) -> None:
-        """UserError where frozen parameters, or anything else outside of the run, are not as at the save.
+        """UserError if frozen parameters or other dependencies have changed since the save.
 
-        Only what both know is compared: a change of a loss adds a reference, or takes it away, and another version of
-        this program may know more of a model.
+        Only entries on both sides are compared: a change of the loss may add or remove a reference, and another version
+        of this program may record more about a model.
         """
         if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):
             fault = "belongs to a run with other frozen parameters, or another reference"
@@ -153,12 +153,12 @@ class Checkpoints:
                 raise UserError(f"{name} is not what {self.store} has begun with: {way_out}")
 
     def wait(self) -> None:
-        """Wait until a save that was begun has ended; UserError as `save`."""
+        """Wait until the current save has ended; UserError as `save`."""
         with self.store.writing(CHECKPOINTS):
             self.manager.wait_until_finished()
 
     def check(self) -> None:
-        """Raise UserError if a save has failed: the next `save`, which would say so, may be far away."""
+        """Raise UserError if a save has failed, instead of at the next `save`."""
         if not self.manager.is_saving_in_progress():
             self.wait()
 
@@ -168,16 +168,16 @@ class Checkpoints:
 
 
 def differ(old: Any, new: Any) -> bool:
-    """Whether two JSON values differ, in mappings only by the keys that both have."""
+    """Whether two JSON values differ; of mappings only common keys are compared."""
     if isinstance(old, dict) and isinstance(new, dict):
         return any(differ(old[key], new[key]) for key in old.keys() & new.keys())
     return bool(old != new)
 
 
 def ends_of_logs(store: RunStore, sizes: Mapping[str, int], step: int) -> dict[str, int]:
-    """The bytes of each log that belong to the checkpoint of `step`; its document has `sizes`.
+    """The length in bytes of each log at the checkpoint of `step`; its document has `sizes`.
 
-    The timings of the step itself, with the seconds of the save, are written after the checkpoint.
+    The step's own line of timings, with the seconds of the save, is written after the checkpoint and included here.
     """
     line, end, _ = store.read(TIMINGS)[sizes.get(TIMINGS, 0) :].partition(b"\n")
     own = end and line.startswith(f'{{"step": {step},'.encode())
@@ -185,18 +185,18 @@ def ends_of_logs(store: RunStore, sizes: Mapping[str, int], step: int) -> dict[s
 
 
 def handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler, which reads a gigabyte at a time. zstd would take off a tenth, and every core for some steps."""
+    """Orbax's handler, reading a gigabyte at a time. zstd would save a tenth of the bytes and busy all cores."""
     return ocp.PyTreeCheckpointHandler(use_compression=False, restore_concurrent_gb=1)
 
 
 def read_checkpoint(
     store: RunStore, step: int, like: Any, check: Callable[[dict[str, Any]], None] = lambda document: None, at: str = ""
 ) -> tuple[dict[str, Any], Any]:
-    """The document of a checkpoint, after `check`, and the tree of its arrays, or its part `at`, sharded as `like`.
+    """The document of a checkpoint, after `check`, and the tree of its arrays (or of its part `at`), sharded as `like`.
 
-    All processes must call this. Damaged is raised in all of them alike where something is missing, can't be read, has
-    another shape or dtype, or another checksum than the document says; UserError where a disk or bucket does not
-    answer, or this machine lacks memory or open files: the checkpoint may be sound.
+    All processes must call this. Damaged is raised in all processes if a part is missing, unreadable, or has the wrong
+    shape, dtype or checksum. UserError is raised if the disk or bucket does not answer, or this machine lacks memory or
+    open files: the checkpoint may then be sound.
     """
     reason, document, arrays = "", dict[str, Any](), dict[str, Any]()
     with raise_everywhere(), store.reading(f"{CHECKPOINTS}/{step}"):
@@ -221,7 +221,7 @@ def read_checkpoint(
 
 
 def read_arrays(path: Any, like: Any, at: str) -> dict[str, Any]:
-    """The arrays of `like` by their names in a state; `at` is the tree's place there."""
+    """The arrays of `like` by their names in a state; `at` is the prefix of these names."""
     named = {f"{at}{name}": leaf for name, leaf in by_name(like).items()}
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in named.values())
     with transfer_bar(f"checkpoint {path.parent.name}", nbytes) as bar:
@@ -241,7 +241,7 @@ def read_arrays(path: Any, like: Any, at: str) -> dict[str, Any]:
 
 
 def restore_params(store: RunStore, like: Params, step: int) -> Params:
-    """The parameters of a checkpoint; UserError where it can't be read or a number is not finite."""
+    """The parameters of a checkpoint; UserError if it can't be read or a number is not finite."""
     try:
         params: Params = read_checkpoint(store, step, like, at="params.")[1]
         for name, array in by_name(params).items():
@@ -253,9 +253,9 @@ def restore_params(store: RunStore, like: Params, step: int) -> Params:
 
 
 def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
-    """The tree's leaves in order, by their dotted path: a layout on disk that no library's node types are part of."""
+    """The tree's leaves in order, by dotted path, so that the layout on disk does not depend on a library's types."""
     return {
-        # Some versions of Flax, 0.12.8 among them, show the step into a variable as `.value`.
+        # Some versions of Flax, such as 0.12.8, add `.value` to the path of a variable.
         re.sub(r"\.value(?=\.|$)", "", jax.tree_util.keystr(path, simple=True, separator=".")): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf)
     }

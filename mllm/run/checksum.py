@@ -1,9 +1,9 @@
-"""Checksums of arrays, which find damage that no storage format finds.
+"""Checksums of arrays, to detect damage that storage formats miss.
 
 An array's bits are taken as 32 bit words. Every word is multiplied by an odd weight made from its index, and the
-products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh has
-the same sums. One changed word always changes both sums, since an odd weight has an inverse; several go unnoticed with
-a probability of 2^-64. Somebody who also corrects the sums is not found out.
+products are summed modulo 2^32; twice, with different weights. Integer sums are exact in any order, so every mesh gives
+the same sums. One changed word always changes both sums, since an odd weight has an inverse; several changed words are
+missed with a probability of 2^-64. The checksums do not protect against deliberate changes.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ FACTORS = ((0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F), (0x165667B1, 0xD3A2
 
 
 def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
-    """A checksum of each array, 16 hexadecimal digits, whatever its sharding; all processes must call this."""
+    """A checksum of each array, 16 hexadecimal digits, for any sharding. All processes must call this."""
     if not arrays:
         return {}
     layout: Any = next(iter(arrays.values())).sharding
@@ -47,7 +47,7 @@ def words(array: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
 def weighted_sums(words: UInt32[Array, "..."]) -> list[UInt32[Array, ""]]:
     weighted = [words * (mix(index_numbers(words.shape, factors)) | jnp.uint32(1)) for factors in FACTORS]
     zeros = [jnp.uint32(0)] * len(FACTORS)
-    # Both in one reduction, which on a CPU takes a tenth of the time of two.
+    # One reduction for both sums: on a CPU a tenth of the time of two reductions.
     return jax.lax.reduce(
         weighted, zeros, lambda sums, more: [a + b for a, b in zip(sums, more, strict=True)], tuple(range(words.ndim))
     )

@@ -1,9 +1,9 @@
-"""Programs that were compiled once are read from a folder at later starts, by JAX's own cache.
+"""Sets up JAX's cache of compiled programs.
 
-The folder is mllm/xla in $XDG_CACHE_HOME or ~/.cache. On GPUs it also has XLA's choices among kernels, which XLA times
-for each product: a program that has changed a little is compiled with the same choices. Several processes have none,
-unless JAX_COMPILATION_CACHE_DIR names one that they share: JAX lets only process 0 write, and where they tune a program
-for GPUs together, one that has it already would be waited for.
+The cache is mllm/xla in $XDG_CACHE_HOME or ~/.cache. On GPUs it also has XLA's autotuning results for each product, so
+a slightly changed program gets the same kernels. Several processes use no cache unless JAX_COMPILATION_CACHE_DIR names
+a shared folder: only process 0 writes to it, and if the processes tune a program together, a process that reads the
+program from its own cache would keep the other processes waiting.
 """
 
 import functools
@@ -15,14 +15,14 @@ from mllm.stopwatch import COMPILING
 from mllm.storage import cache_folder
 
 LARGEST = 4 * 2**30
-"""The most bytes of the folder; the programs that were read longest ago make room."""
+"""The largest size of the folder in bytes; the least recently read programs are removed."""
 
 
 @functools.cache
 def keep_programs() -> None:
-    """Let JAX keep the programs that it compiles, and count and say what is compiled.
+    """Turn on JAX's cache, and count and print compilations.
 
-    JAX must know the other processes by now. It warns of a folder that it can't use, and compiles all the same.
+    Call this after the processes have joined. JAX warns about a folder that it can't use, and compiles all the same.
     """
     jax.monitoring.register_scalar_listener(COMPILING.begin)
     jax.monitoring.register_event_duration_secs_listener(COMPILING.end)
@@ -31,12 +31,12 @@ def keep_programs() -> None:
     COMPILING.remember(cache_folder() / "compile_seconds.json")
     folder = cache_folder() / "xla"
     with suppress(OSError):
-        for program in folder.glob("*-cache"):  # what a kill has cut off has no -atime yet; JAX would fail at it
+        for program in folder.glob("*-cache"):  # after a kill a file may lack its -atime, at which JAX would fail
             if not program.with_name(program.name.removesuffix("cache") + "atime").exists():
                 program.unlink()
     jax.config.update("jax_compilation_cache_max_size", LARGEST)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    # A file of a few bytes for each product. Elsewhere nothing is timed, and other caches' files nothing bounds.
+    # A file of a few bytes per product. Other backends time nothing, and the size of XLA's other caches is not limited.
     choices = "xla_gpu_per_fusion_autotune_cache_dir" if jax.default_backend() == "gpu" else "none"
     jax.config.update("jax_persistent_cache_enable_xla_caches", choices)
     jax.config.update("jax_compilation_cache_dir", str(folder))

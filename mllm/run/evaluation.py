@@ -1,4 +1,4 @@
-"""Rewards on problems that training never sees, and accuracy with its confidence interval if problems have answers."""
+"""Evaluation on held-out problems: rewards, and accuracy with its confidence interval if problems have answers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -32,17 +32,20 @@ def make_evaluation(
     rows: RowShare,
     prefix: str = "eval/",
 ) -> Callable[[Params, int], dict[str, float]]:
-    """The function (parameters, step) -> metrics that evaluates on the problems.
+    """A function (parameters, step) -> metrics that evaluates on the problems.
 
-    It completes each problem greedily and k = `options.samples` times at the rollout's temperature. The metrics are,
-    with `prefix` for `eval/`: `eval/reward`, the mean over the completions, and `eval/rewards/NAME/...` for each
-    function; for conversations `eval/environment/mean_turns` and `eval/tools/...`; for the completions at temperature
-    `eval/sampled_reward...` and so on; and the mean length in tokens. A failed reward counts as 0, or as the lowest
-    reward where that is less. If all problems have answers and a reward of the task judges them (`TaskConfig.judge`),
-    there are `eval/greedy_accuracy`, `eval/avg@k` (the mean accuracy at temperature) and `eval/pass@j` for k and the
-    powers of two below it, each with the ends `_low` and `_high` of its 95 % interval.
+    It completes each problem greedily, and k = `options.samples` times at the rollout's temperature. Metrics begin with
+    `prefix`; sampled completions have `sampled_` in front of the name:
 
-    Prompts that are longer than `rollout.max_prompt_length` are left out; UserError as for `usable_prompts`.
+        reward                  the mean reward; a failed reward counts as 0, or as the lowest reward if it is less
+        rewards/NAME/...        each reward function's metrics
+        environment/mean_turns, tools/...    of conversations
+        greedy_mean_length      tokens of a completion
+        greedy_accuracy         if all problems have answers and the task has a judge (`TaskConfig.judge`)
+        avg@k, pass@j           likewise, of sampled completions; j = k and the powers of two below it
+
+    Accuracies have the ends of their 95 % interval, `_low` and `_high`. Prompts longer than `rollout.max_prompt_length`
+    are left out; UserError as in `usable_prompts`.
     """
     title = f"{prefix.strip('/')} prompts of task {task.name}"
     prompts = usable_prompts(problems, sampler.renderer, sampler.options.max_prompt_length, title)
@@ -77,7 +80,7 @@ def make_evaluation(
 
 
 def pass_at(j: int, correct: Bool[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]:
-    """For each problem the probability that one of j completions is right, without bias (Chen et al. 2021, eq. 1)."""
+    """Per problem, the unbiased estimate that one of j completions is right (Chen et al. 2021, eq. 1)."""
     k = correct.shape[1]
     return np.array([1 - math.comb(k - int(row.sum()), j) / math.comb(k, j) for row in correct])
 
@@ -85,7 +88,8 @@ def pass_at(j: int, correct: Bool[np.ndarray, "P k"]) -> Float[np.ndarray, " P"]
 def interval(values: Float[np.ndarray, " P"], k: int) -> tuple[float, float]:
     """The 95 % interval of the mean over problems, each measured by k completions.
 
-    It is Wilson's for as many independent trials as give the mean's variance (Kish 1965), 1 to k for each problem.
+    It is Wilson's interval for the number of independent trials that has the mean's variance (Kish 1965), 1 to k per
+    problem.
     """
     share, count = float(values.mean()), len(values)
     trials = float(np.clip(share * (1 - share) * count / max(values.var(), 1e-12), count, count * k))

@@ -68,9 +68,9 @@ event_file_writer.EventsWriter = TolerantWriter
 
 
 def open_events(folder: Path, first_step: int) -> SummaryWriter:
-    """A new file of events in a folder, which is made where it is missing; raises OSError.
+    """Open a new event file in a folder, which is created if missing; raises OSError.
 
-    TensorBoard hides what earlier files in the folder have of `first_step` and the steps behind it.
+    TensorBoard hides earlier files' events at `first_step` and later.
     """
     suffix = f".{time.time_ns()}"
     return SummaryWriter(str(folder), purge_step=first_step, flush_secs=FLUSH_SECONDS, filename_suffix=suffix)
@@ -84,9 +84,9 @@ def write_numbers(events: SummaryWriter, step: int, numbers: Mapping[str, float 
 
 @contextmanager
 def wandb_run(store: RunStore, config: RunConfig) -> Iterator[None]:
-    """Begin or resume W&B's run for a run_dir, which gets the events of all files that are opened inside.
+    """Begin or resume the W&B run of a run_dir. It receives all event files that are opened inside.
 
-    What is left is sent at the end; the file of events must be closed by then.
+    The rest is sent at the end; the event file must be closed by then.
     """
     import wandb
 
@@ -108,7 +108,7 @@ def wandb_run(store: RunStore, config: RunConfig) -> Iterator[None]:
 
 
 def run_id(store: RunStore) -> str:
-    """The run's id in W&B: random, and kept in the run beside its place; a run at another place gets another."""
+    """The run's random id in W&B, stored in the run with its folder's name; a copied run gets a new id."""
     known = json.loads(store.read(WANDB_ID) or "{}")
     if known.get("place") != store.url:
         known = {"id": secrets.token_hex(8), "place": store.url}

@@ -1,6 +1,6 @@
-"""A run's place belongs to one configuration, and to one run of processes at a time.
+"""Opens a run's folder: locks it, and compares the configuration with the run's earlier configuration.
 
-Which settings may differ when the run goes on: always, with `--change`, or never.
+Settings may differ at a resume always (`FREE`), never (`FIXED`), or with `--change` (all other settings).
 """
 
 import re
@@ -23,14 +23,13 @@ FREE = {
     *("grpo.row_length", "optimizer.max_skipped"),
     *("task.reward_workers", "data.cache"),
 }
-"""Sections and settings that say how a run is carried out and when it gives up, not what it computes."""
+"""Sections and settings that may always differ: they change the results of a run at most by rounding."""
 
 PLACES = {
     *("model.source", "model.tokenizer", "model.lora.source", "teacher.source"),
     *("task.train", "task.test", "task.path", "data.source", "data.validation.source"),
 }
-"""Settings that say where data are, which may be elsewhere when the run goes on: by a checkpoint's document a resume
-knows that the same data are there."""
+"""Paths, which may differ at a resume: the checkpoint's document shows whether the data are the same."""
 
 FIXED = {
     *("algorithm", "seed", "batch_size", "chat_template"),
@@ -41,15 +40,15 @@ FIXED = {
     *(f"task.{name}" for name in ("name", "train", "test", "id", "subset", "columns", "arithmetic", "path", "heldout")),
     *(f"grpo.{name}" for name in ("num_generations", "updates_per_generation", "num_iterations")),
 }
-"""Settings that define the meaning of a checkpoint's arrays and data position."""
+"""Settings that may never differ: a checkpoint's arrays and data position depend on them."""
 
 
 @contextmanager
 def open_run(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore, RunConfig]]:
-    """Hold the place of a run; yields it, and the configuration to go on or begin with, with the record of its changes.
+    """Lock a run's folder; yields its store, and the configuration with the record of changes.
 
-    All processes must enter this. `change` permits settings to differ as `check_changes` says. UserError is raised if
-    the place holds a run of another configuration, or checkpoints or weights of something else.
+    All processes must enter this. `change` permits settings to differ, as in `check_changes`. UserError is raised if
+    the folder has a run of another configuration, or checkpoints or weights without a config.yaml.
     """
     store = RunStore(config.run_dir)
     with ExitStack() as stack:
@@ -65,8 +64,8 @@ def open_run(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore
 
 
 def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]] | None:
-    """The settings of the run that is there as its newest checkpoint has them, that checkpoint's step, and the changes
-    that config.yaml permits after it; None where no run has begun."""
+    """(settings, step, changes) of an existing run: settings and step of its newest checkpoint, and the changes that
+    config.yaml records. None if no run has begun."""
     entries = store.entries()
     if CONFIG in entries:
         settings = read(store.folder / CONFIG)
@@ -81,9 +80,9 @@ def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]
 
 
 def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None] | None = None) -> None:
-    """Write the run's config.yaml, in the first of several processes; UserError where it can't be written.
+    """Write the run's config.yaml, in process 0; UserError if it can't be written.
 
-    `write_model` writes the files of a model's folder, which come first: where config.yaml is, a run has begun.
+    `write_model` writes the files of a model's folder. They come first, since config.yaml marks a folder as a run.
     """
     if not is_writer():
         return
@@ -98,10 +97,10 @@ def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None
 def check_changes(
     run: object, config: RunConfig, permitted: bool, old: dict[str, Any], newest: int, recorded: list[dict[str, Any]]
 ) -> RunConfig:
-    """The configuration with the record of all changes of a run, also the ones from its `old` settings.
+    """The configuration with the record of all changes of a run, including new changes from its `old` settings.
 
-    Changes take effect after its `newest` checkpoint. UserError, which names `run`, is raised for settings that may
-    not differ. Settings outside of `FIXED` may differ if `permitted`, or if `recorded` as earlier changes.
+    Changes take effect after the step `newest`, the newest checkpoint. UserError, which names `run`, is raised for
+    settings that may not differ. Settings outside `FIXED` may differ if `permitted`, or if `recorded` earlier.
     """
     config = with_pins(config, old)
     changes = [Change.model_validate(change) for change in old.get("changes") or ()]
@@ -132,14 +131,15 @@ def check_changes(
 
 
 def fixed(key: str, before: Any, after: Any) -> bool:
-    """Whether a setting may not change: a whole section, one of `FIXED`, or the number of the optimizer's arrays."""
+    """Whether a setting may never change: a section that is added or removed, a setting in `FIXED`, or
+    `optimizer.max_grad_norm` from or to null, which changes the optimizer's arrays."""
     section = isinstance(before, dict) or isinstance(after, dict)
     clips = key == "optimizer.max_grad_norm" and None in (before, after)
     return section or clips or any(f"{key}.".startswith(f"{name}.") for name in FIXED)
 
 
 def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
-    """The configuration with the step, commit, adapters and micro-batch of the run, where it leaves them open."""
+    """The configuration with the run's step, commit, adapters and micro-batch in place of open settings."""
     micro = old.get("micro_batch_size")
     if config.micro_batch_size is None and micro and micro % config.shards == 0:
         config = config.model_copy(update={"micro_batch_size": micro})
@@ -150,7 +150,7 @@ def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
         if section and not re.fullmatch("[0-9a-f]{40}", section.revision or ""):  # the commit of this branch
             section = section.model_copy(update={"revision": begun.get("revision")})
         config = config.model_copy(update={name: section} if section else {})
-    if (lora := config.model.lora) and lora.source:  # what the source had when the run began
+    if (lora := config.model.lora) and lora.source:  # as the source was when the run began
         begun = old["model"].get("lora") or {}
         known = {name: begun.get(name) for name in ("rank", "alpha", "rslora", "targets")}
         known |= {name: value for name, value in lora if value is not None}

@@ -1,7 +1,7 @@
-"""The dependencies of a run outside of its folder, compared at a resume by behaviour, not by a library's files.
+"""The dependencies of a run outside its folder, compared at a resume.
 
-Parameters are compared by checksums and shapes, examples by the sources. Left out: a tokenizer that differs only in
-texts that no probe has.
+The tokenizer and the chat template are compared by their results on probe texts, not by their files. Parameters are
+compared by checksums and shapes, examples by the sources. A tokenizer that differs only on other texts is not noticed.
 """
 
 from dataclasses import asdict
@@ -17,18 +17,18 @@ TEXTS = (
     "def f(x):\n    return {'a': [x, \"b\"]}\n\n\n\t// <think> </think> <tool_call> #### \\boxed{}\r\n",
     "Größe naïve Łódź Привет мир こんにちは世界 你好 안녕 مرحبا हिन्दी 🙂👩‍💻 e\u0301 \u00a0\u200b",
 )
-"""Probe texts: their tokens are compared."""
+"""Probe texts, to compare their tokens."""
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 6 * 7?"},
     {"role": "assistant", "content": "<think>\n6 * 7\n</think>\n\n42"},
     {"role": "user", "content": " And 6 * 8? "},
 ]
-"""A probe chat: its text is compared, with and without the system message, which some templates refuse."""
+"""A probe chat, to compare its rendering with and without the system message, which some templates refuse."""
 
 
 def dependencies(policy: Policy, renderer: Renderer, task: Task | None) -> dict[str, Any]:
-    """The facts that must be the same at a resume, as JSON by their names for the user."""
+    """The dependencies that must be equal at a resume, as JSON, by their names for the user."""
     known = {
         "model.source: the architecture": asdict(policy.architecture),
         "model.tokenizer: the tokenizer": [encode(policy.tokenizer, text) for text in TEXTS],
@@ -39,7 +39,7 @@ def dependencies(policy: Policy, renderer: Renderer, task: Task | None) -> dict[
 
 
 def rendered(renderer: Renderer, messages: list[dict[str, Any]]) -> str | None:
-    """The text of a chat; None where the template refuses it, or there is none."""
+    """The rendered chat; None if the template refuses it, or there is no template."""
     if not renderer.tokenizer.chat_template:
         return None
     try:

@@ -1,8 +1,8 @@
 """The log of a run: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, Weights & Biases, and the terminal.
 
-metrics.jsonl and samples.jsonl are the same, to the byte, however often the run was killed and resumed; timings.jsonl
-holds what depends on the machine. The first of several processes writes everything: metrics, samples and tokens/s of
-all processes, but its own seconds and memory. A line that can't be written is a UserError.
+metrics.jsonl and samples.jsonl are byte-identical however often the run was killed and resumed; machine-dependent
+numbers are in timings.jsonl. Process 0 writes all files: metrics, samples and tokens/s are of all processes, seconds
+and memory of process 0. A line that can't be written is a UserError.
 """
 
 import json
@@ -38,11 +38,11 @@ MEASURED = (
     *("eval/reward", "eval/greedy_accuracy", "validation/loss", "validation/rewards/accuracies"),
     *("test/reward", "test/greedy_accuracy"),
 )
-"""The measurements beside the updates that the terminal shows."""
+"""Evaluation metrics that the terminal shows."""
 
 
 class RunLog:
-    """The files of a run that grow by a line a step. In all processes but the first there are none."""
+    """The log files of a run, which grow with every step. Only process 0 has files."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class RunLog:
     ) -> None:
         """Open the files, and cut them to the `ends` of the checkpoint that the run resumes from.
 
-        `last_step` is the last step with lines there, -1 for a run that begins; `steps` is the run's last step. The
-        first line of metrics.jsonl after one of the configuration's `changes` has it under `changed`. None: there are
-        no changes and no `log.wandb`. `progress` are the metrics that are printed, by their names there.
+        `last_step` is the last step with lines in the files, -1 for a new run; `steps` is the run's last step. The
+        first line of metrics.jsonl after a change in `config.changes` has it under `changed`. Without `config` there
+        are no changes and no W&B. `progress` maps printed names to the metrics to print.
         """
         self.changes: dict[int, dict[str, Any]] = {}
         for change in config.changes if config else ():
@@ -85,11 +85,11 @@ class RunLog:
                 file.truncate(size)
             end = file.seek(0, os.SEEK_END)
             if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
-                file.write(b"\n")  # the log was changed by hand: the next record is a line all the same
+                file.write(b"\n")  # the log was edited by hand: begin a new line
             return file
 
     def sync(self) -> dict[str, int]:
-        """Wait until the logs survive a crash of the machine, in a bucket until it has them; returns their bytes."""
+        """Flush the logs to the disk, or to the bucket; returns their lengths in bytes."""
         if not self.files:
             return {}
         for name, file in self.files.items():
@@ -100,7 +100,7 @@ class RunLog:
         return {name: os.fstat(file.fileno()).st_size for name, file in self.files.items()}
 
     def write(self, step: int, metrics: Scalars, samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Append a step's lines. The metrics' line comes last, so a step with metrics has its samples."""
+        """Append a step's lines. The metrics line comes last, so a step with metrics has all its samples."""
         for sample in samples:
             self.append("samples.jsonl", step, sample)
         changed = {"changed": self.changes[step]} if step in self.changes else {}
@@ -108,7 +108,7 @@ class RunLog:
         self.say(step, [f"{key} {number(metrics, key)}" for key in measured(metrics)])
 
     def write_timings(self, step: int, timings: Scalars, metrics: Scalars) -> None:
-        """Append the step's timings, and at most every second print some of the `metrics` and the time that is left."""
+        """Append the step's timings; at most every second, print some of the `metrics` and the remaining time."""
         self.append("timings.jsonl", step, timings)
         now = time.monotonic()
         self.first = self.first or (step, now)
@@ -119,7 +119,7 @@ class RunLog:
         # An update without counted tokens has no entropy; a NaN loss must be shown.
         words = [f"{name} {x:.3f}" for name, x in shown.items() if name == "loss" or math.isfinite(x)]
         words.append(f"{timings['tokens_per_second']:,.0f} tok/s")
-        if step > self.first[0]:  # the first one compiles, and says nothing of the pace
+        if step > self.first[0]:  # the first step compiles, and its pace is not typical
             pace = (now - self.first[1]) / (step - self.first[0])
             words.append(f"ETA {tqdm.format_interval(pace * (self.steps - step))}")
         self.say(step, words)
@@ -130,7 +130,7 @@ class RunLog:
             print("  ".join([f"step {step} of {self.steps}", *words]), file=sys.stderr, flush=True)
 
     def append(self, name: str, step: int, record: Mapping[str, Any]) -> None:
-        """Append a line to a file; numbers of other files than samples go to TensorBoard as well."""
+        """Append a line to a file; numbers of metrics and timings also go to TensorBoard."""
         if not self.files:
             return
         # NaN and Infinity are no JSON; a reader in another language would refuse the file.
@@ -148,20 +148,20 @@ class RunLog:
 
 
 def measured(record: Mapping[str, Any]) -> list[str]:
-    """The names of a step's measurements beside its update, in their order on the terminal."""
+    """The names of a step's evaluation metrics, in their order on the terminal."""
     keys = (*MEASURED, *rewards_of(record, "eval/"), *at_k([record]))
     return [key for key in keys if record.get(key) is not None]
 
 
 def rewards_of(record: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The metrics of the reward functions' means, if there are several."""
+    """The metric names of the reward functions' means, if there are several functions."""
     begin, end = f"{prefix}rewards/", "/mean"
     keys = [key for key, value in record.items() if key.startswith(begin) and key.endswith(end) and value is not None]
     return keys if len(keys) > 1 else []
 
 
 def number(record: Mapping[str, Any], key: str) -> str:
-    """A measured number, an accuracy with its 95 % interval."""
+    """A metric as a text; an accuracy with its 95 % interval."""
     interval = [f"{record[name]:.3f}" for name in (f"{key}_low", f"{key}_high") if name in record]
     return f"{record[key]:.3f}" + f" ({' .. '.join(interval)})" * bool(interval)
 
@@ -181,7 +181,7 @@ def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:
 def start_lines(
     mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
 ) -> str:
-    """The run's devices, sizes, head and attention, with reasons, and its first step; then changes from there on."""
+    """The first line of a run: devices, sizes, head and attention with reasons, and the first step; then changes."""
     attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
@@ -204,7 +204,7 @@ def start_lines(
 
 
 def why_ended(state: RunState, steps: int) -> str:
-    """After which step the run has ended, and why, where it had more of them."""
+    """The step after which the run ended, and why, if steps were left."""
     if state.step >= steps:
         return f"after all {steps:,} steps"
     validations = f"the validation loss has not fallen in {state.validations_without_gain} validations"
@@ -212,10 +212,10 @@ def why_ended(state: RunState, steps: int) -> str:
 
 
 def summary(store: RunStore, ended: str, shown: Mapping[str, str]) -> str:
-    """The table of a run, read from its metrics.jsonl and timings.jsonl; its first line says how it has `ended`.
+    """The table at the end of a run, read from metrics.jsonl and timings.jsonl; the first line is `ended`.
 
-    What was measured beside the updates has a line each: first, last, and a loss where it was lowest. So have what they
-    learned from, the mean of their first and last tenth: reward functions, and the metrics `shown`, by their names.
+    Each evaluation metric has a line with its first and last value, a loss also with its lowest. Each reward function
+    and each metric in `shown` has a line with the means over the first and the last tenth of the steps.
     """
     metrics, timings = store.records(METRICS), store.records(TIMINGS)
     lines = [("ended", ended)]

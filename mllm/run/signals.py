@@ -1,7 +1,7 @@
-"""SIGTERM and SIGINT ask the loop to save and stop; a second one ends the process at once.
+"""SIGTERM and SIGINT ask the loop to save and stop; a second signal ends the process at once.
 
-A signal to one of several processes stops all of them at the same place. Orbax's `reached_preemption` is left out: it
-knows no SIGINT and nothing between two steps, and does nothing in a process that trains alone.
+A signal to one of several processes stops all of them at the same place. Orbax's `reached_preemption` is not used: it
+ignores SIGINT, is checked only between steps, and does nothing in a single process.
 """
 
 import os
@@ -13,7 +13,7 @@ from mllm.parallel.processes import gather_objects
 
 
 class Interrupted(Exception):
-    """A signal came in the middle of a step, which counts as not begun."""
+    """A signal came in the middle of a step; the step counts as not begun."""
 
 
 class Interrupt:

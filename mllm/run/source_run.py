@@ -1,6 +1,7 @@
-"""A run as a model: its folder has the sizes, the tokenizer and the stop tokens, its checkpoints the parameters.
+"""Loads a model from another run, without an export.
 
-The parameters are the run's masters, in its `param_dtype`; no export is needed. Adapters are merged into the model.
+The run's folder has the sizes, the tokenizer and the stop tokens. Its checkpoints have the parameters, in the run's
+`param_dtype`. Adapters are merged into the model.
 """
 
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ from mllm.run.store import CONFIG, RunStore, find_run
 
 
 def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None) -> Policy:
-    """The policy of a configuration, as `mllm.model.load.load_policy`; the model's source may also be a run."""
+    """As `mllm.model.load.load_policy`, but the model's source may also be a run."""
     model = model or config.model
     source = source_run(model)
     if source is None:
@@ -43,7 +44,7 @@ def load_policy(config: RunConfig, mesh: Mesh, model: ModelConfig | None = None)
 
 
 def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
-    """The policy that a run trains; nothing outside of its folder is read before the parameters below adapters are."""
+    """The policy that a run trains, read from its own folder. Only the base of adapters is read from elsewhere."""
     lora = config.model.lora and config.model.lora.model_copy(update={"source": None})
     folder = {"source": str(store.folder), "init": "pretrained", "architecture": None, "tokenizer": None}
     model = config.model.model_copy(update={**folder, "step": None, "revision": None, "lora": lora})
@@ -53,7 +54,7 @@ def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """The facts of a changeable model that a new run notes: its step or commit, and its adapters' rank and scale."""
+    """The settings that pin a model whose source may change: its step or commit, and its adapters' rank and scale."""
     pinned: dict[str, Any] = {}
     if model.lora and model.lora.source:
         stored = asdict(peft.chosen(model.lora, ())[0])
@@ -67,9 +68,9 @@ def pin(model: ModelConfig) -> dict[str, Any]:
 
 
 def source_run(model: ModelConfig) -> RunStore | None:
-    """The run that is a model's source; None if it begins with other parameters.
+    """The run that is a model's source; None if the source is no run.
 
-    UserError is raised where no run is there and `model.step` is given.
+    UserError is raised if the source is no run and `model.step` is given.
     """
     if not model.source or model.init != "pretrained":
         return None
@@ -80,7 +81,7 @@ def source_run(model: ModelConfig) -> RunStore | None:
 
 
 def choose_step(store: RunStore, step: int | str | None, key: str) -> int:
-    """The number of the step that a setting `key` names, in all processes; UserError where that step is missing."""
+    """The number of the checkpoint `step`, in all processes; UserError, which names `key`, if it is missing."""
     number, steps = step, from_writer(store.steps)
     if step == "best":  # where it is not kept, the best that is left need not be the best
         kept = steps if configs.load_run(store.folder / CONFIG).checkpoint.keep_best else []
@@ -94,9 +95,9 @@ def choose_step(store: RunStore, step: int | str | None, key: str) -> int:
 
 
 def read_parameters(store: RunStore, step: int | str | None, like: Params, model: ModelConfig) -> Params:
-    """The parameters of a checkpoint, sharded and of the dtypes as `like`; UserError where there is none.
+    """The parameters of a checkpoint, with the shardings and dtypes of `like`; UserError if it is missing.
 
-    Adapters are added to their matrices in float32. `model` says how a matrix is rounded that loses bits.
+    Adapters are merged in float32. `model` says how matrices are rounded to a narrower dtype.
     """
     policy = load_own_policy(store, configs.load_run(store.folder / CONFIG), jax.tree.leaves(like)[0].sharding.mesh)
     if policy.exported != policy.architecture:
@@ -114,7 +115,7 @@ def read_parameters(store: RunStore, step: int | str | None, like: Params, model
 
 
 def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
-    """The parameters in the dtypes of `like`; matrices that lose bits become the model's compute copies, or int8."""
+    """The parameters in the dtypes of `like`; narrower matrices become the model's compute copies, or int8."""
     wanted, dithered = by_name(like, is_int8), Rounding.of(model).dithered
 
     def rounded(leaf: Array, name: str) -> Any:
@@ -126,7 +127,7 @@ def narrowed(params: Params, like: Params, model: ModelConfig) -> Params:
     return map_parameters(rounded, params)
 
 
-# The teacher: a second policy, which is loaded as the first and never changes
+# The teacher: a second, frozen policy, loaded like the student
 
 
 @contextmanager
@@ -140,9 +141,9 @@ def naming_teacher() -> Iterator[None]:
 
 
 def load_teacher(config: RunConfig, mesh: Mesh, student: Tokenizer) -> Policy | None:
-    """The teacher of a configuration without its parameters; None where it has none.
+    """The teacher of a configuration, without its parameters; None without a teacher.
 
-    UserError is raised as by `load_policy`, and where the two tokenizers differ in a token of the student's.
+    UserError is raised as by `load_policy`, and if an id of the student's tokenizer is another token of the teacher's.
     """
     if (teacher := config.frozen_teacher) is None:
         return None
@@ -162,7 +163,7 @@ def pin_all(config: RunConfig) -> RunConfig:
 
 
 def check_tokens(source: str, student: Tokenizer, teacher: Tokenizer) -> None:
-    """UserError where an id of the student's tokenizer is another token, or none, of the teacher's."""
+    """UserError if an id of the student's tokenizer is a different token, or unused, in the teacher's tokenizer."""
     tokens = {number: token for token, number in teacher.get_vocab().items()}
     for number, token in sorted((number, token) for token, number in student.get_vocab().items()):
         if (other := tokens.get(number)) != token:

@@ -1,4 +1,4 @@
-"""The state of a run, which a checkpoint holds, and the schedule of evaluations and validations."""
+"""The state of a run, as saved in a checkpoint, and the schedule of evaluations and validations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from mllm.training.step import TrainState
 
 @dataclass(frozen=True)
 class PendingEvaluation:
-    """A step that is done but for its evaluation: its lines, which are written together with the evaluation's."""
+    """The log lines of a step that still lacks its evaluation; they are written together with the evaluation."""
 
     metrics: Mapping[str, float | int]
     samples: Sequence[Mapping[str, Any]]
@@ -20,7 +20,7 @@ class PendingEvaluation:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run between two updates. It is replaced at every update, never changed."""
+    """The state of a run between two updates; immutable."""
 
     step: int
     """Updates done, skipped ones included."""
@@ -28,13 +28,13 @@ class RunState:
     position: Mapping[str, Any]
     """The position of the source of batches, JSON."""
     skipped_in_a_row: int = 0
-    """How many updates before this moment were skipped without a break."""
+    """The number of consecutive skipped updates up to now."""
     pending_evaluation: PendingEvaluation | None = None
     """None if the lines of `step` are written."""
     lowest_loss: float | None = None
-    """The lowest loss of SFT's validation so far."""
+    """The lowest validation loss so far."""
     validations_without_gain: int = 0
-    """How many validations in a row have not lowered the loss."""
+    """The number of consecutive validations without a lower loss."""
 
     def after_update(self, train: TrainState, position: Mapping[str, Any], skipped: bool) -> "RunState":
         """The state one update later."""
@@ -42,7 +42,7 @@ class RunState:
         return replace(self, step=self.step + 1, train=train, position=position, skipped_in_a_row=in_a_row)
 
     def document(self) -> dict[str, Any]:
-        """The part of the state that isn't arrays, as JSON, except for the step. `from_document` reads it."""
+        """The state without its arrays and its step, as JSON for `from_document`."""
         items = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("step", "train")}
         return items | {"pending_evaluation": self.pending_evaluation and asdict(self.pending_evaluation)}
 
@@ -54,7 +54,7 @@ class RunState:
         return cls(step, train, **values, pending_evaluation=pending and PendingEvaluation(**pending))
 
 
-# What is measured
+# Evaluations and validations
 
 
 Measure = Callable[[Params, int], dict[str, float]]
@@ -62,7 +62,7 @@ Measure = Callable[[Params, int], dict[str, float]]
 
 
 class Measurement(NamedTuple):
-    """A measurement at step 0, every `every` steps (None: not between them) and at the end."""
+    """A measurement at step 0, every `every` steps (unless None) and at the end."""
 
     measure: Measure
     every: int | None
@@ -73,27 +73,27 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Measurements:
-    """All measurements of a run but the metrics that come with an update."""
+    """A run's evaluations, validation and test set."""
 
     repeated: Sequence[Measurement] = ()
     at_end: Sequence[Measure] = ()
-    """Measured once, on the last parameters; the best checkpoint does not depend on them."""
+    """Measured once, on the last parameters; they don't affect the choice of the best checkpoint."""
     validation: ValidationConfig | None = None
-    """SFT's validation, where it is among `repeated`."""
+    """The settings of the validation, if it is among `repeated`."""
     judged: bool = False
     """Whether the task's rewards depend on whether an answer is right."""
 
     def are_due(self, step: int, final: bool) -> bool:
-        """Whether something is to be measured after `step` updates; `final` says that there are no more of them."""
+        """Whether a measurement is due after `step` updates; `final` says that this is the last update."""
         if final:
             return bool(self.repeated or self.at_end)
         return any(measurement.is_due(step) for measurement in self.repeated)
 
     def measure_pending(self, state: RunState, params: Params, final: bool) -> tuple[RunState, dict[str, Any], bool]:
-        """Measure what is due at the state's pending step; `params` are all of its parameters.
+        """Make the measurements that are due at the state's pending step, with all parameters `params`.
 
-        Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: because it
-        is the `final` step, or because the loss has not fallen.
+        Returns the state with nothing pending, the step's metrics, and whether the run ends with this step: as its
+        `final` step, or because of `data.validation.patience`.
         """
         assert state.pending_evaluation is not None
         metrics = dict(state.pending_evaluation.metrics)
@@ -115,15 +115,15 @@ class Measurements:
         return replace(state, pending_evaluation=None), metrics, final
 
     def end_early(self, state: RunState) -> bool:
-        """Whether the validation loss has not fallen for as long as `data.validation.patience`."""
+        """Whether `data.validation.patience` ends the run."""
         patience = self.validation.patience if self.validation else None
         return patience is not None and state.validations_without_gain >= patience
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
         """The score for `checkpoint.keep_best`, higher is better; None if it was not measured or is not finite.
 
-        It is the validation's loss, negated, if the run validates; else the greedy accuracy on held-out problems, or
-        their reward where that does not depend on right answers.
+        If the run validates, the negated validation loss; else the greedy accuracy on held-out problems, or their
+        reward if no reward compares answers.
         """
         accuracy = metrics.get("eval/greedy_accuracy") if self.judged else None
         reward = metrics.get("eval/reward", math.nan) if accuracy is None else accuracy

@@ -1,6 +1,6 @@
 """A run's place, on a disk or in a bucket: its files, its logs, and its checkpoints' documents.
 
-    config.yaml                   a run has begun where this is
+    config.yaml                   marks a folder as a run
     config.json, tokenizer.json   and the other files of a model's folder but its parameters
     lock                          locked by the process that writes the run
     metrics.jsonl                 a log
@@ -8,8 +8,8 @@
     checkpoints/7/document        JSON: the step, positions, counts, checksums of arrays, lengths of logs
     checkpoints/damaged_7         a checkpoint that could not be read
 
-A run in a bucket has a copy of its files on this machine, where they are read and written; it is sent to the bucket
-with each checkpoint. This module must not import JAX: `mllm.run.checkpoint` writes and reads the arrays.
+A run in a bucket is read and written in a local copy of its files; the copy is sent to the bucket with each checkpoint.
+This module must not import JAX: `mllm.run.checkpoint` writes and reads the arrays.
 """
 
 import fcntl
@@ -41,29 +41,29 @@ from mllm.storage import (
 CONFIG, LOCK, CHECKPOINTS = "config.yaml", "lock", "checkpoints"
 STEP = re.compile(r"[0-9]{1,18}")
 MIRRORS = "runs"
-"""The folder of `local_place` with the files of runs in buckets that this machine writes."""
+"""The folder in `local_place` with local copies of runs in buckets."""
 PUBLISHED = "commit_success.txt"
-"""Orbax's mark of a checkpoint that is complete, which counts in buckets; on a disk a rename does."""
+"""Orbax's mark of a complete checkpoint in a bucket; on a disk Orbax renames a complete checkpoint."""
 READ = ("*.yaml", "*.json", "*.jsonl", "*.txt", "*.jinja")
-"""The files of a run in a bucket that are read."""
+"""The files of a run in a bucket that are copied to this machine."""
 logger = logging.getLogger(__name__)
 
 
 class Damaged(Exception):
-    """The data that was read is not what was written."""
+    """Missing or wrong contents of a checkpoint."""
 
 
 class RunStore:
     """The place of one run: a folder, or gs://bucket/path."""
 
     def __init__(self, url: str | Path, copy: Path | None = None) -> None:
-        """Opens nothing. `copy` is a folder with a bucket's files, to be read; by default the folder of a writer."""
+        """Opens nothing. `copy` is a folder with a bucket's files, for reading; by default the writer's folder."""
         self.in_bucket = is_bucket(url)
         self.url = str(url).rstrip("/") if self.in_bucket else str(Path(url))
         self.folder = copy or (local_place(self.url, MIRRORS) if self.in_bucket else Path(url))
-        """The folder of this machine with the run's files."""
+        """The local folder with the run's files."""
         self.place = bucket_path(self.url) if self.in_bucket else epath.Path(self.folder.absolute())
-        """Where the run is for everybody; absolute."""
+        """The absolute path of the run, shared by all processes."""
         self.checkpoints = self.place / CHECKPOINTS
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class RunStore:
     # Files
 
     def entries(self) -> list[str]:
-        """The names of the files and folders just below the run's folder, in order; none where there is no folder."""
+        """The sorted names of the files and folders in the run's folder; empty if the folder is missing."""
         with self.reading():
             return sorted(path.name for path in below(self.place))
 
@@ -89,13 +89,13 @@ class RunStore:
         return CONFIG in self.entries()
 
     def read(self, name: str) -> bytes:
-        """A file's content; empty where there is no such file."""
+        """A file's content; empty if the file is missing."""
         with self.reading(name), suppress(FileNotFoundError, NotADirectoryError):
             return (self.folder / name).read_bytes()
         return b""
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """The JSON objects of a log; other lines are left out, such as the last line of a running run."""
+        """The JSON objects of a log; other lines are skipped, such as the unfinished line of a running run."""
         found = []
         for line in self.read(name).split(b"\n"):
             with suppress(ValueError, RecursionError):
@@ -103,7 +103,7 @@ class RunStore:
         return [record for record in found if isinstance(record, dict)]
 
     def write(self, name: str, data: bytes) -> None:
-        """Write a file whole, or not at all."""
+        """Write a file atomically."""
         with self.writing(name):
             path = self.folder / name
             path.parent.mkdir(exist_ok=True)
@@ -113,7 +113,7 @@ class RunStore:
         self.send(name)
 
     def send(self, *names: str) -> None:
-        """Send files to the bucket; nothing where the run is on a disk."""
+        """Send files to the bucket; does nothing for a run on a disk."""
         if self.in_bucket:
             with self.writing():
                 send(self.folder, self.url, names)
@@ -127,7 +127,7 @@ class RunStore:
             return sorted(int(path.name) for path in paths if not self.in_bucket or (path / PUBLISHED).exists())
 
     def document(self, step: int) -> dict[str, Any]:
-        """The document of a checkpoint; Damaged where it is missing or another step's, UserError where a disk fails."""
+        """The document of a checkpoint; Damaged if it is missing or of another step, UserError if the disk fails."""
         name = f"{CHECKPOINTS}/{step}/document/metadata"
         with self.reading(name):
             try:
@@ -141,7 +141,7 @@ class RunStore:
         return document
 
     def best_step(self, steps: Sequence[int], known: Mapping[int, float] | None = None) -> int | None:
-        """The best of these checkpoints, the newest among equals, with `known` scores; None if none has a score."""
+        """The best of these checkpoints, the newest among equals; None without scores. `known` scores aren't read."""
         scores: dict[int, Any] = dict(known or {})
         for step in steps:
             if step not in scores:
@@ -151,7 +151,7 @@ class RunStore:
         return max(scored, key=lambda step: (scored[step], step), default=None)
 
     def put_aside(self, step: int, reason: str) -> None:
-        """Rename a damaged checkpoint, so that nothing takes it for one again; nothing is deleted."""
+        """Rename a damaged checkpoint, so that it is not read again; nothing is deleted."""
         path, aside = self.checkpoints / str(step), f"damaged_{step}"
         with failing(f"{path}: can't be read ({reason}), nor put aside as {aside}"):
             while (self.checkpoints / aside).exists():
@@ -162,10 +162,10 @@ class RunStore:
 
 @contextmanager
 def lock_run(store: RunStore) -> Iterator[None]:
-    """Hold a run against other processes: by a lock on a disk, which the system releases when the process ends.
+    """Lock a run against other processes; the system releases the lock when the process ends.
 
-    A file system without locks, and a bucket, leave it to the user that no two processes write the same run. A run in
-    a bucket gets its files on this machine. UserError is raised if another process holds the run.
+    Buckets and file systems without locks can't prevent two processes from writing the same run. The files of a run in
+    a bucket are copied to this machine. UserError is raised if another process holds the lock.
     """
     folder = store.folder
     if store.in_bucket:
@@ -192,7 +192,7 @@ def lock_run(store: RunStore) -> Iterator[None]:
 
 
 def find_run(run: str, key: str) -> RunStore | None:
-    """The store of a run, to be read; None where no run is there. Errors of a bucket name the setting `key`."""
+    """The store of a run, for reading; None if there is no run. Errors of a bucket name the setting `key`."""
     with naming(key):
         if not is_bucket(run):
             store = RunStore(os.path.expanduser(run))
@@ -202,7 +202,7 @@ def find_run(run: str, key: str) -> RunStore | None:
 
 
 def tool_run(run: str) -> RunStore:
-    """The store of a tool's argument; UserError where a bucket has no run there."""
+    """The store of a tool's argument; UserError if a bucket has no run there."""
     if not is_bucket(run):
         return RunStore(os.path.expanduser(run))
     if (store := find_run(run, "RUN")) is None:

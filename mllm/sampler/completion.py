@@ -69,13 +69,13 @@ class RolloutWork:
     """The decode programs: slots, and pages of each kind of layers."""
 
     def bytes_over_least(self, weights: int, token: int) -> float:
-        """The decode steps' bytes over the least: `weights` a step, and `token` for each token that sequences had."""
+        """The bytes of the decode steps over the minimum: `weights` per step, and `token` per token of a sequence."""
         return (self.steps * weights + self.read * token) / (self.steps * weights + self.held * token)
 
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """The settings that determine completions besides prompts and parameters, and the texts of completions."""
+    """The settings of a sampler: with prompts and parameters they determine completions and their texts."""
 
     graphdef: Any
     renderer: Renderer
@@ -83,11 +83,11 @@ class SamplerSettings:
     options: RolloutConfig
     seed: int
     room: Callable[[], DecodeLimits | None] = lambda: None
-    """Returns the limits of a decode batch; None: no limits. It is called where `options.max_slots` is None."""
+    """Returns the limits of a decode batch, None for no limits; called if `options.max_slots` is None."""
     typical: TypicalBatch | None = None
     """The size of a training step's rollout; rollouts of up to twice its size reuse its programs."""
     poll: Callable[[], object] = lambda: None
-    """Called by all processes after each call of the decode program; its exceptions end the rollout."""
+    """Called by all processes after each decode call; its exceptions end the rollout."""
     work: RolloutWork = field(default_factory=RolloutWork)
     """The work of the rollouts so far."""
     stop_texts: Sequence[str] = ()
@@ -101,7 +101,7 @@ class SamplerSettings:
         return min((text.partition(stop)[0] for stop in self.stop_texts), key=len, default=text)
 
     def stopped_length(self, tokens: "array[int]") -> int | None:
-        """The number of tokens with which the first stop text is complete, None without one in the last chunk."""
+        """The number of tokens up to the end of the first stop text; None if the last chunk completes no stop text."""
         # A token has a byte at least; one token more, since tokenizers may drop a space before the first.
         first = max(0, len(tokens) - CHUNK - 1 - max(len(stop.encode()) for stop in self.stop_texts))
 

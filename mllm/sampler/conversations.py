@@ -1,8 +1,8 @@
-"""Conversations of a rollout: the assistant's turns go to environments, and their answers come back as tokens.
+"""Conversations of a rollout: sends assistant turns to environments, and returns their replies as tokens.
 
-This is the trainer's side; environments.py is the other. Each process holds the conversations of its own share, whole
-groups, and gets every answer, so that processes decide the same. Sampled tokens are never encoded again. A failing
-environment ends its conversation without a reward.
+This is the trainer's side; mllm/rewards/environments.py is the worker's side. Each process runs the conversations of
+its own share, in whole groups, and receives every answer, so that all processes make the same decisions. Sampled tokens
+are never encoded again. A failing environment ends its conversation without a reward.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ from mllm.rewards.scores import NOTHING, Answer, judge
 from mllm.rewards.worker import TICK, Workers
 
 Waiting = SimpleQueue[tuple[Move, Future[Answer]]]
-"""Moves for a worker, and where its answers are put."""
+"""Moves for a worker, each with the future for its answer."""
 
 
 class RolloutLeft(Exception):
@@ -44,19 +44,19 @@ class Conversation:
     prompt: list[Message]
     tokens: list[int]
     sampled: list[bool] = field(default_factory=list)
-    """The tokens of the assistant's turns."""
+    """Whether each token is in an assistant turn."""
     messages: list[Message] = field(default_factory=list)
-    """The messages after the prompt; the assistant's have `reward`, a number or None, and if it called tools
+    """The messages after the prompt. Assistant messages have `reward`, a number or None, and after tool calls
     `tool_calls` and the number of `tool_errors`."""
     finished: bool = True
-    """Whether a stop token or text ended the last turn, and the conversation had room for another."""
+    """Whether a stop token or text ended the last turn, and the conversation had room for another turn."""
     thinks: bool = False
-    """Whether what came before the last turn has opened a thought."""
+    """Whether a thought was open before the last turn."""
     values: Mapping[str, Any] = field(default_factory=dict)
     failure: Answer | None = None
 
     def sample(self, example: Example) -> Sample:
-        """The sample that rewards get: its completion is the last turn's text, its tokens are all sampled ones."""
+        """The sample for reward functions: its text is the last turn's, its tokens are all sampled tokens."""
         tokens = array("i", [token for token, sampled in zip(self.tokens, self.sampled, strict=True) if sampled])
         return Sample(example, self.assistant[-1]["content"], tokens, not self.finished, self.thinks, self.result)
 
@@ -65,7 +65,7 @@ class Conversation:
         self.sampled += [sampled] * len(tokens)
 
     def record(self, answer: Any) -> Turn | None:
-        """The turn that a move brought, None where it failed; its reward is added to the last turn's."""
+        """The result of a move, None if it failed; its reward is added to the last assistant turn."""
         match answer:
             case (("value" | "not_applicable") as kind, reward, ("turn", *fields)):
                 if kind == "value" and self.assistant:
@@ -81,7 +81,7 @@ class Conversation:
 
     @property
     def result(self) -> ConversationResult:
-        """The conversation as rewards may know it, with the environment's own reward: the sum of the turns' rewards."""
+        """The conversation's result for reward functions; the environment's reward is the sum over the turns."""
         rewards = [message["reward"] for message in self.assistant if message["reward"] is not None]
         total: Answer = judge(math.fsum(rewards)) if rewards else NOTHING
         errors = sum(message.get("tool_errors", 0) for message in self.assistant)
@@ -89,10 +89,10 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of a rollout, to be entered; in each process the calls are the same, in the same order.
+    """The conversations of a rollout, a context manager. All processes make the same calls in the same order.
 
-    `start` comes first. Each turn is sent and its answer received, until the answer is None; then `finish`. A UserError
-    of one process is raised in all processes. Exceptions of the runner's `poll` pass through.
+    Call `start`, then `send` and `receive` each turn until the reply is None, then `finish`. A UserError in one process
+    is raised in all processes. Exceptions of the runner's `poll` pass through.
     """
 
     def __init__(
@@ -108,9 +108,9 @@ class Conversations:
         first_sequence: int = 0,
         fixed: bool = False,
     ) -> None:
-        """`group` conversations in turn begin in the same state, by (seed, step, first_sequence, group's number).
+        """Each `group` of consecutive conversations has the same seed, from (seed, step, first_sequence, group index).
 
-        Where it is `fixed`, by the problem alone, as in evaluation: it is the same at each step.
+        If `fixed`, as in evaluation, the seed depends on the problem only.
         """
         self.runner, self.renderer, self.options = runner, renderer, options
         self.rows, self.group = rows, group
@@ -120,7 +120,7 @@ class Conversations:
         self.conversations: list[Conversation] = []
         self.mine = range(0)
         self.ends: list[int] = []
-        """The conversations that the trainer ends."""
+        """Conversations that the trainer ended."""
         self.asked: dict[int, Future[Answer]] = {}
         self.waiting = [Waiting() for _ in runner.environments]
         self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
@@ -139,7 +139,7 @@ class Conversations:
             raise RolloutLeft
 
     def serve(self, workers: Workers, waiting: Waiting) -> None:
-        """Have a process make all the moves that wait for it by now."""
+        """Run all moves that are queued for a process."""
         batch = [waiting.get() for _ in range(waiting.qsize())]
         try:
             moves = [move for move, _ in batch]
@@ -153,9 +153,9 @@ class Conversations:
                 future.set_result(answer)
 
     def start(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Begin all conversations; returns the token ids of their prompts, with the environments' additions.
+        """Begin all conversations; returns their prompts' token ids, with the text or messages of `reset`.
 
-        A conversation that fails at once is given its own prompt, and ends after its first turn.
+        A conversation that fails at once keeps its original prompt, and ends after its first turn.
         """
         self.conversations = [Conversation([*prompt.example.prompt], [*prompt.tokens]) for prompt in prompts]
         self.mine = range(len(prompts))[self.rows.part_of(len(prompts), self.group)]
@@ -179,9 +179,9 @@ class Conversations:
         return [[*conversation.tokens] for conversation in self.conversations]
 
     def send(self, ended: Mapping[int, Any]) -> None:
-        """Send turns that have ended, by their conversations' numbers, to the environments.
+        """Send ended turns, by conversation index, to the environments.
 
-        Each has the `tokens`, `text` and `finished` of a completion.
+        A turn has the `tokens`, `text` and `finished` of a completion.
         """
         for number, turn in ended.items():
             conversation = self.conversations[number]
@@ -194,7 +194,7 @@ class Conversations:
                 self.move(Move(number, completion=turn.text, thinks=conversation.thinks, last=last))
 
     def receive(self, sequences: Sequence[int]) -> dict[int, list[int] | None]:
-        """The token ids that follow the last turns of these conversations, None for conversations that are over."""
+        """The token ids of the replies in these conversations, None for a conversation that has ended."""
         answers = self.collect([number for number in sequences if self.conversations[number].failure is None])
         return {number: self.follow(number, answers[number]) if number in answers else None for number in sequences}
 
@@ -225,7 +225,7 @@ class Conversations:
         return tokens
 
     def finish(self) -> list[Conversation]:
-        """All conversations, once each is over."""
+        """Wait until all conversations have ended, and return them."""
         if self.ends:  # the same in all processes
             for number, answer in self.collect(self.ends).items():
                 conversation = self.conversations[number]
@@ -234,13 +234,13 @@ class Conversations:
         return self.conversations
 
     def end(self, number: int, error: UserError | None = None) -> None:
-        """End a conversation, which fails if there is an error."""
+        """End a conversation; with an error it counts as failed."""
         self.conversations[number].failure = ("raised", str(error)) if error else None
         self.ends.append(number)
         self.move(Move(number))
 
     def move(self, move: Move) -> None:
-        """Have a worker make a move, if the conversation is this process's; a group is one worker's."""
+        """Queue a move if the conversation belongs to this process; all conversations of a group use one worker."""
         if move.conversation in self.mine:
             worker = move.conversation // self.group % len(self.pools)
             self.asked[move.conversation] = Future()
@@ -248,7 +248,7 @@ class Conversations:
             self.pools[worker].submit(self.serve, self.runner.environments[worker], self.waiting[worker])
 
     def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
-        """The answers to the moves of these conversations, of all processes."""
+        """The answers to these conversations' moves, gathered from all processes."""
         futures = {number: self.asked.pop(number) for number in numbers if number in self.asked}
         local: Any
         try:

@@ -1,12 +1,12 @@
-"""New tokens of every row through the decoder, with a cache of keys and values: a decode step.
+"""A decode step: new tokens of every row through the decoder, with a cache of keys and values.
 
-Parameters and cache are one array a layer, because XLA for GPUs copies what a loop slices out of stacked arrays, at
-every token. The cache is a pool of pages, each with consecutive tokens of one row, so that memory follows the rows' own
-lengths (Kwon et al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: each page's queries
-are its row's, and the pages' softmaxes are merged by rows (Dao et al. 2023, Flash-Decoding). So every key is read once,
-in place, by products that all compilers have, and shapes depend on the number of pages alone. The tokens of a step and
-of the steps just before, which no page has yet, are in the tail, to which all rows write at one place. A layer with a
-delta net has one state a row in place of keys and values.
+Parameters and cache are one array per layer, because XLA for GPUs would copy slices of stacked arrays at every token.
+The cache is a pool of pages, each with consecutive tokens of one row, so memory follows the rows' own lengths (Kwon et
+al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: a page's queries are its row's queries,
+and the pages' softmaxes are merged by row (Dao et al. 2023, Flash-Decoding). So every key is read once, in place, by
+plain batched products, and shapes depend only on the number of pages. Recent tokens that are not in a page yet are in
+the tail, where all rows write at the same place. A layer with a delta net has one state per row instead of keys and
+values.
 
 Letters: B rows, Q new tokens of each, P pages, M pages that a row may have, T places of a page, C places of the tail, X
 shards of rows and pages; D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that
@@ -48,7 +48,7 @@ from mllm.model.lora import Lora, merge_adapters
 
 
 class LayerCache(NamedTuple):
-    """The keys and values that a layer's attention reads, in the compute dtype: of each page, or of each row's tail."""
+    """A layer's keys and values, in the compute dtype: of each page, or of each row's tail."""
 
     keys: Float[Any, "B K P H"]
     values: Float[Any, "B K P H"]
@@ -65,20 +65,20 @@ class Pages(NamedTuple):
     """The contents of the pages of one kind of layers."""
 
     rows: Int[Any, " P"]
-    """The row, in the page's shard, of the page's tokens; -1 where no query reads it."""
+    """The row, in the page's shard, of the page's tokens; -1 for a page that no query reads."""
     starts: Int[Any, " P"]
-    """The position of its first token in the row's sequence."""
+    """The position of the page's first token in the row's sequence."""
     of_row: Int[Any, "B M"]
-    """Each row's pages that its next token sees; the number of pages stands for none."""
+    """Each row's pages that its next token sees; unused entries are the number of pages."""
 
 
 class DecodingWeights(NamedTuple):
     """The parameters as a decode step reads them: in the compute dtype, gathered over fsdp."""
 
     outer: Params
-    """The parameters outside of the layers."""
+    """The parameters outside the layers."""
     layers: dict[str, tuple[Params, ...]]
-    """The parameters of each layer, by the stack that they were in."""
+    """The parameters of each layer, by stack."""
 
 
 def abstract_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
@@ -94,9 +94,9 @@ def abstract_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
 
 
 def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
-    """The graph of a model's modules that decoding weights are merged into: as the model, but without a head's adapter.
+    """The graph of modules for decoding weights: the model's, without an adapter of the head.
 
-    The layers' adapters stay apart from their matrices: merged and rounded, most of what they add would be lost.
+    The layers' adapters are not merged into their matrices: rounding would lose most of a small adapter.
     """
     if model.lora is None or "head" not in model.lora.targets:
         return nnx.split(model)[0]
@@ -107,9 +107,9 @@ def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
 
 
 def decoding_weights(graphdef: nnx.GraphDef, params: Params, int8: bool = False) -> DecodingWeights:
-    """The decoding weights of a model; one layer at a time, so that little more than the result is held.
+    """The decoding weights of a model, made one layer at a time to save memory.
 
-    `int8`: matrices, but no adapters, are `Int8Matrix`.
+    `int8`: matrices except adapters become `Int8Matrix`.
     """
     model = nnx.merge(graphdef, params)
     outer, stacks = split_layers(params)
@@ -144,9 +144,9 @@ def abstract_decoding_weights(model: Decoder, params: Params, int8: bool = False
 
 
 def shared_parameters(model: Decoder, outer: Params, int8: bool) -> dict[str, Any]:
-    """The parameters of no layer that decoding reads as they are stored, so that they are not copied.
+    """The parameters outside the layers that decoding reads as they are stored, without a copy.
 
-    Embedding and head are gigabytes where a LoRA run holds them in the compute dtype.
+    A LoRA run saves gigabytes: it holds embedding and head in the compute dtype.
     """
     layout = model.layout
     if layout is None or model.head_a is not None:
@@ -171,7 +171,7 @@ def merge_and_gather(
     lora: Lora | None = None,
     stack: str = "layers",
 ) -> Params:
-    """A layer's parameters, or without an `index` the parameters outside of the layers, as decode steps read them."""
+    """The decoding weights of the layer `index`, or without an index of the parameters outside the layers."""
     if index is not None:
         params = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), params)
     layer, prefix = (0, "") if index is None else (index, f"{stack}.")
@@ -192,10 +192,10 @@ def apply_tokens(
     states: States = (),
     real: Bool[jax.Array, "B Q"] | None = None,
 ) -> tuple[Float[jax.Array, "B Q D"], Cache, States]:
-    """Hidden states after the last norm, from which the tokens after `tokens` are drawn, and the tail with `tokens`.
+    """The hidden states of `tokens` after the last norm, the tail with `tokens` added, and the new states.
 
-    `lengths` says how many tokens of each row the pages, of each kind of layers, have; `done` how many the tail has.
-    States change by the tokens that are `real`, a row's first ones; None: all are.
+    `lengths` is the number of each row's tokens in pages, `done` the number of tokens in the tail. Only tokens that are
+    `real`, a prefix of each row, change the states; None: all tokens.
     """
     model = merge(graphdef, weights)
     layout, config = model.layout, model.config
@@ -223,7 +223,7 @@ def apply_tokens(
     return model.last_norm(hidden), tuple(filled), tuple(changed)
 
 
-# Layers of one kind are traced and lowered once; XLA compiles them as if they stood where they are called.
+# Layers of one kind are traced and lowered once; XLA inlines the calls.
 @partial(jax.jit, static_argnames=("graphdef", "layout"))
 def apply_layer(
     graphdef: nnx.GraphDef,
@@ -237,7 +237,7 @@ def apply_layer(
     *,
     layout: Layout | None,
 ) -> tuple[Float[jax.Array, "B Q D"], LayerCache]:
-    """A layer's hidden states of new tokens, and its tail with their keys and values."""
+    """The layer's output for new tokens, and its tail with their keys and values."""
     layer = nnx.merge(graphdef, params)
     *projected, gate = layer.project(hidden, rotation)
     queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
@@ -258,7 +258,7 @@ def apply_delta_layer(
     *,
     layout: Layout | None,
 ) -> tuple[Float[jax.Array, "B Q D"], DeltaState]:
-    """A delta net's hidden states of new tokens, and the state behind those with a segment."""
+    """A delta-net layer's output for new tokens, and its state after the tokens with a segment."""
     layer = nnx.merge(graphdef, params)
     hidden, state = layer.add_delta(hidden, segments, state, layout)
     return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), state
@@ -271,18 +271,18 @@ def logits_of(model: Decoder, hidden: Float[jax.Array, "B D"]) -> Float[jax.Arra
 
 
 def merge(graphdef: nnx.GraphDef, weights: DecodingWeights, stack: str = "layers", index: int = 0) -> Decoder:
-    """The model with one layer's parameters in place of its stack's, and with the first layer's of each other stack."""
+    """The model with the parameters of layer `index` of `stack`, and of the first layer of every other stack."""
     chosen = {name: layers[index if name == stack else 0] for name, layers in weights.layers.items()}
     return nnx.merge(graphdef, nnx.State({**weights.outer, **chosen}))
 
 
 class View(NamedTuple):
-    """What each row's new tokens see of the pages and of the tail."""
+    """The parts of the pages and of the tail that each row's new tokens attend to."""
 
     rows: Int[jax.Array, "X P"]
-    """The page's row among the shard's; as many as there are rows where no query reads it."""
+    """The page's row in its shard; the number of rows for a page that no query reads."""
     of_row: Int[jax.Array, "X B M"]
-    """Each row's pages; as many as there are pages for none."""
+    """Each row's pages; unused entries are the number of pages."""
     pages: Bool[jax.Array, "X P #Q T"]
     tail: Bool[jax.Array, "Q C"]
 
@@ -297,7 +297,7 @@ class View(NamedTuple):
         cache: LayerCache,
         shards: int,
     ) -> "View":
-        """What tokens see that stand in the tail at `offsets`, behind `lengths` tokens of their row in pages."""
+        """The view of tokens at `offsets` of the tail, after `lengths` tokens of their row in pages."""
         rows, starts = (x.reshape(shards, -1) for x in (pages.rows, pages.starts))
         length = jnp.take_along_axis(lengths.reshape(shards, -1), jnp.maximum(rows, 0), axis=1)
         token = (starts[..., None] + jnp.arange(cache.keys.shape[2]))[:, :, None]

@@ -1,15 +1,15 @@
-"""The rollout engine: decides which sequences decode when, and in which pages of the cache.
+"""The rollout engine: schedules sequences on decode slots and cache pages (continuous batching).
 
 Each distinct prompt is prefilled once and shared by its sequences. Sequences decode in slots, with pages of the cache's
-pool. After every chunk (`CHUNK` tokens, or fewer where an eighth of the sequences has ended), waiting sequences take
-freed slots; when none wait, and rows cost time (`slot_buckets`), the batch shrinks. The pool grows and shrinks with the
-tokens of all sequences. When it is full, the shortest sequence is evicted and prefilled again later. In a conversation
-a sequence keeps its pages while its turn is answered, and the answer is prefilled behind them; with delta nets it also
-keeps its slot, which has its states. Numbers of slots and pages come from few buckets, so that few programs compile.
+pool. After every chunk, waiting sequences take freed slots. A chunk has `CHUNK` tokens, or fewer if an eighth of the
+sequences has ended. If no sequence waits, and rows cost time (`slot_buckets`), the batch shrinks. The pool grows and
+shrinks with the tokens of all sequences. When it is full, the shortest sequence is evicted and prefilled again later.
 
-Scheduling depends on counted tokens and turns only, never on time, so runs are reproducible. The rest of a batch
-changes a token only by rounding (with int8 weights also by their rounding, since prompts are prefilled without it). On
-a mesh each device has its own prompts and slots; every process knows the slots of all devices, and decides the same.
+In a conversation, a sequence keeps its pages while it waits for a reply, and the reply is prefilled after them. With
+delta nets it also keeps its slot, which has its states. Numbers of slots and pages come from few buckets.
+
+Scheduling depends on counts of tokens and turns only, so runs are reproducible. The rest of the batch changes a token
+only by rounding (int8 weights add theirs, since prefill has none). Each device has its own prompts and slots.
 """
 
 import time
@@ -43,11 +43,11 @@ from mllm.sampler.schedule import (
 from mllm.sampler.slots import CHUNK, Candidate, Prefilled, Slots, Stream, decode, empty_cache, on_devices, prefill
 
 CALL_SECONDS = 0.25
-"""About how long a call of the decode program may take in a process that is alone, so that a signal acts soon."""
+"""The target duration of a decode call in a single process, so that a signal is noticed soon."""
 
 
 class RolloutEngine:
-    """The state of one rollout on the host, the same in all processes. Arrays [X, B]: slots B of each row shard X."""
+    """The state of one rollout on the host, equal in all processes. Arrays [X, B]: slots B of each row shard X."""
 
     def __init__(
         self,
@@ -83,19 +83,19 @@ class RolloutEngine:
         self.steps_a_call = 1
         self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
-        """The sequences with a turn that ended in the last chunk."""
+        """Sequences whose turn ended in the last chunk."""
         self.answered: list[deque[int]] = [deque() for _ in range(self.shards)]
-        """Sequences with answers to prefill."""
+        """Sequences with a reply to prefill."""
         self.cached: dict[int, int] = {}
-        """How many tokens the pages of waiting and answered sequences have."""
+        """The number of cached tokens of waiting and answered sequences."""
         self.overrun: set[int] = set()
-        """The sequences with a stop text in the last chunk before its last token."""
+        """Sequences that decoded tokens after a stop text in the last chunk."""
         self.completions = [Completion(kept=array("f") if self.options.truncates else None) for _ in prompts]
         self.sequences = np.full((self.shards, 0), -1)
-        """The sequence in each slot, -1 for none."""
+        """The sequence in each slot, -1 for an empty slot."""
 
     def admit(self) -> bool:
-        """Fill free slots, as far as there are pages; False where all slots are empty."""
+        """Fill free slots while there are pages; False if all slots are empty."""
         self.make_room()
         while self.wants_prompts():
             self.prefill()
@@ -120,7 +120,7 @@ class RolloutEngine:
         return [sequence for sequence in self.sequences[shard].tolist() if sequence >= 0]
 
     def parked(self, shard: int) -> list[int]:
-        """The sequences that wait in the shard's slots, since their states are there."""
+        """Waiting sequences that keep their slot in the shard, because the slot has their delta-net states."""
         waiting = self.cached if self.cache.states.used else ()
         return [number for number in waiting if self.shard_of[number] == shard]
 
@@ -129,22 +129,22 @@ class RolloutEngine:
         return [*self.prompts[sequence], *self.completions[sequence].tokens]
 
     def length(self, sequence: int) -> int:
-        """How many tokens of a sequence are in the cache, once it has entered."""
+        """The number of a sequence's tokens in the cache, once it has entered."""
         return len(self.prompts[sequence]) + len(self.completions[sequence].tokens) - 1
 
     def holding(self, shard: int) -> list[int]:
-        """The sequences that have pages of the shard, or are about to get some."""
+        """The sequences that have pages of the shard, or are about to get pages."""
         return [*self.live(shard), *(number for number in self.cached if self.shard_of[number] == shard)]
 
     def span(self, sequence: int) -> tuple[int, int]:
-        """How many tokens the sequence has in pages, and how many further ones it needs places for."""
+        """(tokens of the sequence in pages, further tokens that need a place)."""
         cached = self.cached.get(sequence, length := self.length(sequence))
-        # What a chunk makes beyond the limit has no place and is not read.
+        # Tokens of a chunk beyond the limit have no place and are not read.
         behind = min(length + CHUNK, len(self.prompts[sequence]) + self.limit(sequence)) - cached
         return cached, 0 if sequence in self.waiting else behind
 
     def make_room(self) -> None:
-        """Evict the shortest sequences where the pages don't suffice; they are prefilled first later."""
+        """Evict the shortest sequences if pages run out; they go to the front of the queue."""
         for shard, queue in enumerate(self.queues):
             held = sorted(self.holding(shard), key=lambda number: (self.length(number), -number))
             needed = self.cache.needed(*map(self.span, held))
@@ -159,7 +159,7 @@ class RolloutEngine:
                     queue.appendleft([sequence])
 
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
-        """The answered sequences and the candidates that enter the shard's free slots; each has pages to grow into."""
+        """The answered sequences and the candidates that enter the shard's free slots; each gets pages to grow."""
         answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
@@ -172,7 +172,7 @@ class RolloutEngine:
         return resumed, entering
 
     def wants_prompts(self) -> bool:
-        """Whether a shard has more free slots than prefilled sequences for them, and prompts that may be prefilled."""
+        """Whether a shard has more free slots than prefilled sequences, and prompts to prefill."""
         held, most = [batch.tokens for batch in self.batches], PREFILLED_BATCHES * PREFILL_TOKENS * self.shards
         if len(held) >= PREFILLED_BATCHES and (self.cache.states.used or sum(held) + max(held) > most):
             return False
@@ -185,7 +185,7 @@ class RolloutEngine:
         longest = max(self.length(first) + 1 for queue in self.queues for first, *_ in queue)
         rows = prompts_a_batch(self.model, min(self.most_prompts, self.most_slots), bucket(longest, WIDTHS))
         taken = [[queue.popleft() for _ in range(min(rows, len(queue)))] for queue in self.queues]
-        # The last token of a prompt is the first that is decoded.
+        # A prompt's last token is the input of its first decode step.
         contexts = [[self.context(first)[:-1] for first, *_ in part] for part in taken]
         longest = max(len(context) for part in contexts for context in part)
         widths = bucket(longest, WIDTHS), self.options.max_prompt_length, self.options.total_length
@@ -217,7 +217,7 @@ class RolloutEngine:
         self.batches = [batch for batch in self.batches if id(batch) in wanted]
 
     def extend(self, resumed: Sequence[Sequence[int]]) -> None:
-        """Prefill the answers of these sequences of each shard behind what their pages hold."""
+        """Prefill the replies to these sequences of each shard, after their cached tokens."""
         if not (most := max(map(len, resumed))):
             return
         sequences = np.full((self.shards, bucket(most, self.slot_sizes)), -1)
@@ -229,9 +229,9 @@ class RolloutEngine:
             del self.cached[number]
 
     def answer(self, turns: Turns, ended: Mapping[int, Completion]) -> dict[int, Completion]:
-        """Have ended turns answered while other sequences decode; returns the completions that are over.
+        """Send ended turns to their environments while other sequences decode; returns the finished completions.
 
-        The answers to the chunk before are waited for, or all answers where nothing is left to decode meanwhile.
+        Waits for the replies to the previous chunk, or for all replies if no sequence is left to decode.
         """
         turns.send({i: replace(completion, tokens=completion.turn, given=[]) for i, completion in ended.items()})
         again = {*ended} & self.overrun if self.cache.states.used else set()
@@ -256,7 +256,7 @@ class RolloutEngine:
         return self.release(over)
 
     def release(self, sequences: Collection[int]) -> dict[int, Completion]:
-        """Take the pages of sequences back that have ended; returns their completions."""
+        """Free the pages of ended sequences; returns their completions."""
         for sequence in sequences:
             self.cache.release(self.shard_of[sequence], sequence)
         return {sequence: self.completions[sequence] for sequence in sequences}
@@ -331,7 +331,7 @@ class RolloutEngine:
         return max(1, live - smaller * self.shards)
 
     def slots(self) -> Slots:
-        """The slots' state as arrays [X, B]; 0 without a sequence."""
+        """The state of the slots as arrays [X, B]; 0 in an empty slot."""
         live = self.sequences >= 0
         tokens, lengths, counts, limits = np.zeros((4, *live.shape), np.int32)
         for slot in zip(*np.nonzero(live), strict=True):
@@ -342,14 +342,14 @@ class RolloutEngine:
         return Slots(tokens, lengths, counts, limits, self.sequences + self.first_sequence, live)
 
     def limit(self, sequence: int) -> int:
-        """How many tokens may follow the sequence's prompt before its turn is cut off."""
+        """The number of tokens after the sequence's prompt at which its turn is cut off."""
         completion = self.completions[sequence]
         return len(completion.tokens) - len(completion.turn) + self.options.max_completion_length
 
     def run_decode(
         self, pages: tuple[Pages, ...], begun: int, steps: int, stop_after: int
     ) -> tuple[sampling.Draw, int]:
-        """Call the decode program; the result's arrays [X, B, ...] are numpy's, from the chunk's step `begun` on."""
+        """Call the decode program; returns NumPy arrays [X, B, ...] from the chunk's step `begun` on."""
         slots = self.slots()
         slots = slots._replace(lengths=slots.lengths - begun, counts=slots.counts - begun)
         chunk, done, self.tail, states = decode(
@@ -371,7 +371,7 @@ class RolloutEngine:
         return drawn, int(done) - begun
 
     def record(self, chunk: sampling.Draw, steps: int) -> int:
-        """Add the tokens of so many steps to their completions; returns how many of these ended and left a slot."""
+        """Add the tokens of `steps` steps to their completions; returns the number of completions that ended."""
         ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
         lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
         held = self.sequences >= 0

@@ -22,7 +22,7 @@ POOLS = sorted(size * 2**power for power in range(20) for size in (16, 22))
 SHORT = 8
 """The pages of sequences that are short."""
 Span = tuple[int, int]
-"""How many tokens a sequence has in pages, and how many further ones it needs places for."""
+"""(tokens of a sequence in pages, further tokens that need a place)."""
 
 
 class PagedCache:
@@ -127,7 +127,7 @@ class PagedCache:
         contexts: Mapping[int, Sequence[int]],
         cached: Mapping[int, int],
     ) -> int:
-        """Prefill further tokens of the sequences behind their cached ones; returns the number of tokens computed."""
+        """Prefill further tokens of the sequences after their cached tokens; returns the number of tokens computed."""
         width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
         computed = 0
         for begun in range(0, longest, width):

@@ -50,7 +50,7 @@ class PageTable:
                     self.owners[shard, page], self.starts[shard, page] = sequence, number * self.size
 
     def release(self, shard: int, sequence: int, wanted: range = range(0)) -> None:
-        """Take the sequence's pages back, but for the pages with these numbers."""
+        """Free the sequence's pages, except the pages `wanted`."""
         held = self.held.setdefault(sequence, {})
         for number in [number for number in held if number not in wanted]:
             self.owners[shard, held.pop(number)] = FREE

@@ -27,7 +27,7 @@ class Draw(NamedTuple):
     logprobs: Float[Any, "B *C"]
     """Under the distribution over the whole vocabulary, before top-k, top-p and min-p; NaN where logits are NaN."""
     kept: Float[Any, "B *C"] | None
-    """The probability that top-k, top-p and min-p keep, and divide by; None without them."""
+    """The probability mass that top-k, top-p and min-p keep; None if all three are off."""
     norms: Float[Any, "B *C"]
     """The squared norm of the log-probability's gradient by the logits, 1 - 2 p + sum_v p_v^2: 0 where p is 1."""
 
@@ -48,10 +48,10 @@ def draw(
     likeliest: Bool[jax.Array, ""],
     options: RolloutConfig,
 ) -> Draw:
-    """The likeliest token of each row as by `greedy`, or one as by `sample`.
+    """The next token of each row: `greedy` or `sample`, by the flag `likeliest`.
 
-    Both are in one program: evaluation takes the likeliest tokens with the programs that training has compiled. A GPU
-    computes both, because its host would wait for the choice at every token.
+    One program has both branches, so evaluation reuses the programs that training has compiled. A GPU computes both
+    branches, because its host would wait for the choice at every token.
     """
     run: tuple[Callable[[jax.Array], Draw], ...] = (
         lambda logits: greedy(logits, options),

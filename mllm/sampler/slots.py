@@ -1,8 +1,8 @@
-"""The compiled programs of the rollout engine: rows of a batch are slots, which sequences enter and leave.
+"""The compiled programs of the rollout engine: rows of a batch are slots that sequences enter and leave.
 
-Each device has its own slots, its own prompts and its own pages, and no program moves keys or values between devices.
-All shapes are static; the host (`engine.py`, `pages.py`, `states.py`) chooses among few of them and says by numbers
-what happens to each slot, page and state.
+Each device has its own slots, prompts and pages, and no program moves keys or values between devices. All shapes are
+static. The host (`engine.py`, `pages.py`, `states.py`) chooses among few shapes, and passes indices of slots, pages and
+states.
 
 Letters: B slots, M rows that enter, S pages that a row writes to, C tokens (of a chunk, or in each row that enters), K
 key and value heads, P pages of the pool, T places of a page, H size of a head, W width of a batch of prompts.
@@ -39,24 +39,24 @@ from mllm.sampler.decoding import (
 )
 
 CHUNK = 16
-"""Decode steps between two moments at which sequences may enter and leave."""
+"""Decode steps in a chunk; sequences enter and leave between chunks."""
 
 
 class Slots(NamedTuple):
-    """The state of each slot that determines its next token, beside the parameters and the cache."""
+    """The state of each slot. With parameters and cache it determines the slot's next token."""
 
     tokens: Int[Any, "B"]
     """The last token, which is not in the cache yet."""
     lengths: Int[Any, "B"]
-    """How many tokens are in the cache."""
+    """The number of tokens in the cache."""
     counts: Int[Any, "B"]
-    """How many tokens the completion has."""
+    """The number of tokens of the completion."""
     limits: Int[Any, "B"]
-    """How many tokens the completion may have."""
+    """The most tokens of the completion."""
     sequences: Int[Any, "B"]
-    """The sequence's number in the step."""
+    """The sequence's index in the training step."""
     live: Bool[Any, "B"]
-    """False for a slot without a sequence: it is computed all the same, and its tokens mean nothing."""
+    """False for an empty slot, which is computed all the same; its tokens are garbage."""
 
 
 class Stream(NamedTuple):
@@ -66,18 +66,18 @@ class Stream(NamedTuple):
     seed: Int[Any, ""]
     step: Int[Any, ""]
     greedy: Bool[Any, ""]
-    """Whether the likeliest tokens are taken instead of drawn ones."""
+    """Whether the likeliest tokens are taken instead of random tokens."""
 
 
 class Prefilled(NamedTuple):
-    """Keys, values and states that the layers keep of prompts, one a row."""
+    """The layers' keys, values and states of prompts, one prompt per row."""
 
     cache: Cache
     states: States
 
     @property
     def tokens(self) -> int:
-        """How many tokens of all rows have keys and values, padding included."""
+        """The number of tokens with keys and values in all rows, padding included."""
         return math.prod(self.cache[0].keys.shape[::2]) if self.cache else 0
 
 
@@ -86,9 +86,9 @@ class Candidate(NamedTuple):
 
     sequence: int
     batch: Prefilled
-    """The prompts that were prefilled with its own, on all devices."""
+    """The prefilled batch with the sequence's prompt, on all devices."""
     source: int
-    """The prompt's row among the prompts that its device prefilled in the batch."""
+    """The prompt's row in its device's part of the batch."""
 
 
 @partial(jax.jit, static_argnames="graphdef")
@@ -112,9 +112,9 @@ def insert(
     *,
     layout: Layout | None,
 ) -> LayerCache:
-    """The pool with each of these prompts of its device, from the first token on, at its pages `places`.
+    """The pool with each device's prompts `sources` copied into the pages `places`, from the first token on.
 
-    Pages beyond the last are left out: they belong to empty rows, or to tokens that no window reaches.
+    Indices beyond the last page are skipped: they belong to empty rows, or to tokens that no window reaches.
     """
 
     def enter(
@@ -128,7 +128,7 @@ def insert(
 
 @partial(jax.jit, static_argnames="layout")
 def resize(cache: LayerCache, sources: Int[jax.Array, " P"], *, layout: Layout | None) -> LayerCache:
-    """The pool of these pages of each device."""
+    """The pool reduced or reordered to the pages `sources` of each device."""
     local = on_each_device(layout, lambda old, sources: old[sources], (CACHED_KEYS, ("batch",)))
     return LayerCache(*(local(old, sources) for old in cache))
 
@@ -139,7 +139,7 @@ def written(
     places: Int[jax.Array, "M S"],
     offsets: Int[jax.Array, "M"],
 ) -> Float[jax.Array, "P K T H"]:
-    """The pool with each row's tokens in its pages `places`, from `offsets` on; pages beyond the last are left out.
+    """The pool with each row's tokens in its pages `places`, from `offsets` on; indices beyond the pool are skipped.
 
     Whole pages are written: a scatter of single tokens is a loop on TPUs.
     """
@@ -167,12 +167,12 @@ def decode(
     *,
     options: RolloutConfig,
 ) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache, States]:
-    """Each slot's tokens of a chunk from `begun` on, at most `steps`; the place behind them, their tail and states.
+    """Decode at most `steps` tokens of a chunk in each slot, from the chunk's step `begun` on.
 
-    `pages` says for each kind of layers what the cache holds of the tokens before the chunk, which `slots` counts. It
-    stops early after `stop_after` sequences have ended, or all. What is drawn, [B, C], means nothing before `begun`,
-    behind a stop token, or behind the last step. A slot's states stay as they are from a stop token on. It reuses the
-    memory of `tail` and `states`.
+    Returns the drawn tokens [B, C], the step after the last one, the tail, and the states. It stops early if all or
+    `stop_after` sequences have ended. Drawn tokens before `begun`, after a stop token, or after the last step are
+    garbage. `pages` has, for each kind of layers, the contents of the cache before the chunk; `slots` counts these
+    tokens. A slot's states don't change after a stop token. The memory of `tail` and `states` is donated.
     """
     model = merge(graphdef, weights)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
@@ -217,9 +217,10 @@ def extend(
     lengths: Int[jax.Array, "M"],
     counts: Int[jax.Array, "M"],
 ) -> tuple[Cache, States]:
-    """The cache with these tokens behind each row's first `lengths`, which `pages` have; `places` as for `add_tail`.
+    """The cache with these tokens after each row's first `lengths` tokens, which are in `pages`; `places` as in
+    `add_tail`.
 
-    The states of the rows' slots go on by the first `counts` of the tokens; beyond the last slot is none.
+    The states of the rows' slots advance by the first `counts` tokens; an index beyond the last slot has no state.
     """
     model = merge(graphdef, weights)
     layout, kinds = model.layout, model.config.kind_of_layer
@@ -232,14 +233,14 @@ def extend(
 
 
 def take_rows(layout: Layout | None, states: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
-    """These rows of each device's states; a row beyond the last stands for any. Inside jit."""
+    """The given rows of each device's states; an index beyond the last row gives an arbitrary row. Inside jit."""
     axes = [(names, ("batch",)) for names in STATE_AXES]
     take = partial(on_each_device, layout, lambda old, rows: old.at[rows].get(mode="clip"))
     return DeltaState(*(take(arguments)(old, rows) for old, arguments in zip(states, axes, strict=True)))
 
 
 def put_rows(layout: Layout | None, states: DeltaState, new: DeltaState, rows: Int[jax.Array, " M"]) -> DeltaState:
-    """Each device's states with new ones in these rows; what goes beyond the last row is left out. Inside jit."""
+    """Each device's states with `new` states in the given rows; indices beyond the last row are skipped. Inside jit."""
     axes = [(names, names, ("batch",)) for names in STATE_AXES]
     put = partial(on_each_device, layout, lambda old, new, rows: old.at[rows].set(new, mode="drop"))
     return DeltaState(*(put(arguments)(*arrays, rows) for *arrays, arguments in zip(states, new, axes, strict=True)))
@@ -252,7 +253,7 @@ def empty_cache(model: Decoder, counts: Sequence[int], places: int) -> Cache:
 
 @cache
 def zeros(shapes: Any) -> Callable[[], Any]:
-    """A program that makes zeros; they are sharded like other programs' results, or the next would compile twice."""
+    """A program that makes zeros, sharded like other programs' results: else the next program would compile twice."""
     made = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     return jax.jit(made, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))
 
@@ -267,7 +268,7 @@ def add_tail(
     kinds: tuple[int, ...],
     layout: Layout | None,
 ) -> Cache:
-    """The cache with the rows' tails behind their first `lengths` tokens, at the pages `places` of each kind."""
+    """The cache with the rows' tails after their first `lengths` tokens, in the pages `places` of each kind."""
     write = on_each_device(layout, written, (CACHED_KEYS, CACHED_KEYS, ("batch",), ("batch",)))
     size = cache[0].keys.shape[2]
     return tuple(
@@ -279,9 +280,9 @@ def add_tail(
 def on_each_device(
     layout: Layout | None, function: Callable[..., jax.Array], axes: tuple[tuple[str, ...], ...]
 ) -> Callable[..., jax.Array]:
-    """The function applied to each device's part of its arguments, which have these logical axes, the result the first.
+    """The function mapped over devices; `axes` are its arguments' logical axes, and the result has the first.
 
-    Inside jit. What the function does with rows stays on the device.
+    Inside jit. Rows never move between devices.
     """
     if layout is None or layout.mesh.size == 1:
         return function
@@ -290,7 +291,7 @@ def on_each_device(
 
 
 def on_devices(layout: Layout | None, tree: Any) -> Any:
-    """Arrays [X, B, ...] as the programs take them, [X B, ...], on the devices of their shards."""
+    """Reshape arrays [X, B, ...] to [X B, ...] and put them on the devices of their shards."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]).astype(bool if x.dtype == bool else np.int32), tree)
     if layout is None:
         return flat

@@ -43,7 +43,7 @@ class SlotStates:
         self.layers: list[DeltaState] = []
 
     def arrange(self, sequences: Int[np.ndarray, "X B"]) -> None:
-        """Have the states of these sequences in the slots, -1 for none; the state of a new one means nothing yet."""
+        """Move these sequences' states into the slots, -1 for an empty slot; a new sequence's state is undefined."""
         if not self.used:
             return
         slots = self.slots_of(sequences)

@@ -41,7 +41,7 @@ def sample_trajectories(
     group: int = 1,
     fixed: bool = False,
 ) -> list[Trajectory]:
-    """Complete and score each prompt once; each process scores its share, and gets the scores of all.
+    """Complete and score each prompt once; each process scores its share, and receives all scores.
 
     Finished completions are scored while other completions decode; conversations as well, once they are over.
 

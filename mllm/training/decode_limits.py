@@ -39,8 +39,8 @@ def fitting_limits(
 ) -> DecodeLimits:
     """The limits of decoding beside training in `memory` bytes a device; None: the memory of the devices at hand.
 
-    There are as many slots as have `MEAN_LENGTH` of the longest sequence's tokens each. Training keeps parameters, the
-    optimizer's moments, a teacher, and a reference if the objective needs one.
+    The number of slots assumes `MEAN_LENGTH` of the longest sequence's tokens per slot. Training keeps parameters, the
+    optimizer's moments, and, if the objective needs them, a teacher and a reference.
     """
     model = nnx.merge(policy.graphdef, policy.params)
     layout = model.layout

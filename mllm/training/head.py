@@ -1,4 +1,4 @@
-"""The head as the trainer calls it, on hidden states of a batch. No other file of `mllm` calls the head's losses."""
+"""The trainer's interface to the head, for the hidden states of a batch. No other file of `mllm` calls the head."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ class Head:
     """The head's functions with the settings of a run; UserError if `head.impl` is for other devices."""
 
     def __init__(self, config: HeadConfig, mesh: Mesh, temperature: float = 1.0) -> None:
-        """The policy is the distribution that is sampled from, so its temperature is part of it."""
+        """`temperature` is the sampler's, since the policy is the distribution that is sampled from."""
         impl, platform = config.impl or "", mesh.devices.flat[0].platform
         needed = {"mosaic_tpu": "tpu", "mosaic_gpu": "gpu"}.get(impl, platform)
         if needed != platform:
@@ -58,7 +58,7 @@ class Head:
         teacher: HeadInputs | None = None,
         **divergence: Any,
     ) -> tuple[Float[Array, ""], TokenLogprobs]:
-        """The weighted sum of `objective(logprob, entropy, *operands)`; the tokens' statistics without gradient.
+        """The weighted sum of `objective(logprob, entropy, *operands)`, and the tokens' statistics without gradient.
 
         With a `teacher` the objective may name the `divergence` from it, of the given `kind` and `beta`.
         """
@@ -82,13 +82,13 @@ class Head:
         return loss, jax.lax.stop_gradient(tokens)
 
     def likeliest(self, states: HeadInputs, where: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-        """The likeliest token at each place."""
+        """The likeliest token at each position."""
         options = {"where": where, "dtype": states.hidden.dtype, "sharding": self.options["sharding"]}
         return lm_head.likeliest_tokens(states.hidden, states.copy, **options)
 
 
 def head_sharding(mesh: Mesh) -> HeadSharding:
-    """The shardings of the head's arguments: tokens have the batch's, the vocabulary matrix its parameter's."""
+    """The shardings of the head's arguments: tokens as the batch, the vocabulary matrix as its parameter."""
     (tokens,) = sharding(mesh, ("batch",)).spec
     vocabulary, features = sharding(mesh, LOGICAL_AXES["head"]).spec
     return HeadSharding(mesh, tokens, vocabulary, features)

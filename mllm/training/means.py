@@ -6,7 +6,7 @@ from jaxtyping import Bool, Float, Int
 
 
 def masked_mean(values: Float[jax.Array, "*S"], mask: Bool[jax.Array, "*S"]) -> Float[jax.Array, ""]:
-    """The mean of the masked values; 0 where there are none."""
+    """The mean of the values in `mask`; 0 for an empty mask."""
     return jnp.where(mask, values, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 

@@ -1,8 +1,9 @@
 """The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), a schedule, and updates of bfloat16 numbers.
 
-Such updates are computed in float32 and rounded up or down at random, so that their mean is exact. A learning rate of
-1e-6 moves a weight by much less than half the distance of two bfloat16 numbers: rounded to nearest it would never move.
-The optimizer's moments, which would stall where b2 is near 1, are rounded in the same way. docs/log.md has the figures.
+Updates of bfloat16 numbers are computed in float32 and rounded up or down at random, so that their mean is exact. A
+learning rate of 1e-6 moves a weight by much less than half the distance of two bfloat16 numbers: with rounding to
+nearest the weight would never move. The optimizer's moments, which would stall with b2 near 1, are rounded in the same
+way. docs/log.md has the figures.
 
 Stochastic rounding: Gupta et al. 2015, Deep learning with limited numerical precision, section 3.
 """
@@ -75,7 +76,7 @@ def updated(
     opt_state: optax.OptState,
     key: Key[Array, ""],
 ) -> tuple[Params, optax.OptState]:
-    """Parameters and optimizer's state after an update, in the dtypes that they had; `key` is the update's own."""
+    """Parameters and optimizer state after an update, with unchanged dtypes; `key` is the update's random key."""
     wide = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf,  # not counts
         (gradients, opt_state, params),

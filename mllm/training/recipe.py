@@ -1,6 +1,6 @@
-"""An algorithm as the trainer sees it: a `Recipe`, made from settings, and the `Parts` that its source is made from.
+"""The interface of an algorithm: a `Recipe`, made from settings, and the `Parts` for its data source.
 
-Each algorithm has a folder in mllm/algorithms. Nothing else asks which algorithm a run has.
+Each algorithm has a folder in mllm/algorithms. No other code depends on the algorithm's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Loss(Protocol[Made]):
 
 
 def no_inputs(tokens: Shape, rows: Shape) -> None:
-    """`Batch.inputs` of an algorithm that has none."""
+    """`Batch.inputs` of an algorithm without further inputs."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Demands:
     """The programs and parameters that an algorithm needs in memory."""
 
     temperature: float = 1.0
-    """The logits are divided by it: the policy is the distribution that is sampled from."""
+    """Divisor of the logits: the policy is the distribution that is sampled from."""
     reference: Literal["held", "at_start"] | None = None
-    """Whether the parameters that a run begins with are held, for `Source.next`, or needed once, for
-    `ReferencedSource.set_reference`."""
+    """Whether the run's initial parameters are kept in memory (for `Source.next`), or needed once (for
+    `ReferencedSource.set_reference`)."""
     teacher_in_update: bool = False
     """Whether an update computes the teacher's distributions."""
     passes: tuple[Pass, ...] = ()
     group: int = 1
     """The number of sequences that are compared with each other; divides `batch_size`."""
     completions: int = 0
-    """The completions of a rollout; 0: nothing is sampled to learn from."""
+    """The completions of a rollout; 0: the algorithm doesn't sample."""
     inputs: Callable[[Shape, Shape], tuple[Any, ...] | None] = no_inputs
     """`Batch.inputs` as shapes, from the shapes of float32 arrays [B, T] and [B]."""
 
@@ -90,7 +90,7 @@ class Parts:
     examples_task: Task | None
     """The task with solutions as examples; None: `data.source` names the examples."""
     sampling: Sampling | None = None
-    """The parts that sample completions to learn from; None: the run learns from `data`."""
+    """The parts that sample completions for training; None: the run trains on `data`."""
 
 
 @dataclass(frozen=True)
@@ -99,12 +99,12 @@ class Recipe(Generic[Outputs]):
 
     loss: Loss[Outputs]
     metrics: Callable[[Batch, Outputs], Metrics]
-    """The metrics of a whole batch, over the tokens that count, under TRL's names; NaN where there are none."""
+    """The metrics of a whole batch, over the tokens that count, under TRL's names; NaN without such tokens."""
     source: Callable[[Parts], Source]
-    """Makes the source of a run's batches; UserError where its data can't be learned from."""
+    """Makes the source of a run's batches; UserError if the data can't be used."""
     demands: Demands = Demands()
     progress: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"loss": "loss"}))
-    """The metrics that a user sees on the terminal and in the table at the end, by their names there."""
+    """The metrics on the terminal and in the table at the end: printed name -> metric."""
 
     def forward(self, config: RunConfig, graphdef: Any, mesh: Mesh, teacher: Any = None) -> Forward:
         """Model, head and loss of a run, and its teacher, by their graphdefs; UserError if `head.impl` is for other

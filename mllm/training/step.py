@@ -31,14 +31,14 @@ class TrainState(NamedTuple):
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step, with the moments laid out as the parameters are."""
+    """The state before the first step; the moments have the parameters' shardings."""
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(params, optimizer))
     init = jax.jit(lambda params: (optimizer.init(params), jnp.zeros((), jnp.int32)), out_shardings=shardings[1:])
     return TrainState(params, *init(params))
 
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """Shapes, dtypes and shardings of the state: moments have their parameters', scalars are replicated."""
+    """Shapes, dtypes and shardings of the state: moments are sharded like their parameters, scalars replicated."""
     replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
 
     def like(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -68,7 +68,7 @@ class Forward:
         metrics: Callable[[Batch, Any], Metrics],
         teacher: Any = None,
     ) -> None:
-        """`loss` and `metrics` are those of a `mllm.training.recipe.Recipe`."""
+        """`loss` and `metrics` are from a `mllm.training.recipe.Recipe`."""
         self.graphdef, self.mesh, self.head, self.shape = graphdef, mesh, head, shape
         self.head_loss, self.metrics = loss, metrics
         self.teacher = None if teacher is None else Teacher(teacher, mesh, head, shape, loss, metrics)
@@ -124,9 +124,9 @@ def make_train_step(
     The state has the trained parameters, the third argument the frozen parameters, and the fourth a teacher's
     parameters; each may be empty.
 
-    If the loss or a gradient is not finite, parameters and optimizer stay as they were and `skipped` is 1. They also
-    stay, without weight decay or momentum, where no token has a weight. The metric `learning_rate` is the rate of this
-    update, made or skipped: a skipped update does not move the schedule on.
+    If the loss or a gradient is not finite, parameters and optimizer state don't change, and `skipped` is 1. They don't
+    change either, by weight decay or momentum, if no token has a weight. The metric `learning_rate` is the rate of this
+    update, made or skipped: a skipped update does not advance the schedule.
     """
 
     @jax.jit(donate_argnums=0)
@@ -172,7 +172,7 @@ def make_logprob_pass(forward: Forward) -> Callable[[Any, Batch], Float[Array, "
 
 
 def logprobs_of(forward: Forward) -> Callable[[Params | None, Batch], Float[Array, "B T"]]:
-    """`make_logprob_pass` for batches as a source makes them: each process passes its own rows, in numpy."""
+    """`make_logprob_pass` for a source's batches: each process passes its own rows as NumPy arrays."""
     logprob_pass = make_logprob_pass(forward)
     return lambda params, batch: logprob_pass(params, shard_batch(forward.mesh, batch._replace(inputs=None)))
 
@@ -201,11 +201,10 @@ def accumulate(
 def loop(
     function: Callable[[Carry, Batch], tuple[Carry, Any]], carry: Carry, outputs: Any, batch: Batch, rows: int
 ) -> tuple[Carry, Any]:
-    """The last `carry` of a scan over micro-batches of `rows` rows, and `outputs` [B, T] with each one's results in it.
+    """Scan over micro-batches of `rows` rows; returns the last `carry`, and `outputs` [B, T] with all results.
 
-    It ends with the last micro-batch that has a token with a weight, which the running program finds: one program
-    serves batches of all sizes. A micro-batch takes every M-th row, so that each device's share of its rows stays on
-    that device.
+    It ends with the last micro-batch that has a token with a weight. This is decided at run time, so one program serves
+    batches of all sizes. A micro-batch takes every M-th row, so that rows stay on their devices.
     """
     micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), batch)
     number = 1 + jnp.arange(len(batch.tokens) // rows)

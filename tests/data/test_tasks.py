@@ -237,7 +237,9 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("return [{'prompt': 'a', 'f': lambda: 0}]", r"the rewards' process: Can't .*make\[0\]"),
     ],
 )
-def test_a_failing_function_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str) -> None:
+def test_a_failing_task_function_is_a_one_line_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str
+) -> None:
     with pytest.raises(UserError, match=fault):
         user_module(tmp_path, monkeypatch, code)
 

@@ -177,7 +177,7 @@ WRITTEN += [function(x="b"), tagged(function(x="b")), tagged(function(x="b")) * 
 
 
 @pytest.mark.parametrize("text", WRITTEN)
-def test_a_text_is_what_was_written(text: str) -> None:
+def test_a_tool_argument_keeps_its_text(text: str) -> None:
     as_json = {"name": "add", "arguments": {"x": text}}
     for written in (tagged(function(x=text, n="1")), function(x=text), tagged(as_json)):
         (arguments,) = read(f"I add.\n{written}")

@@ -183,7 +183,7 @@ def test_xla_is_chosen_where_a_kernel_can_not_run(kernel, change, setting, reaso
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_cudnn_takes_heads_of_256_where_it_compiles_their_gradient(packed, on, monkeypatch):
+def test_cudnn_takes_heads_of_256_if_their_gradient_compiles(packed, on, monkeypatch):
     """XLA stands for a cuDNN that has it; without a GPU there is none."""
     on("gpu")
     monkeypatch.setattr(attention, "cudnn_attention", partial(attention.cudnn_attention, implementation="xla"))

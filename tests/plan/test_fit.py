@@ -32,7 +32,7 @@ def test_fsdp_takes_the_devices_that_dp_and_tp_leave(mesh, devices, fsdp):
         ({}, 3, "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3), with all 3 devices"),
     ],
 )
-def test_devices_that_do_not_suit_are_one_line(mesh, devices, message):
+def test_unsuitable_devices_are_a_one_line_error(mesh, devices, message):
     with pytest.raises(UserError) as error:
         for_devices(changed(OPEN, mesh=mesh), devices)
     assert str(error.value).startswith(message)

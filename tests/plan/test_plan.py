@@ -141,7 +141,7 @@ def test_an_update_whose_rows_were_just_chosen_is_compiled_once(tmp_path, monkey
 # Devices
 
 
-def test_a_target_without_its_compiler_is_one_line(tmp_path, capsys, monkeypatch):
+def test_a_target_without_its_compiler_is_a_one_line_error(tmp_path, capsys, monkeypatch):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     assert train.main([*arguments(planned_run(tmp_path)), "--plan", "--target", "v6e:2x4"]) == 2

@@ -127,7 +127,7 @@ def values(name, *samples, **args):
     return [result for _, result in answers([bound(name, *samples, **args)], samples)]
 
 
-def test_a_function_gets_what_it_names():
+def test_a_function_gets_the_arguments_that_it_declares():
     given = sample("long", level=2)
     assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
     assert [bound("mine:with_default", given, **args)([given]) for args in ({}, {"unit": "g"})] == ["kg", "g"]

@@ -199,7 +199,7 @@ TOOLS = (
 
 
 @pytest.mark.parametrize(("tool", "command", "text"), TOOLS, ids=[f"{tool} {line:.40}" for tool, line, _ in TOOLS])
-def test_a_tool_refuses_in_one_line(tool, command, text, tmp_path, refused):
+def test_a_tool_refuses_bad_input_with_a_one_line_error(tool, command, text, tmp_path, refused):
     """`run` has no checkpoint, and the files of `damaged` are damaged."""
     files = {
         "run/config.yaml": dump(config(run_dir="run")),

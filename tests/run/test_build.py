@@ -60,7 +60,7 @@ def test_every_random_number_depends_on_the_run_s_seed(built):
     assert built.policy.seed == built.sampling.sampler.seed == SEED
 
 
-def test_each_part_knows_what_it_must_know_of_the_others(built):
+def test_build_connects_the_parts_of_a_run(built):
     """The end of the data, the memory of training, the temperature in GRPO's policy, the rows of a process."""
     grpo = None if built.config.examples else built.config.grpo
     batch, sampler = built.config.batch_size, built.sampling.sampler

@@ -125,7 +125,7 @@ def test_every_sampled_completion_gets_the_teacher_term(tmp_path):
     assert [sample["advantage"] for sample in samples] == [None] * 3
 
 
-def test_a_tokenizer_with_another_token_is_one_line():
+def test_a_teacher_with_another_token_is_a_one_line_error():
     student = tokenizers.bytes_tokenizer()
     check_tokens("x", student, student)
     student.add_tokens(["<more>"])

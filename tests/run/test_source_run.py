@@ -109,7 +109,7 @@ def test_exported_adapters_name_the_export_of_their_base_run(first, tmp_path):
         ("empty", "best", "empty has no checkpoint best, as checkpoint.keep_best keeps one;"),
     ],
 )
-def test_a_step_that_is_not_there_is_one_line(tmp_path, monkeypatch, source, step, message):
+def test_a_missing_step_is_a_one_line_error(tmp_path, monkeypatch, source, step, message):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     run_dir.write(RunStore("empty"), empty := config(run_dir="empty"))

@@ -35,7 +35,7 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
         pytest.param("delta", marks=nightly),
     ],
 )
-def test_a_killed_run_ends_to_the_bit_as_if_it_had_not_been(method, finished, tmp_path):
+def test_a_killed_run_ends_with_the_same_bytes(method, finished, tmp_path):
     """SFT with an evaluation, and GRPO: in the next three tests."""
     whole = finished(method)
     killed = killed_after(whole, whole.steps - whole.checkpoint.every, tmp_path / "killed")

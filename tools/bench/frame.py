@@ -83,11 +83,11 @@ def in_turns(functions: Mapping[str, Callable[[], Any]], rounds: int, queue: int
 
 def figures(seconds: Seconds, base: str) -> dict[str, list[str]]:
     """For each function its median in milliseconds, and the median of its ratios to `base` in the same round."""
-    found = {}
+    medians = {}
     for name, rounds in seconds.items():
         ratios = [mine / its for mine, its in zip(rounds, seconds[base], strict=True)]
-        found[name] = [f"{1e3 * statistics.median(rounds):.2f}", f"{statistics.median(ratios):.2f}"]
-    return found
+        medians[name] = [f"{1e3 * statistics.median(rounds):.2f}", f"{statistics.median(ratios):.2f}"]
+    return medians
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -143,11 +143,11 @@ class Problem:
 
     def errors(self, results: Sequence[Array], method: Method, live: float) -> list[float]:
         """Each result's largest difference over the largest magnitude expected; NaN if a number is."""
-        found = []
+        errors = []
         for index, (result, right) in enumerate(zip(results, self.expected(method.general, live), strict=False)):
             result = jnp.asarray(result).T if method.transposed and index == 2 else jnp.asarray(result)
-            found.append(float(jnp.max(jnp.abs(result.astype(jnp.float32) - right)) / jnp.max(jnp.abs(right))))
-        return found
+            errors.append(float(jnp.max(jnp.abs(result.astype(jnp.float32) - right)) / jnp.max(jnp.abs(right))))
+        return errors
 
 
 def live_rows(tokens: int, live: float) -> int:

@@ -99,8 +99,8 @@ def check(calls: Mapping[str, Call], batch: tuple[Array, ...]) -> int:
         right = [np.asarray(x, np.float64) for x in jax.jit(differentiated(plain))(batch[0].astype(float), *batch[1:])]
     limits, rows = (LOGPROB, GRADIENT * np.abs(right[1]).max()), []
     for name, call in calls.items():
-        found = [np.asarray(x, np.float64) for x in jax.jit(call)(*batch)]
-        off = [np.abs(mine - exact).max() for mine, exact in zip(found, right, strict=True)]
+        results = [np.asarray(x, np.float64) for x in jax.jit(call)(*batch)]
+        off = [np.abs(mine - exact).max() for mine, exact in zip(results, right, strict=True)]
         well = all(error <= limit for error, limit in zip(off, limits, strict=True))  # no NaN is
         rows.append([name, f"{off[0]:.2g}", f"{off[1]:.2g}", "ok" if well else "FAILED"])
     print(table(("method", "logprob", "dlogits", ""), rows))

@@ -35,8 +35,8 @@ class Method(NamedTuple):
 def methods(platform: str) -> dict[str, Method]:
     """The methods for a `cpu`, `gpu` or `tpu`, in the order of the table."""
     full_logits, chunked = fused(impl="full_logits"), partial(fused, impl="chunked_logits")
-    found = {} if platform == "cpu" else engine_methods(f"mosaic_{platform}")
-    found |= {
+    named = {} if platform == "cpu" else engine_methods(f"mosaic_{platform}")
+    named |= {
         "full logits": Method(value_and_gradients(full_logits)),
         "full logits, float32 master": Method(gradients_of_master(impl="full_logits")),
         "chunked logits": Method(value_and_gradients(chunked())),
@@ -46,11 +46,11 @@ def methods(platform: str) -> dict[str, Method]:
         "full logits, value only": Method(value_only(full_logits)),
     }
     if importlib.util.find_spec("tokamax"):
-        found["tokamax, its choice"] = Method(tokamax(None), transposed=True)
-        found["tokamax, chunked_xla"] = Method(tokamax("chunked_xla"), transposed=True)
+        named["tokamax, its choice"] = Method(tokamax(None), transposed=True)
+        named["tokamax, chunked_xla"] = Method(tokamax("chunked_xla"), transposed=True)
     if importlib.util.find_spec("tunix"):
-        found["google-tunix, default loss"] = Method(value_and_gradients(tunix))
-    return found
+        named["google-tunix, default loss"] = Method(value_and_gradients(tunix))
+    return named
 
 
 def engine_methods(impl: str) -> dict[str, Method]:

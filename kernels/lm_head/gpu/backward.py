@@ -104,7 +104,7 @@ def logit_gradient(
 def _corrected(
     number: int, own_column: Int[Array, "R"], at_label: Float[Array, "R"], left: Scalar, by_y: Float[Array, "R P"]
 ) -> Float[Array, "R P"]:
-    """A piece of dy with `at_label` in each row's own column, and 0 in columns past the tile's `left` first ones."""
+    """A piece of dy with `at_label` in each row's label column, and 0 past the tile's first `left` columns."""
     wide = functools.partial(lax.broadcast_in_dim, shape=by_y.shape, broadcast_dimensions=(0,))
     by_y = jnp.where(products.column_index(by_y, number) == wide(own_column), wide(at_label), by_y)
     return jnp.where(products.column_index(by_y, number) < left, by_y, 0)

@@ -1,8 +1,8 @@
 """The head on Hopper GPUs: which kernel runs when; forward, and backward over blocks of rows and chunks of columns.
 
-docs/head.md describes the passes and their number of products. Where the objective is known (`token_loss`), forward
-keeps logits of as many columns as fit into a workspace; or, in waves that add to a float32 dW, of all columns of some
-rows, if that is less work (`make_plan`).
+docs/head.md describes the passes and their number of products. In `token_loss` the forward pass keeps the logits of as
+many columns as fit into the workspace, or of all columns of some rows, in waves that add to a float32 dW. `make_plan`
+chooses the way with less work.
 
 Suffixes: N rows, M rows in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K columns kept of each of P parts; U tiles of columns, T columns of a tile.
@@ -141,7 +141,7 @@ def _backward_pass(
     kept: KeptLogits | None = None,
     dw: Float[Array, "V D"] | None = None,
 ) -> Gradients:
-    """dh, and dW, added to `dw` if that is given; dy is made of kept logits, or of logits anew."""
+    """dh and dW, which is added to `dw` if given; dy is made from kept or from recomputed logits."""
     if kept is not None and plan.whole:
         return _whole_wave(inputs, options, plan, rows, softmax, slopes, kept, dw)
     sizes, tiles, vocabulary = plan.sizes, plan.sizes.tiles, len(inputs.weight)
@@ -201,9 +201,9 @@ def _whole_wave(
     kept: KeptLogits,
     dw: Float[Array, "V D"] | None,
 ) -> Gradients:
-    """dh and dW of a wave with every logit kept: dy takes the logits' place, and each is one product, by cuBLAS.
+    """dh and dW of a wave with every logit kept: dy overwrites the logits, and dh and dW are one cuBLAS product each.
 
-    Rows that don't count cost as much as rows that count here. Only a small wave, or the last of several, has many.
+    Rows that don't count cost as much as rows that count; only a small wave, or the last wave, has many of them.
     """
     factors = row_factors(softmax, slopes, inputs.temperature, options.softcap).where(rows.live)
     number, (dh_dtype, dw_dtype) = len(rows.labels), contract.gradient_dtypes(inputs, options)
@@ -223,7 +223,7 @@ def _whole_wave(
     bits_MV = lax.bitcast_convert_type(kept.below[0], jnp.uint16)
     bits_MV = lax.fori_loop(0, number // tiles.cluster_rows, replace, bits_MV)
     dy_MV = lax.bitcast_convert_type(bits_MV, options.dtype)
-    # 0 times what isn't finite is not 0.
+    # 0 times a number that isn't finite is not 0.
     hidden_MD = jnp.where(rows.live[:, None], rows.hidden, 0)
 
     multiply, dh = functools.partial(lax.dot_general, precision=precision_of(options.dtype)), None

@@ -194,7 +194,7 @@ def forward(
 
 
 def _masked(left: Scalar, *pieces: Float[Array, "R P"]) -> tuple[Float[Array, "R P"], ...]:
-    """Pieces of a tile, with a floor where columns are past the `left` first ones."""
+    """Pieces of a tile, with a floor in columns past the first `left` columns."""
     return tuple(jnp.where(products.column_index(piece, i) < left, piece, FLOOR) for i, piece in enumerate(pieces))
 
 

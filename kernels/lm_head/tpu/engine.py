@@ -1,9 +1,9 @@
 """The head on TPUs: which kernel runs when.
 
-Rows that count are moved ahead of the others, block by block (`live_rows.py`). docs/head.md describes the orders of the
-work. All sums leave out the label's column (`forward.py`), and so do E_q[W] and the exponentials that are kept: a
-probability near 1 loses nothing to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the
-dh kernel: dh doesn't follow from E_q[W] there.
+Rows that count are moved to the front, block by block (`live_rows.py`). docs/head.md describes the orders of work. All
+sums leave out the label's column (`forward.py`), and so do E_q[W] and the kept exponentials, so a probability near 1
+loses no digits to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the dh kernel,
+because dh doesn't follow from E_q[W].
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.
 """
@@ -83,7 +83,7 @@ def gradients(inputs: Inputs, softmax: Softmax, saved: Saved, slopes: Slopes, op
 
 
 def loss_and_gradients(inputs: Inputs, terms: Terms, options: Options) -> tuple[Softmax, Gradients]:
-    """In waves where the workspace allows them, else with logits computed twice."""
+    """Loss and gradients: in waves if the workspace allows them, else with logits computed twice."""
     wave = _wave(inputs, options)
     keep = wave is not None
     mean = jnp.dtype(jnp.float32) if options.wants_hidden and not _needs_logits(options) else None
@@ -152,7 +152,7 @@ def _weight_gradient(inputs: Inputs, factors: RowFactors, options: Options) -> F
 
 
 def _needs_logits(options: Options) -> bool:
-    """Whether dh, and dy, don't follow from E_q[W] and exponentials, but take every logit."""
+    """Whether dh and dy need every logit, because they don't follow from E_q[W] and exponentials."""
     return options.entropy_slopes or (options.mean_over is not None and options.softcap is not None)
 
 
@@ -166,7 +166,7 @@ def _plan(inputs: Inputs, options: Options, mean: Any) -> tuple[Tiles, int]:
 
 
 def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
-    """Tiles, and the rows of a wave with kept exponentials; None without room, or without a use for them."""
+    """Tiles, and the rows of a wave with kept exponentials; None if nothing is kept."""
     if not options.wants_weight or _needs_logits(options):
         return None
     mean = jnp.float32 if options.wants_hidden else None
@@ -186,7 +186,7 @@ def _wave(inputs: Inputs, options: Options) -> tuple[Tiles, int] | None:
 
 
 def _are_faster(inputs: Inputs, options: Options, mean: Any, tile: Tiles, rows: int) -> bool:
-    """Whether several waves take no longer than all logits twice. Each wave reads and writes a float32 dW."""
+    """Whether several waves take no longer than computing logits twice. Each wave reads and writes a float32 dW."""
     in_two_passes = (case_of(inputs, options, "forward", mean), case_of(inputs, options, "weight"))
     float32 = dataclasses.replace(options, gradient_dtypes=(jnp.dtype(jnp.float32),) * 2)
     in_waves = (case_of(inputs, options, "forward", mean, keep=True), case_of(inputs, float32, "kept"))

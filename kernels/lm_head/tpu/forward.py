@@ -82,8 +82,8 @@ def forward(
 def finish(running: Running, inputs: Inputs, options: Options) -> tuple[Softmax, Float[Array, "R"]]:
     """The softmax over the columns of all shards of the vocabulary, and this device's share.
 
-    The share is the probability of this device's columns but the label's. Both are 0 at rows that don't count. Devices
-    exchange two maxima and a row's sums.
+    The share is the probability of this device's columns except the label's. Softmax and share are 0 at rows that don't
+    count. Devices exchange two maxima and a row's sums.
     """
     scale, axis = scale_of(inputs.temperature, options.softcap), options.vocabulary_axis
     top, label = (running.top, running.label) if axis is None else lax.pmax((running.top, running.label), axis)

@@ -24,7 +24,7 @@ _ROWS = (1024, 512, 256, 128)
 _COLUMNS = (2048, 1024, 512, 256, 128)
 _LEAST_STEP = 256  # steps of fewer columns keep a matrix unit idle half of the time, by the listing
 _CALL_ELEMENTS = 2**22
-_MOST_TRAFFIC_LOSS = 1.25  # a tiling that moves at most so many times what the best moves counts as equal
+_MOST_TRAFFIC_LOSS = 1.25  # a tiling with at most so many times the least traffic counts as equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Case:
 
 
 def case_of(inputs: Inputs, options: Options, kernel: KernelName, mean: Any = None, keep: bool = False) -> Case:
-    """The case of a kernel that is given these arguments; `mean` is the dtype of E_q[W], None where there is none."""
+    """The case of a kernel with these arguments; `mean` is the dtype of E_q[W], or None without E_q[W]."""
     dh, dw = gradient_dtypes(inputs, options)
     gradient = {"forward": jnp.dtype(mean or dh), "hidden": dh}.get(kernel, dw)
     tokens, (vocabulary, features) = len(inputs.labels), inputs.weight.shape
@@ -140,7 +140,7 @@ def products(case: Case) -> int:
 
 
 def seconds(case: Case, tiles: Tiles) -> float:
-    """A kernel's time by arithmetic: that of its products, or of what it moves; 0 where the TPU isn't known."""
+    """A kernel's estimated time: of its products or of its memory traffic, the longer; 0 for an unknown TPU."""
     if (info := _info()) is None:
         return 0.0
     passes = 6 if case.product == jnp.float32 else 1  # of the matrix units, for a product
@@ -216,7 +216,7 @@ def kept_bytes(vocabulary: int, product: jnp.dtype, tile: Tiles) -> int:
 
 
 def limit(case: Case, tiles: Tiles) -> int:
-    """Bytes of VMEM to request from the compiler: the terms and half as much again, at most what the device has."""
+    """Bytes of VMEM to request from the compiler: 1.5 times the terms, at most the device's VMEM."""
     return min(vmem(), sum(terms(case, tiles).values()) * 3 // 2 + _RESERVE)
 
 

@@ -1,6 +1,6 @@
 """Distillation: the divergence from a teacher's distributions, over given completions or the student's own.
 
-The sampled estimator is GRPO's objective with the teacher's opinion of the sampled token as the advantage.
+The sampled estimator is GRPO's objective with the advantage log p_teacher - log p_sampler of each sampled token.
 """
 
 from collections.abc import Callable
@@ -34,29 +34,29 @@ PROGRESS = {"kl": "kl", "agreement": "teacher_agreement", "entropy": "entropy"}
 
 
 class Comparison(NamedTuple):
-    """Student and teacher at each token, float32 [B, T]; all but the divergence only where they are measured."""
+    """Statistics of student and teacher at each token, float32 [B, T]; all except the divergence only at `measured`."""
 
     divergence: Float[Array, "B T"]
     entropy: Float[Array, "B T"]
     teacher_entropy: Float[Array, "B T"]
     agreement: Float[Array, "B T"]
-    """1 where the student's likeliest token is the teacher's, else 0."""
+    """1 if student and teacher have the same likeliest token, else 0."""
 
 
 def make(config: DistillRun) -> Recipe[Comparison]:
-    """The divergence over the whole vocabulary, over the examples of `data`."""
+    """The recipe for the divergence over the whole vocabulary, on the examples of `data`."""
     loss = partial(divergence, config.distill, config.distill.label_coef)
     demands = Demands(teacher_in_update=True)
     return Recipe(loss, metrics, lambda parts: document_source(config, parts), demands, PROGRESS)
 
 
 def make_own(config: OwnDistillRun) -> Recipe[Comparison] | Recipe[TokenLogprobs]:
-    """The divergence, or its sampled estimate, over the student's own completions."""
+    """The recipe for the divergence, or its sampled estimate, on the student's own completions."""
     return make_sampled(config) if config.distill.estimator == "sampled" else make_full(config)
 
 
 def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
-    """The divergence over the whole vocabulary, over the student's own completions."""
+    """The recipe for the divergence over the whole vocabulary, on the student's own completions."""
 
     def as_they_are(batch: Batch, params: Params, frozen: FrozenModels, first: bool) -> tuple[Batch, dict[str, float]]:
         return batch, {}
@@ -75,7 +75,7 @@ def make_full(config: OwnDistillRun) -> Recipe[Comparison]:
 
 
 def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
-    """GRPO's objective with the advantage log teacher - log student of each sampled token."""
+    """The recipe for GRPO's objective with the advantage log p_teacher - log p_sampler of each sampled token."""
 
     def source(parts: Parts) -> RolloutSource:
         ask_policies = SampledDivergence(grpo.PolicyPasses(config.grpo, parts.forward), parts.forward)
@@ -99,14 +99,14 @@ def divergence(
     batch: Batch,
     teacher: HeadInputs | None = None,
 ) -> tuple[Float[Array, ""], Comparison]:
-    """The divergence from the teacher, and the cross-entropy of the labels times `label_coef`."""
+    """The divergence from the teacher, plus `label_coef` times the cross-entropy of the labels."""
     assert teacher is not None
 
     def objective(logprob: jax.Array, entropy: jax.Array, *, divergence: jax.Array) -> jax.Array:
         return divergence - label_coef * logprob if label_coef else divergence
 
     options = {"kind": config.kind, "beta": config.mixture}
-    # Otherwise a sampled token that the teacher's vocabulary lacks would be a label out of range.
+    # A sampled token that the teacher's vocabulary lacks would be a label out of range.
     labelled = batch if label_coef else batch._replace(labels=jnp.zeros_like(batch.labels))
     loss, tokens = head.loss(states, labelled, objective, teacher=teacher, **options)
     states, mask = jax.lax.stop_gradient(states), measured(batch)
@@ -116,9 +116,10 @@ def divergence(
 
 
 def measured(batch: Batch) -> Bool[Array, "B T"]:
-    """The mask of the tokens at which entropies and agreement are measured: every eighth learned one of a row.
+    """The mask of the tokens where entropies and agreement are measured: every eighth learned token of a row.
 
-    Measuring takes 2 + E / D more products of the measured tokens; the divergence takes 3 + E / D at least.
+    Measuring takes 2 + E / D products over the measured tokens; the divergence takes at least 3 + E / D over all
+    learned tokens.
     """
     counts = batch.weights > 0
     # Without an offset, the first token of all short rows would be measured.
@@ -138,13 +139,13 @@ def metrics(batch: Batch, outputs: Comparison) -> Metrics:
 
 
 def learn_all(rollout: Rollout) -> ScoredRollout:
-    """All completions are learned from; their rewards are only logged."""
+    """Train on all completions; their rewards are only logged."""
     everywhere = np.ones(rollout.rewards.size, bool)
     return ScoredRollout(rollout.trajectories, [*np.zeros(rollout.rewards.size)], everywhere, everywhere, 1.0)
 
 
 class SampledDivergence:
-    """Adds the teacher's opinion of each sampled token to a batch, as its advantage."""
+    """Sets each sampled token's advantage to log p_teacher - log p_sampler."""
 
     def __init__(self, passes: grpo.PolicyPasses, forward: Forward) -> None:
         self.passes, self.mesh, self.teacher_pass = passes, forward.mesh, make_teacher_pass(forward)
@@ -158,10 +159,10 @@ class SampledDivergence:
 
 
 def make_teacher_pass(forward: Forward) -> Callable[[Any, Batch], tuple[Float[Array, "B T"], Float[Array, ""]]]:
-    """The jitted pass that gives log teacher - log sampler of each learned token of a batch, 0 elsewhere.
+    """A jitted function (teacher's parameters, batch) -> (advantages, divergence).
 
-    The first argument is the teacher's parameters. The difference is at least -`MAX_LOG_RATIO`. The second
-    result is its negated mean over the learned tokens, an estimate of KL(sampler || teacher).
+    The advantage is log p_teacher - log p_sampler of each learned token, at least -`MAX_LOG_RATIO`, and 0 elsewhere.
+    The divergence is the negated mean over the learned tokens, an estimate of KL(sampler || teacher).
     """
     assert forward.teacher is not None
     logprob_pass = make_logprob_pass(forward.teacher)

@@ -15,8 +15,8 @@ class DivergenceConfig(Section):
     """The divergence from the teacher; docs/training.md has formulas and papers."""
 
     kind: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """The divergence of both models' distributions at each token: KL(student || teacher), KL(teacher || student), or
-    the generalised Jensen-Shannon divergence."""
+    """The divergence at each token: KL(student || teacher), KL(teacher || student), or the generalised Jensen-Shannon
+    divergence."""
     beta: float | None = Field(default=None, gt=0, lt=1)
     """The teacher's share in jsd's mixture; None: 0.5. Only with kind jsd."""
 
@@ -38,8 +38,8 @@ class OwnDistillConfig(DivergenceConfig):
     """Distillation of a teacher over the student's own completions; docs/training.md has formulas and papers."""
 
     estimator: Literal["full", "sampled"] = "full"
-    """The divergence over the whole vocabulary, or the policy gradient of the sampled token with the advantage log
-    teacher - log student, by the objective of `grpo`, which is reverse_kl."""
+    """`full`: the divergence over the whole vocabulary. `sampled`: the objective of `grpo` with each sampled token's
+    advantage log p_teacher - log p_sampler, an estimate of reverse_kl's gradient."""
 
 
 class TaughtRun(RunConfig, ABC):
@@ -47,7 +47,7 @@ class TaughtRun(RunConfig, ABC):
 
     algorithm: Literal["distill"]
     teacher: TeacherConfig
-    """The model that is learned from."""
+    """The frozen model that the student is trained on."""
 
     @property
     def frozen_teacher(self) -> TeacherConfig:

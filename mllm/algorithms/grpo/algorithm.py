@@ -45,7 +45,7 @@ def make(config: GrpoRun) -> Recipe[TokenLogprobs]:
 
 
 def rollout_demands(config: RolloutRun, inputs: Callable[[Shape, Shape], PolicyInputs]) -> Demands:
-    """The demands of any algorithm that learns from completions that it samples, each for itself."""
+    """The demands of an algorithm that trains on its own sampled completions, without groups."""
     completions = config.grpo.updates_per_generation * config.batch_size
     return Demands(temperature=config.rollout.temperature, completions=completions, inputs=inputs)
 
@@ -83,9 +83,9 @@ def input_shapes(config: GrpoConfig, tokens: Shape, rows: Shape) -> PolicyInputs
 
 
 def compare(config: GrpoConfig, wanted: int, rollout: Rollout) -> ScoredRollout:
-    """Choose the `wanted` groups that are learned from, and compare each completion with its group."""
+    """Choose `wanted` groups to train on, and compute each completion's advantage over its group."""
     equal = groups.equal_rewards(rollout.rewards)
-    # Groups with a signal first, then groups without one, in the order of sampling.
+    # Groups with different rewards are chosen first; the chosen groups keep the order of sampling.
     chosen = np.sort(np.argsort(equal, kind="stable")[:wanted])
     members = np.arange(rollout.rewards.size).reshape(rollout.rewards.shape)[chosen].reshape(-1)
     failed = np.isnan(rollout.rewards).reshape(-1)[members]
@@ -100,7 +100,7 @@ def compare(config: GrpoConfig, wanted: int, rollout: Rollout) -> ScoredRollout:
 
 
 class PolicyPasses:
-    """Adds the log-probabilities of the old and the reference policy to a batch, as far as the loss needs them."""
+    """Adds the old and the reference policy's log-probabilities to a batch, if the loss needs them."""
 
     def __init__(self, config: GrpoConfig, forward: Forward) -> None:
         self.config, self.logprobs = config, logprobs_of(forward)
@@ -108,7 +108,7 @@ class PolicyPasses:
     def __call__(
         self, batch: Batch, params: Params, frozen: FrozenModels, first: bool
     ) -> tuple[Batch, dict[str, float]]:
-        """The batch with old log-probabilities. A rollout's batches have equal shapes: one program serves them."""
+        """The batch with log-probabilities. A rollout's batches have equal shapes, so one program is compiled."""
         config, inputs = self.config, batch.inputs
         if config.needs_old_logprobs:
             current = first and config.first_is_current

@@ -1,4 +1,4 @@
-"""Rewards of groups of completions: the advantages that are learned from, and their metrics. NumPy only.
+"""Advantages of groups of completions from their rewards, and the rewards' metrics. NumPy only.
 
 DeepSeekMath: Shao et al. 2024, section 4.1.2. Dr. GRPO: Liu et al. 2025, section 3.2. MaxRL: Tajwar et al. 2026,
 Maximum likelihood reinforcement learning, arXiv:2602.02710. Optimal token baseline: arXiv:2602.07078.
@@ -13,21 +13,21 @@ from jaxtyping import Bool, Float, Int
 from mllm.algorithms.grpo.settings import RewardScale
 from mllm.errors import StepError
 
-STD_EPSILON = 1e-4  # TRL's: beside the standard deviation that rewards are divided by
+STD_EPSILON = 1e-4  # TRL's: added to the standard deviation that divides the advantages
 
 
 def equal_rewards(rewards: Float[np.ndarray, "G n"]) -> Bool[np.ndarray, "G"]:
-    """The groups without two different rewards, NaN aside: they have no advantage to learn from."""
+    """Whether all rewards of a group are equal, ignoring NaN: its advantages are then 0."""
     highest = np.where(np.isnan(rewards), -np.inf, rewards).max(-1)
     lowest = np.where(np.isnan(rewards), np.inf, rewards).min(-1)
     return highest <= lowest  # also in a group without any reward: -inf <= inf
 
 
 def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarray, "G n"], Float[np.ndarray, "G 1"]]:
-    """Each reward's distance to the mean of its group, and the group's standard deviation (of the sample, n - 1).
+    """Each reward minus its group's mean, and the group's sample standard deviation (n - 1).
 
-    Rewards that failed are NaN: they enter neither mean nor deviation, and have distance 0. Distances and deviation
-    are exactly 0 in a group of equal rewards, although their mean may be rounded.
+    Failed rewards are NaN: they enter neither mean nor deviation, and their difference is 0. In a group of equal
+    rewards differences and deviation are exactly 0, although the mean may be rounded.
     """
     present, equal = ~np.isnan(rewards), equal_rewards(rewards)[:, None]
     count = np.maximum(present.sum(-1, keepdims=True), 1)
@@ -37,12 +37,11 @@ def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarra
 
 
 def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G n"]:
-    """The advantage of each completion over the mean of its group, for G prompts with n completions each.
+    """Each completion's advantage over the mean reward of its group, for G prompts with n completions each.
 
-    `scale` divides it by the standard deviation (of the sample, n - 1, plus 1e-4, as TRL) of the `group` (DeepSeekMath,
-    section 4.1.2) or of the whole `batch`, by the group's `mean` (MaxRL), or by nothing (`none`, Dr. GRPO). A reward
-    that failed is NaN and gets 0; so does, exactly, a group of equal rewards. StepError is raised for a reward below 0
-    with `mean`.
+    `scale` names the divisor: the sample standard deviation (n - 1, plus 1e-4, as in TRL) of the `group` (DeepSeekMath,
+    section 4.1.2) or of the whole `batch`, the group's `mean` (MaxRL), or 1 (`none`, Dr. GRPO). A failed reward is NaN
+    and gets 0. A group of equal rewards gets exactly 0. StepError is raised for a reward below 0 with `mean`.
     """
     return group_deviations(rewards)[0] / divisors(rewards, scale)
 
@@ -50,11 +49,11 @@ def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[n
 def token_advantages(
     rewards: Float[np.ndarray, "G n"], scale: RewardScale, norms: Sequence[Float[np.ndarray, " _"]]
 ) -> list[Float[np.ndarray, " _"]]:
-    """Advantages of each completion's tokens, by the optimal token baseline; `norms` has the G * n completions'.
+    """Each token's advantage over the optimal token baseline; `norms` has one array for each of the G * n completions.
 
-    Token t of a completion is compared with the mean reward of the group's completions of t tokens or more, weighted by
-    the sum of their `norms` up to t: sum_i W_it r_i / sum_i W_it, the baseline with the least variance of the gradient
-    by the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
+    The baseline of token t is the weighted mean reward of the group's completions with t tokens or more: sum_i W_it r_i
+    / sum_i W_it, where W_it is the sum of completion i's `norms` up to t. It minimises the variance of the gradient
+    with respect to the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
     """
     lengths = np.array([len(part) for part in norms]).reshape(rewards.shape)
     sums = np.zeros((*rewards.shape, lengths.max()))  # W_it; 0 behind a completion's end, and for a failed reward
@@ -71,7 +70,7 @@ def token_advantages(
 
 
 def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G 1"]:
-    """What `scale` divides the rewards of each group by."""
+    """The divisor of each group's advantages, by `scale`."""
     _, std = group_deviations(rewards)
     match scale:
         case "group":
@@ -91,9 +90,9 @@ def divisors(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.
 
 
 def group_metrics(rewards: Float[np.ndarray, "G n"]) -> dict[str, float]:
-    """The mean reward, the mean of the groups' deviations, and the share of groups without a deviation.
+    """The mean reward, the mean standard deviation of the groups, and the share of groups with equal rewards.
 
-    Completions and groups without a reward are left out; NaN where nothing is left.
+    Completions and groups without a reward are left out; NaN if there is no reward.
     """
     scored = rewards[~np.isnan(rewards).all(axis=1)]
     if not scored.size:

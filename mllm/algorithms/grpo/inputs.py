@@ -12,20 +12,19 @@ from mllm.data.packing import add_sequence, empty_batch, first_fit_decreasing, s
 
 
 class PolicyInputs(NamedTuple):
-    """`Batch.inputs` of GRPO and its kin: float32 [B, T]; an array that the settings don't need is None."""
+    """`Batch.inputs` of GRPO and its kin: float32 [B, T]; None for an array that the settings don't need."""
 
     advantages: Floats
     sampler_logprobs: Floats | None = None
     """The sampler's log-probabilities, with the temperature and before top-k, top-p and min-p, in nats."""
     old_logprobs: Floats | None = None
-    """Log-probabilities under the parameters before this rollout's first update; None: they haven't changed since."""
+    """Log-probabilities under the old policy, before this rollout's first update; None: the policy hasn't changed."""
     is_current: Floats | None = None
-    """1 where the parameters before the first update are the current ones, whatever `old_logprobs` has, else 0; None:
-    0 everywhere."""
+    """1 if the old policy is the current policy, which overrides `old_logprobs`, else 0; None: 0 everywhere."""
     reference_logprobs: Floats | None = None
     """Log-probabilities under the reference policy."""
     sequence_weights: Floats | None = None
-    """The importance weight of the token's whole completion, which the update computes; a batch has none."""
+    """The importance weight of the token's completion. Computed in the update; None in a batch."""
 
 
 def pack(
@@ -34,10 +33,10 @@ def pack(
     advantages: Sequence[Float[Any, "..."]],
     shape: BatchShape,
 ) -> Batch:
-    """The batch of these trajectories, [shape.total, shape.length]; the rows that hold none are zeros.
+    """Pack trajectories into a batch, [shape.total, shape.length]; unused rows are zeros.
 
-    Every sampled token has its trajectory's weight, and its trajectory's advantage or one of its own. The last token of
-    a trajectory is only ever a label, and fills no position of a row.
+    `weights` has one number per trajectory, `advantages` one number per trajectory or per sampled token. The last token
+    of a trajectory is only a label, and takes no position of a row.
     """
     lengths = np.array([len(trajectory.tokens) - 1 for trajectory in trajectories], int)
     learned = np.array([len(trajectory.logprobs) for trajectory in trajectories], int)

@@ -1,4 +1,4 @@
-"""The settings of GRPO and its kin, and of every algorithm that learns from completions that it samples."""
+"""The settings of GRPO and its kin, and of every algorithm that trains on its own sampled completions."""
 
 import math
 from abc import ABC
@@ -17,15 +17,15 @@ ImportanceSampling: TypeAlias = Literal["token_truncate", "token_mask", "sequenc
 
 
 class Limits(NamedTuple):
-    """A loss type's values for settings that are None, and which settings it reads."""
+    """A loss type's defaults, and which settings it reads."""
 
     below: float | None = 0.2
-    """How far the probability ratio may fall below 1; None: `epsilon` and `dual_clip` aren't read."""
+    """Default of `epsilon`; None: the loss reads neither `epsilon` nor `dual_clip`."""
     above: float | None = 0.2
-    """How far it may rise above 1, or where `below` is None its cap; None: `epsilon_high` isn't read."""
+    """Default of `epsilon_high`, or the ratio's cap if `below` is None; None: the loss doesn't read `epsilon_high`."""
     scale_rewards: RewardScale = "group"
     by_sequence: bool = False
-    """Whether the probability ratio is a whole completion's."""
+    """Whether the probability ratio is computed per completion, not per token."""
 
 
 LIMITS: dict[LossType, Limits] = {
@@ -42,50 +42,51 @@ class GrpoConfig(Section):
     """Group relative policy optimization; docs/training.md has the papers."""
 
     num_generations: PositiveInt = 8
-    """Completions of each prompt. Rewards are compared within this group, so learning needs 2 or more. Divides
+    """Completions of each prompt, a group. Rewards are compared within the group, so GRPO needs 2 or more. Divides
     `batch_size`."""
     loss_type: LossType = "dapo"
-    """How tokens are averaged: over all tokens of the update (`dapo`), first over each completion (`grpo`), or as a sum
-    over a constant (`dr_grpo`); `gspo` is `grpo` with the probability ratio of whole completions, `cispo` `dapo` with
-    the capped ratio as a constant weight of the log-probability, `sapo` `grpo` with a soft gate in place of the clip.
-    With one update a rollout every ratio is 1: `gspo` and `sapo` equal `grpo`, and `cispo` equals `dapo`."""
+    """`dapo`: mean over all tokens of the update. `grpo`: mean over each completion's tokens, then over completions.
+    `dr_grpo`: token sum divided by a constant. `gspo`: `grpo` with the probability ratio of whole completions. `cispo`:
+    `dapo` with the capped ratio as a constant weight of the log-probability. `sapo`: `grpo` with a sigmoid in place of
+    the clip. With one update per rollout every ratio is 1: `gspo` and `sapo` equal `grpo`, and `cispo` equals
+    `dapo`."""
     updates_per_generation: PositiveInt = 1
-    """The number of updates that share a rollout of that many times `batch_size` completions; each takes its part."""
+    """Updates per rollout. A rollout has this many times `batch_size` completions; each update takes an equal part."""
     num_iterations: PositiveInt = 1
     """The number of passes over each rollout."""
     epsilon: float | None = Field(default=None, gt=0, lt=1)
-    """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The ratio of a
-    rollout's first update is 1 and never clipped. SAPO uses no clip range, CISPO only `epsilon_high`."""
+    """Lower clip range: how far the probability ratio may fall below 1. Default: 0.2; 3e-4 for GSPO. The ratio is 1 in
+    a rollout's first update. SAPO uses no clip range, CISPO only `epsilon_high`."""
     epsilon_high: float | None = Field(default=None, gt=0)
     """Upper clip range. Default: `epsilon`; 4e-4 for GSPO; 5 for CISPO, where it caps the ratio."""
     dual_clip: float | None = Field(default=None, gt=1)
-    """The largest ratio that counts where the advantage is negative; None: no limit."""
+    """Upper limit of the ratio for tokens with a negative advantage; None: no limit."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence to the reference policy; 0: no reference policy is held; else `reference` is
-    needed."""
+    """Weight of the KL divergence from the reference policy. Above 0 it needs `reference`; at 0 no reference policy is
+    held."""
     reference: Literal["initial"] | None = None
-    """The reference policy: the parameters that the run began with. Only with `beta` above 0."""
+    """The reference policy: the run's initial parameters. Only with `beta` above 0."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     scale_rewards: RewardScale | None = None
-    """The divisor of the advantages: the standard deviation of the `group`'s rewards, their `mean` (MaxRL; for rewards
-    of 0 or more), or the standard deviation of the rollout's (`batch`); None: the group's, with `dr_grpo` nothing."""
+    """The divisor of the advantages. `group`: standard deviation of the group's rewards; `mean`: their mean (MaxRL; for
+    rewards of 0 or more); `batch`: standard deviation of the rollout's rewards; `none`: 1. Default: `group`; `none`
+    with `dr_grpo`."""
     baseline: Literal["group", "token"] = "group"
-    """The baseline of a completion's reward: its group's mean, or at each token a mean weighted by the uncertainty of
-    the tokens so far (the optimal token baseline)."""
+    """The baseline of a completion's reward. `group`: the group's mean reward. `token`: at each token a mean weighted
+    by the uncertainty of the tokens so far (the optimal token baseline)."""
     importance_sampling: ImportanceSampling = "token_truncate"
-    """How the trainer's probability over the sampler's becomes a weight: each token's or the whole completion's, which
-    above `importance_cap` is that cap (`truncate`) or 0 (`mask`)."""
+    """The importance weight p_trainer / p_sampler, per token (`token_`) or per completion (`sequence_`). A weight above
+    `importance_cap` becomes the cap (`_truncate`) or 0 (`_mask`)."""
     importance_cap: PositiveFloat | None = 2.0
-    """The limit of the importance weight; None: no such weight."""
+    """The cap of the importance weight; None: no importance weight."""
     dynamic_sampling: PositiveInt = 1
-    """The most rounds of sampling in a step. Each further round replaces prompts with equal rewards."""
+    """The most sampling rounds per rollout. Each further round replaces prompts with equal rewards by new prompts."""
     mask_truncated_completions: StrictBool = False
-    """Leave completions that were cut off out of the update."""
+    """Leave truncated completions out of the update."""
     row_length: PositiveInt | None = None
-    """Tokens in a row of the update, into which sequences are packed; None: as many as the longest sequence may have.
-    At least `rollout.max_prompt_length` + `rollout.max_completion_length`, or with several turns
-    `rollout.max_total_length`. The gradient does not depend on it."""
+    """Tokens in a packed row of the update; the gradient does not depend on it. At least `rollout.max_prompt_length` +
+    `rollout.max_completion_length`, or with several turns `rollout.max_total_length`; None: this minimum."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
@@ -105,7 +106,7 @@ class GrpoConfig(Section):
 
     @property
     def limits(self) -> "Limits":
-        """The loss type's values for settings that are None."""
+        """The loss type's defaults."""
         return LIMITS[self.loss_type]
 
     @property
@@ -118,39 +119,39 @@ class GrpoConfig(Section):
 
     @property
     def reward_scale(self) -> "RewardScale":
-        """`scale_rewards`, or what the loss type implies."""
+        """`scale_rewards`, or the loss type's default."""
         return self.scale_rewards or self.limits.scale_rewards
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether the trainer's log-probabilities are computed before the first update, for the later updates."""
+        """Whether the old policy's log-probabilities are computed before the first update, for later updates."""
         return self.updates_per_rollout > 1
 
     @property
     def first_is_current(self) -> bool:
-        """Whether the first update needs no old log-probabilities: its parameters are the old ones, and no later update
-        takes its batch."""
+        """Whether the first update needs no old log-probabilities: it trains the old policy itself, and no later update
+        uses its batch."""
         return self.num_iterations == 1 and not self.weighs_sequences
 
     @property
     def passes(self) -> int:
-        """The log-prob passes of a rollout, each over one update's batch."""
+        """The number of log-probability passes per rollout, each over one update's batch."""
         old = (self.updates_per_generation - self.first_is_current) * self.needs_old_logprobs
         return old + self.updates_per_generation * (self.beta > 0)
 
     @property
     def weighs_sequences(self) -> bool:
-        """Whether the importance weight is a whole completion's."""
+        """Whether the importance weight is computed per completion, not per token."""
         return self.importance_cap is not None and self.importance_sampling.startswith("sequence")
 
     @property
     def takes_sequences(self) -> bool:
-        """Whether a token's loss takes the current log-probabilities of its whole completion."""
+        """Whether a token's loss depends on the current log-probabilities of its whole completion."""
         return self.limits.by_sequence or (self.weighs_sequences and not self.needs_old_logprobs)
 
 
 class RolloutRun(RunConfig, ABC):
-    """The settings of a run that learns from completions that it samples."""
+    """The settings of a run that trains on its own sampled completions."""
 
     task: TaskConfig
     """Problems with rewards."""
@@ -162,7 +163,8 @@ class RolloutRun(RunConfig, ABC):
     @property
     def batch_shape(self) -> BatchShape:
         length = self.grpo.row_length or self.rollout.total_length
-        # First-fit opens a row only when the open rows are too full: every row but the last holds this many sequences.
+        # First-fit opens a row only if no open row has room, so every row but the last holds at least
+        # length // total_length sequences.
         most_rows = math.ceil(self.batch_size / (length // self.rollout.total_length))
         micro = self.micro_batch_size or math.ceil(most_rows / (16 * self.shards)) * self.shards
         return BatchShape(length, micro, math.ceil(most_rows / micro) * micro, self.shards)

@@ -5,7 +5,7 @@ import re
 from mllm.config.answer_form import AnswerForm
 
 HASHES = re.compile(r"#### (-?[.,]*[0-9][0-9.,]*+)(?![ \t]*(?:[/^×÷]|[-+−*:=eE_]{0,2}[ \t]*[0-9]))")
-"""GSM8K's own pattern of an answer (grade_school_math/dataset.py), but for the beginning of 3/4, 3e5 or 3 000."""
+"""GSM8K's own answer pattern (grade_school_math/dataset.py), except that the 3 of 3/4, 3e5 or 3 000 doesn't match."""
 OPEN, CLOSE = "<answer>", "</answer>"
 THINK, THOUGHT = "<think>", "</think>"
 BOXED = "\\boxed{"
@@ -14,11 +14,11 @@ STATED = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "bo
 
 
 def final_answer(completion: str, form: AnswerForm) -> str | None:
-    r"""The answer that a completion states in the given form; None where it states none.
+    r"""The final answer in a completion, by the form; None if the completion states no answer.
 
-    Forms: `whole`, the completion without the space around it; `hashes`, the last `#### N` as in GSM8K, without
-    thousands' commas; `tags`, the content of the last <answer> element, or everything without such an element; `boxed`,
-    the content of the last \boxed{...} with paired braces. Text in a thought is no answer.
+    `whole`: the stripped completion. `hashes`: the number of the last `#### N` as in GSM8K, without commas. `tags`: the
+    content of the last <answer> element, or the whole completion without such an element. `boxed`: the content of the
+    last \boxed{...} with paired braces. Text inside a thought is ignored.
     """
     completion = without_thoughts(completion)
     match form:
@@ -34,7 +34,7 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
 
 
 def without_thoughts(text: str) -> str:
-    """The text without its thoughts; the first thought may lack its beginning, and the last its end."""
+    """The text without its thoughts; the first thought may lack its opening tag, the last its closing tag."""
     parts, end = list[str](), 0
     while (start := text.find(THINK, end)) >= 0:
         parts.append(text[end:start])
@@ -44,7 +44,7 @@ def without_thoughts(text: str) -> str:
 
 
 def last_element(completion: str) -> str:
-    """The content of the last <answer> element, or everything where there is none.
+    """The content of the last <answer> element, or the whole text without such an element.
 
     A regular expression would search the rest of the text once for every <answer> that is not closed.
     """
@@ -55,7 +55,7 @@ def last_element(completion: str) -> str:
 
 
 def last_box(completion: str) -> str | None:
-    r"""The content of the last \boxed{...}; None where there is none, or it isn't closed."""
+    r"""The content of the last \boxed{...}; None if there is none or its braces aren't closed."""
     start = completion.rfind(BOXED)
     if start < 0:
         return None

@@ -32,12 +32,11 @@ def arithmetic(config: TaskConfig) -> Task:
 
 
 def permute_index(index: int, size: int, key: str = "") -> int:
-    """The image of `index` under the pseudo-random permutation of range(size) that `key` names; nothing is stored.
+    """The image of `index` under a pseudo-random permutation of range(size), keyed by `key`; nothing is stored.
 
-    Sizes have no limit here; Grain's shuffle, which orders the examples in training, takes fewer than 2**63.
-
-    Four Feistel rounds permute the next power of four, and repeating them until the result is in range restricts the
-    permutation to `size` (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains", section 3).
+    `size` has no limit; Grain's shuffle is limited to 2**63. Four Feistel rounds permute the next power of four; they
+    are repeated until the result is in range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+    section 3).
     """
     half = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half) - 1
@@ -54,7 +53,7 @@ def permute_index(index: int, size: int, key: str = "") -> int:
 
 
 def near(number: int, choice: int) -> int:
-    """Another number, by at most 9, which is negative only if `number` is."""
+    """A different number, off by at most 9, and negative only if `number` is negative."""
     distance = 1 + choice // 2 % 9
     return number - distance if choice % 2 and not 0 <= number < distance else number + distance
 

@@ -1,7 +1,7 @@
 """Loads the task that a configuration names: made on demand, or listed in files, on the hub, or by a function.
 
-A record has `prompt` (a text, or messages) or `messages`, perhaps an `answer`, and any further fields. An answer may be
-a whole solution that states the answer in the task's form, as in GSM8K and MATH.
+A record has `prompt` (a text, or messages) or `messages`, an optional `answer`, and any further fields. An answer may
+be a worked solution that states the final answer in the task's form, as in GSM8K and MATH.
 """
 
 import importlib
@@ -28,7 +28,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 
 
 def load(config: TaskConfig) -> Task:
-    """The task that `config` names; UserError where the data isn't there, a record is bad, or problems are too few."""
+    """The task that `config` names; UserError if the data is missing, a record is bad, or problems are too few."""
     if config.kind == "arithmetic":
         return arithmetic(config)
     instruction = None
@@ -46,7 +46,7 @@ def load(config: TaskConfig) -> Task:
 
 
 def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
-    """The setting that lists the problems, and their records: `train`, and `test`, the test set, if it is set."""
+    """For `train`, and for `test` if there is a test set: the setting that names the problems, and their records."""
     train, test = config.train, config.test
     if config.kind == "function":
         return {part: ("task.name", records) for part, records in function_records(config.name).items()}
@@ -66,9 +66,9 @@ def listed_records(config: TaskConfig) -> dict[str, tuple[str, Records]]:
 
 
 def function_records(name: str) -> dict[str, Records]:
-    """The records that the function `package.module:function` returns, or a mapping with `train` and perhaps `test`.
+    """The records that `package.module:function` returns, by part: `train`, and `test` if it returns a mapping.
 
-    UserError is raised if it can't be imported, fails or returns something else.
+    UserError is raised if the function can't be imported, fails, or returns something else.
     """
     module, _, function = name.partition(":")
     try:
@@ -88,7 +88,7 @@ def function_records(name: str) -> dict[str, Records]:
 
 
 def returned_record(row: Any) -> Record:
-    """The mapping that a function returned; UserError where it is none, or can't be sent to the rewards' process."""
+    """The mapping that a function returned; UserError if it is no mapping, or can't be sent to reward processes."""
     try:
         pickle.dumps(row)
     except Exception as error:  # many types, depending on the contents
@@ -99,7 +99,7 @@ def returned_record(row: Any) -> Record:
 
 
 def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:
-    """The problem in a record; UserError where it is not as expected. The instruction follows a text."""
+    """The problem in a record; UserError if the record is malformed. `instruction` is appended to a text prompt."""
     named = dict(record)
     for name, column in config.columns or ColumnsConfig():
         if column != name:
@@ -137,7 +137,7 @@ def listed_example(config: TaskConfig, instruction: str | None, record: Record) 
 
 
 def written(answer: Any) -> Any:
-    """A number as a text, as completions write it: 7.0 as 7, 1e-05 as 0.00001; UserError for NaN and infinity."""
+    """A number as a text, as completions write it: 7.0 as 7, 1e-05 as 0.00001. UserError for NaN and infinity."""
     if type(answer) is float and not math.isfinite(answer):
         raise UserError(f"answer is {answer}, which is no number")
     if type(answer) is float:
@@ -146,9 +146,9 @@ def written(answer: Any) -> Any:
 
 
 def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
-    """The answer in the text that the data gives, and that text if it states the answer as a completion must.
+    """The final answer in the text `given`, and `given` itself if it is a solution in the form that completions need.
 
-    UserError is raised where the form can't state all of it.
+    UserError is raised if the form can't state the whole answer.
     """
     if form == "hashes":
         line = given.strip().rpartition("#### ")[2].partition("\n")[0].strip()
@@ -157,6 +157,6 @@ def reference_answer(given: str, form: AnswerForm) -> tuple[str, str | None]:
     stated = final_answer(given, form)
     bare = given.strip() if stated is None else stated
     answer = final_answer(STATED[form].format(bare), form)
-    if not answer or (answer != bare and form != "hashes"):  # which leaves thousands' commas out
+    if not answer or (answer != bare and form != "hashes"):  # `hashes` removes commas
         raise UserError(f"answer {bare!r:.40} can't be stated as {STATED[form].format('ANSWER')}")
     return answer, None if stated is None else given

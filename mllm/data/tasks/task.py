@@ -1,6 +1,6 @@
-"""A task: problems to train on, held-out problems, and the facts about each problem for rewards.
+"""A task: training problems, held-out problems, and a test set.
 
-This folder does not import JAX, because rewards must start fast.
+Modules of this folder must not import JAX, because reward processes must start fast.
 """
 
 import hashlib
@@ -26,19 +26,19 @@ class Example:
     prompt: list[dict[str, str]]
     """Messages; the last is the user's."""
     answer: str | None
-    """None: the data has none."""
+    """The reference answer, if the data has one."""
     solution: str | None = None
-    """The completion that SFT from the task learns; None: the task has none."""
+    """The completion for SFT on the task, if the data has one."""
     answer_form: AnswerForm = "whole"
     """How a completion states its answer."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the record, which rewards get by name."""
+    """Further fields of the record, which reward functions get by name."""
     conversational: bool = False
-    """Whether the record gave messages; then rewards get messages."""
+    """Whether the record has messages; batched reward functions then get messages."""
     place: str = ""
     """The record's place, for error messages: `train.jsonl:17`."""
     rejected: str | None = None
-    """A wrong completion, beside which DPO from the task prefers the solution; None: the task has none."""
+    """The rejected completion for DPO on the task, if the data has one."""
 
     @property
     def question(self) -> str:
@@ -48,16 +48,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Task:
-    """Problems with their split."""
+    """The problems of a task, split into training, held-out and test problems."""
 
     name: str
     train: Sequence[Example]
     heldout: Sequence[Example]
-    """Problems for evaluation during training. They are the same in every run, and training never asks them."""
+    """Problems for evaluation, never trained on; the same in every run."""
     test: Sequence[Example] | None = None
-    """Problems of a test set, which is measured once, at the end; None: the task has none."""
+    """The test set, measured once at the end of a run, if the task has one."""
     content: str | None = None
-    """A hash of all problems, in their order; None: they are made on demand."""
+    """A hash of all problems, in order; None if problems are made on demand."""
 
 
 class OnDemand(Sequence[Any]):
@@ -88,9 +88,8 @@ def split_task(
     """The task that trains on `problems`, without its test set's problems and `heldout` held-out problems.
 
     Problems with the smallest hashes of their prompts are held out: the same in every run and in every order of the
-    list, and almost the same when problems are added. A prompt that is listed twice counts once, unless its records
-    have different `fields` and these count.
-    UserError is raised if nothing is left to train on.
+    list, and almost the same when problems are added. Problems with the same prompt are held out together; if `fields`,
+    only problems with the same prompt, answer and fields. UserError is raised if nothing is left to train on.
     """
     tested = {prompt_hash(example, fields) for example in test or ()}
     hashes = [prompt_hash(example, fields) for example in problems]
@@ -114,13 +113,13 @@ def split_task(
 
 
 def prompt_hash(example: Example, fields: bool = False) -> str:
-    """A hash of the prompt's roles and texts, and of the record's other fields and answer, if they count."""
+    """A hash of the prompt's roles and texts; if `fields`, also of the answer and the record's other fields."""
     turns = [[message["role"], message["content"]] for message in example.prompt]
     return digest([turns, example.answer, {**example.fields}] if fields else turns)
 
 
 def digest(value: Any) -> str:
-    """A hash of a value of JSON, or numpy's; whatever else a function may have put into it counts by its type alone."""
+    """A hash of a JSON or numpy value; for any other object inside it only the type is hashed."""
 
     def known(item: Any) -> Any:
         return item.tolist() if hasattr(item, "tolist") else type(item).__name__
