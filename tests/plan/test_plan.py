@@ -116,6 +116,8 @@ def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, mis
     devices = targets.Devices("some", shapes.model.layout.mesh, 8, 100 * MIB)
     said = memory.remedy([found], 4, 8, devices, rows)
     assert said.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
+    if phase == "decode":  # with one slot a device there is none to spare
+        assert memory.remedy([found], 4, shapes.shape.shards, devices, rows).endswith("in decode); raise mesh.tp")
 
 
 def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
