@@ -89,7 +89,7 @@ def examples(name: str, overrides: Sequence[str]) -> Iterator[str]:
             origin = origin_of("data.source", entry.source, entry.subset, entry.split)
             records, columns = islice(origin.records(), SEARCHED), entry.columns or config.examples.columns
             encoded = encode_records(renderer, config.examples.max_length, records, pairs, columns)
-            sound = (found for _, found in sound_records(encoded, "data.source") if not isinstance(found, Skipped))
+            sound = (result for _, result in sound_records(encoded, "data.source") if not isinstance(result, Skipped))
             first += [document for document, *_ in islice(sound, EXAMPLES)]
     if not first:
         raise UserError(f"data.max_length: nothing to learn of the first {SEARCHED} examples is within it: raise it")
@@ -123,9 +123,9 @@ def read(run: RunStore) -> list[Sample]:
 def write_page(samples: list[Sample], run: RunStore) -> None:
     """Write RUN/samples.html with the newest samples that fit, at least one; print its path and the omissions."""
     ends = accumulate(len(embedded(sample)) for sample in reversed(samples))
-    held = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
-    left_out = len(samples) - len(held)
-    data = {"run": str(run), "left_out": left_out, "samples": held}
+    newest = samples[-max(1, sum(end <= LARGEST for end in ends)) :]
+    left_out = len(samples) - len(newest)
+    data = {"run": str(run), "left_out": left_out, "samples": newest}
     page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").replace("DATA", embedded(data))
     path = run.folder / "samples.html"
     try:
@@ -133,7 +133,7 @@ def write_page(samples: list[Sample], run: RunStore) -> None:
         path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path} can't be written ({error})") from None
-    print(f"{'samples':<18} {path} ({len(held):,} completions" + f", {left_out:,} left out" * bool(left_out) + ")")
+    print(f"{'samples':<18} {path} ({len(newest):,} completions" + f", {left_out:,} left out" * bool(left_out) + ")")
 
 
 def embedded(data: object) -> str:

@@ -60,14 +60,14 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pai
         tokens = [tokenizer_digest(renderer.tokenizer), renderer.rule]
         settings = [VERSION, content, *tokens, config.max_length, pairs, config.columns]
         cache = caches / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-        if (found := read_summary(cache)) is None:
+        if (entry := read_summary(cache)) is None:
             encoded = encode_records(renderer, config.max_length, origin.records(), pairs, config.columns)
-            found = make(cache, origin, encoded)
+            entry = make(cache, origin, encoded)
     except (OSError, RuntimeError) as error:  # array_record raises RuntimeErrors
         reason = getattr(error, "strerror", None) or brief(error)
         way_out = "make room, or set data.cache to another folder"
         raise UserError(f"data.cache: {caches} can't be written ({reason}): {way_out}") from None
-    sizes, hashes, summary = found
+    sizes, hashes, summary = entry
     counts = {"cut at data.max_length": summary["cut"]}
     counts |= {f"left out: {reason}": count for reason, count in summary["skipped"].items()}
     for outcome, count in counts.items():

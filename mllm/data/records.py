@@ -127,7 +127,7 @@ def bad_lines(bad: list[tuple[str, UserError]], key: str) -> UserError:
     for location, error in bad:
         places.setdefault(str(error), []).append(location)
     listed = [
-        f"{fault} ({', '.join(shortened(numbers(found), LISTED_LINES, 'more'))})" for fault, found in places.items()
+        f"{fault} ({', '.join(shortened(numbers(lines), LISTED_LINES, 'more'))})" for fault, lines in places.items()
     ]
     fields = ", ".join(first.fields) if isinstance(first := bad[0][1], BadRecord) else ""
     faults = "; ".join(shortened(listed, LISTED_FAULTS, "other faults"))

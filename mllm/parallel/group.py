@@ -55,9 +55,9 @@ def compare(settings: Mapping[str, Any]) -> None:
     code = f"code {zlib.crc32(b''.join(path.read_bytes() for path in files)):08x}"
     first, *others = gather_objects({"mllm": code, "jax": jax.__version__, **settings})
     for number, other in enumerate(others, 1):
-        for key, expected, found in differences(first, other):
+        for key, expected, actual in differences(first, other):
             if key not in MAY_DIFFER:
-                raise CommonError(f"{key}: process {number} has {found!r}, process 0 {expected!r}: give all the same")
+                raise CommonError(f"{key}: process {number} has {actual!r}, process 0 {expected!r}: give all the same")
 
 
 @contextmanager

@@ -80,12 +80,12 @@ class RowShare:
     def of_mesh(cls, mesh: Mesh) -> "RowShare":
         """The share that the mesh gives to this process; UserError where two processes' shares overlap in part."""
         owners = np.array([device.process_index for device in mesh.devices.flat]).reshape(-1, mesh.shape["tp"])
-        held = {process: tuple(np.flatnonzero((owners == process).any(axis=1)).tolist()) for process in {*owners.flat}}
-        shares = sorted({*held.values()})
+        parts = {process: tuple(np.flatnonzero((owners == process).any(axis=1)).tolist()) for process in {*owners.flat}}
+        shares = sorted({*parts.values()})
         if [row for share in shares for row in share] != list(range(len(owners))) or len({*map(len, shares)}) > 1:
             part = f"a part of a tp group (mesh.tp {mesh.shape['tp']}): let one of the two divide the other"
             raise UserError(f"mesh: the {jax.local_device_count()} devices of a process hold {part}")
-        return cls(shares.index(held[jax.process_index()]), len(shares))
+        return cls(shares.index(parts[jax.process_index()]), len(shares))
 
     def part_of(self, total: int, group: int = 1) -> slice:
         """This process's rows of a batch, whole groups; the last shares may be smaller."""

@@ -78,8 +78,8 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
     if options is not None:
         tokens = None
         if options.max_slots is None:
-            held = shapes.demands.reference == "held"
-            room = fitting_limits(shapes.policy, options, config.optimizer, held, devices.memory, shapes.teacher)
+            reference = shapes.demands.reference == "held"
+            room = fitting_limits(shapes.policy, options, config.optimizer, reference, devices.memory, shapes.teacher)
             options, tokens = options.model_copy(update={"max_slots": room.slots}), room.tokens
         rollouts = RolloutPrograms(shapes, options, tokens)
     planned = phases(shapes, rollouts, devices, tell, update)
@@ -119,22 +119,22 @@ def phases(
 
     parameters, optimizer = map(bytes_on_device, (shapes.policy.params, shapes.state.opt_state))
     reference, teacher = frozen_beside(shapes)
-    held = {"parameters": parameters + reference + teacher, "optimizer": optimizer}
+    base = {"parameters": parameters + reference + teacher, "optimizer": optimizer}
     if rollouts is not None:
         # While tokens are sampled, the parameters and the optimizer's moments stay in memory.
         weights, shared = map(bytes_on_device, rollouts.weights())
         copied, prompts = weights - shared, bytes_on_device(rollouts.prefilled())
         cache = bytes_on_device(rollouts.cache()) + bytes_on_device(rollouts.states())
-        known = {**held, "parameters": held["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
+        known = {**base, "parameters": base["parameters"] + copied, "KV cache": cache + PREFILLED_BATCHES * prompts}
         beside = reference + teacher + optimizer + copied + cache + (PREFILLED_BATCHES - 1) * prompts
         add(phase("prefill", peak(*rollouts.prefill()) + beside, known, 0))
-        beside = sum(held.values()) - shared + PREFILLED_BATCHES * prompts
+        beside = sum(base.values()) - shared + PREFILLED_BATCHES * prompts
         logits = rollouts.array((rollouts.slots, rollouts.model.config.vocab_size), jnp.float32, ("batch", "vocab"))
         add(phase("decode", peak(*rollouts.decode()) + beside, known, bytes_on_device(logits)))
         if rollouts.rollout.turns > 1:
             add(phase("answers", peak(*rollouts.extend()) + beside, known, 0))
     for policy, beside_optimizer in shapes.demands.passes:
-        known = {**held, "optimizer": optimizer if beside_optimizer else 0}
+        known = {**base, "optimizer": optimizer if beside_optimizer else 0}
         if policy == "teacher":
             beside = parameters + reference + known["optimizer"]
             add(phase("teacher", peak(*shapes.logprob(of_teacher=True)) + beside, known, 0))

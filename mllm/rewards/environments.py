@@ -92,7 +92,7 @@ class Player:
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")
-        self.held: dict[int, tuple[Any, Messages]] = {}
+        self.episodes: dict[int, tuple[Any, Messages]] = {}
         """The environment and the messages of each conversation."""
         self.run = asyncio.Runner().run  # one event loop for all moves, since environments may hold its objects
 
@@ -120,10 +120,10 @@ class Player:
             if move.example:
                 await self.close(number)  # an interrupted rollout has left it
                 turn, reward = await self.begin(move, move.example), None
-            elif number not in self.held:
+            elif number not in self.episodes:
                 raise LookupError("its environment was lost with its process")
             else:
-                turn, reward = await self.take_turn(move, *self.held[number])
+                turn, reward = await self.take_turn(move, *self.episodes[number])
             try:
                 strict_json.dump([[*turn]])  # nested as deep as in the message to the trainer
             except ValueError as error:
@@ -144,7 +144,7 @@ class Player:
         fields = {"prompt": prompt, "answer": example.answer, "solution": example.solution}
         row = {name: value for name, value in fields.items() if value is not None} | dict(example.fields)
         environment, messages = self.make(), list(example.prompt)
-        self.held[move.conversation] = environment, messages
+        self.episodes[move.conversation] = environment, messages
         observation = None
         if reset := getattr(environment, "reset", None):
             further = {"seed": move.seed, "row": row, "messages": messages}
@@ -199,7 +199,7 @@ class Player:
 
     async def close(self, conversation: int) -> None:
         """Close the conversation's environment, if it has one."""
-        environment, _ = self.held.pop(conversation, (None, None))
+        environment, _ = self.episodes.pop(conversation, (None, None))
         await call(environment, "close")
 
 

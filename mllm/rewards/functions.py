@@ -40,8 +40,8 @@ def flexible_match(completion: str, answer: str | None, example: Example, thinks
     """
     if not NUMBER.fullmatch(required(answer)):
         return exact_match(completion, answer, example, thinks)
-    said = without_thoughts(THINK * thinks + completion)
-    return float(last_number(said) == last_number(required(answer)))
+    visible_text = without_thoughts(THINK * thinks + completion)
+    return float(last_number(visible_text) == last_number(required(answer)))
 
 
 def required(answer: str | None) -> str:
@@ -78,9 +78,9 @@ def math(completion: str, answer: str | None, thinks: bool = False) -> float:
     expected = read(required(answer), True)
     if not expected:
         raise ValueError(f"math-verify can't read the answer {answer}")
-    said = without_thoughts(THINK * thinks + completion)
-    result = last_element(said)
-    return float(verify(expected, read(result, result is not said), timeout_seconds=MATH_SECONDS))
+    visible_text = without_thoughts(THINK * thinks + completion)
+    result = last_element(visible_text)
+    return float(verify(expected, read(result, result is not visible_text), timeout_seconds=MATH_SECONDS))
 
 
 def think_answer_format(completion: str, thinks: bool = False) -> float:

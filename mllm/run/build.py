@@ -89,8 +89,8 @@ class Run:
         self.store, config = stack.enter_context(folder.open_run(config, change))
         if config.log.wandb and is_writer():
             need("wandb", "wandb", "log.wandb")
-        begun = from_writer(self.store.is_run)  # processes may see new files at different times
-        if not begun:
+        run_exists = from_writer(self.store.is_run)  # processes may see new files at different times
+        if not run_exists:
             config = pin_all(config)
         self.config = config
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
@@ -114,8 +114,8 @@ class Run:
             initial = initial if needed else None
         self.trained, self.frozen = policy.split(initial)
         """The trained parameters, until `start` takes them; and the frozen parameters."""
-        held = initial if demands.reference == "held" else None
-        self.frozen_models = FrozenModels(held, teacher.initial_params() if teacher else None)
+        reference = initial if demands.reference == "held" else None
+        self.frozen_models = FrozenModels(reference, teacher.initial_params() if teacher else None)
         scored = {"teacher": self.frozen_models.teacher} if demands.teacher_in_update else {}
         self.train_step = partial(train_step, **scored)
         position, *others = gather_objects(self.source.position())
@@ -125,7 +125,7 @@ class Run:
         fixed = {"student": fixed, "teacher": self.frozen_models.teacher} if self.frozen_models.teacher else fixed
         known = dependencies(policy, Renderer(policy.tokenizer, config.chat_template), self.task)
         self.checkpoints = stack.enter_context(closing(Checkpoints(self.store, config.checkpoint, fixed, known)))
-        folder.write(self.store, config, None if begun else partial(self.write_model, self.source.form))
+        folder.write(self.store, config, None if run_exists else partial(self.write_model, self.source.form))
 
     def find_policy(self, resumes: bool) -> Policy:
         """The policy of the configuration; if its source is gone, a resumed run loads it from its own folder."""
@@ -186,7 +186,7 @@ class Run:
                 check_turns(renderer, tools, bool(config.task.keep_thoughts))
             renderer = with_tools(renderer, tools)
         warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
-        held, completions = demands.reference == "held", demands.completions
+        keeps_reference, completions = demands.reference == "held", demands.completions
         sampler = Sampler(
             policy.graphdef,
             renderer,
@@ -194,7 +194,7 @@ class Run:
             rollout,
             config.seed,
             # Computed when needed, so that cheaper checks of the configuration come first.
-            cache(partial(fitting_limits, policy, rollout, config.optimizer, held, teacher=self.teacher)),
+            cache(partial(fitting_limits, policy, rollout, config.optimizer, keeps_reference, teacher=self.teacher)),
             TypicalBatch(completions // demands.group, completions) if completions else None,
             self.interrupt.poll,
             stop_texts=policy.stop_texts,
@@ -248,8 +248,8 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.batch_shape, policy.architecture, self.mesh)
-            said = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
-            print(said, file=sys.stderr)
+            lines = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
+            print(lines, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
         last_step = state.step - (state.pending_evaluation is not None)  # the last step with written lines
         log = RunLog(self.store, last_step, steps, self.config, self.recipe.progress, ends)

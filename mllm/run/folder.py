@@ -144,15 +144,15 @@ def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
     if config.micro_batch_size is None and micro and micro % config.shards == 0:
         config = config.model_copy(update={"micro_batch_size": micro})
     for name in ("model", "teacher"):
-        section, begun = getattr(config, name, None), old.get(name) or {}
+        section, old_section = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
-            section = section.model_copy(update={"step": begun.get("step")})
+            section = section.model_copy(update={"step": old_section.get("step")})
         if section and not re.fullmatch("[0-9a-f]{40}", section.revision or ""):  # the commit of this branch
-            section = section.model_copy(update={"revision": begun.get("revision")})
+            section = section.model_copy(update={"revision": old_section.get("revision")})
         config = config.model_copy(update={name: section} if section else {})
     if (lora := config.model.lora) and lora.source:  # as the source was when the run began
-        begun = old["model"].get("lora") or {}
-        known = {name: begun.get(name) for name in ("rank", "alpha", "rslora", "targets")}
+        old_lora = old["model"].get("lora") or {}
+        known = {name: old_lora.get(name) for name in ("rank", "alpha", "rslora", "targets")}
         known |= {name: value for name, value in lora if value is not None}
         model = config.model.model_copy(update={"lora": LoraConfig.model_validate(known)})
         config = config.model_copy(update={"model": model})

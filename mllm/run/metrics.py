@@ -64,7 +64,7 @@ class RunLog:
             self.changes.setdefault(change.step + 1, {})[change.key] = change.new
         self.store, self.events, self.stack = store, None, ExitStack()
         self.files: dict[str, FileIO] = {}
-        self.steps, self.said, self.progress = steps, -1.0, progress or {"loss": "loss"}
+        self.steps, self.last_print, self.progress = steps, -1.0, progress or {"loss": "loss"}
         self.first: tuple[int, float] | None = None  # the first step of this process and when it ended
         if is_writer():
             for name in RECORDS:
@@ -112,9 +112,9 @@ class RunLog:
         self.append("timings.jsonl", step, timings)
         now = time.monotonic()
         self.first = self.first or (step, now)
-        if now < self.said + 1 and step != self.steps:
+        if now < self.last_print + 1 and step != self.steps:
             return
-        self.said = now
+        self.last_print = now
         shown = {name: metrics[key] for name, key in self.progress.items() if metrics.get(key) is not None}
         # An update without counted tokens has no entropy; a NaN loss must be shown.
         words = [f"{name} {x:.3f}" for name, x in shown.items() if name == "loss" or math.isfinite(x)]
@@ -185,7 +185,7 @@ def start_lines(
     attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    begun = "; ".join(
+    first_line = "; ".join(
         [
             f"{mesh.size} of {jax.device_count()} devices ({jax.devices()[0].device_kind})",
             f"mesh {axes}",
@@ -200,7 +200,7 @@ def start_lines(
     later = [
         f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
     ]
-    return "\n".join([begun, *later])
+    return "\n".join([first_line, *later])
 
 
 def why_ended(state: RunState, steps: int) -> str:

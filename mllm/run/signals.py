@@ -35,8 +35,8 @@ class Interrupt:
         if self.received:
             os._exit(128 + number)
         self.received = number
-        said = f"\n{signal.Signals(number).name}: saving and stopping soon; a second signal stops at once\n"
-        os.write(2, said.encode())  # print may have been interrupted in the middle of another line
+        message = f"\n{signal.Signals(number).name}: saving and stopping soon; a second signal stops at once\n"
+        os.write(2, message.encode())  # print may have been interrupted in the middle of another line
 
     def agree(self) -> bool:
         """Whether any of the processes must stop; `received` is then the same in all of them."""

@@ -96,11 +96,11 @@ class RunStore:
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """The JSON objects of a log; other lines are skipped, such as the unfinished line of a running run."""
-        found = []
+        values = []
         for line in self.read(name).split(b"\n"):
             with suppress(ValueError, RecursionError):
-                found.append(json.loads(line))
-        return [record for record in found if isinstance(record, dict)]
+                values.append(json.loads(line))
+        return [record for record in values if isinstance(record, dict)]
 
     def write(self, name: str, data: bytes) -> None:
         """Write a file atomically."""

@@ -121,7 +121,7 @@ class Conversations:
         self.mine = range(0)
         self.ends: list[int] = []
         """Conversations that the trainer ended."""
-        self.asked: dict[int, Future[Answer]] = {}
+        self.answers: dict[int, Future[Answer]] = {}
         self.waiting = [Waiting() for _ in runner.environments]
         self.pools = [ThreadPoolExecutor(1) for _ in runner.environments]
         self.left = Event()
@@ -243,13 +243,13 @@ class Conversations:
         """Queue a move if the conversation belongs to this process; all conversations of a group use one worker."""
         if move.conversation in self.mine:
             worker = move.conversation // self.group % len(self.pools)
-            self.asked[move.conversation] = Future()
-            self.waiting[worker].put((move, self.asked[move.conversation]))
+            self.answers[move.conversation] = Future()
+            self.waiting[worker].put((move, self.answers[move.conversation]))
             self.pools[worker].submit(self.serve, self.runner.environments[worker], self.waiting[worker])
 
     def collect(self, numbers: Sequence[int]) -> dict[int, Any]:
         """The answers to these conversations' moves, gathered from all processes."""
-        futures = {number: self.asked.pop(number) for number in numbers if number in self.asked}
+        futures = {number: self.answers.pop(number) for number in numbers if number in self.answers}
         local: Any
         try:
             while wait(futures.values(), TICK).not_done:

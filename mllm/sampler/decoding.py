@@ -204,8 +204,8 @@ def apply_tokens(
     rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
     views = [
-        View.of(kind.window, held, lengths, offsets, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
-        for kind, held in zip(config.kinds, pages, strict=True)
+        View.of(kind.window, contents, lengths, offsets, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
+        for kind, contents in zip(config.kinds, pages, strict=True)
     ]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
@@ -217,8 +217,8 @@ def apply_tokens(
             changed.append(state)
         else:
             kind = config.kind_of_layer[index]
-            held = views[kind], cache[index], tail[index]
-            hidden, written = apply_layer(*layer, hidden, rotations[kind], *held, done, layout=layout)
+            layer_cache = views[kind], cache[index], tail[index]
+            hidden, written = apply_layer(*layer, hidden, rotations[kind], *layer_cache, done, layout=layout)
             filled.append(written)
     return model.last_norm(hidden), tuple(filled), tuple(changed)
 

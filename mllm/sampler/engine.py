@@ -104,9 +104,9 @@ class RolloutEngine:
         decoded = [[*self.live(shard), *part] for shard, part in enumerate(entered)]
         if not any(decoded):
             return False
-        held = [[*dict.fromkeys([*part, *self.parked(shard)])] for shard, part in enumerate(decoded)]
-        slots = bucket(max(map(len, held)), self.slot_sizes)
-        kept = np.array([[*part, *[-1] * (slots - len(part))] for part in held])
+        occupants = [[*dict.fromkeys([*part, *self.parked(shard)])] for shard, part in enumerate(decoded)]
+        slots = bucket(max(map(len, occupants)), self.slot_sizes)
+        kept = np.array([[*part, *[-1] * (slots - len(part))] for part in occupants])
         self.sequences = np.where(np.arange(slots) < [[len(part)] for part in decoded], kept, -1)
         spans = [{number: self.span(number) for number in self.holding(shard)} for shard in range(self.shards)]
         self.cache.fit_pages(spans, slots)
@@ -146,10 +146,10 @@ class RolloutEngine:
     def make_room(self) -> None:
         """Evict the shortest sequences if pages run out; they go to the front of the queue."""
         for shard, queue in enumerate(self.queues):
-            held = sorted(self.holding(shard), key=lambda number: (self.length(number), -number))
-            needed = self.cache.needed(*map(self.span, held))
+            owners = sorted(self.holding(shard), key=lambda number: (self.length(number), -number))
+            needed = self.cache.needed(*map(self.span, owners))
             while self.cache.lacks(needed):
-                self.cache.release(shard, sequence := held.pop(0))
+                self.cache.release(shard, sequence := owners.pop(0))
                 needed -= self.cache.needed(self.span(sequence))
                 self.sequences[shard][self.sequences[shard] == sequence] = -1
                 self.cached.pop(sequence, None)
@@ -160,12 +160,12 @@ class RolloutEngine:
 
     def take_waiting(self, shard: int) -> tuple[list[int], list[Candidate]]:
         """The answered sequences and the candidates that enter the shard's free slots; each gets pages to grow."""
-        answered, candidates, held = self.answered[shard], self.candidates[shard], self.holding(shard)
+        answered, candidates, owners = self.answered[shard], self.candidates[shard], self.holding(shard)
         live = self.live(shard)
         resumed = [answered.popleft() for _ in range(min(self.most_slots - len(live), len(answered)))]
         entering = [*islice(candidates, self.most_slots - len({*live, *resumed, *self.parked(shard)}))]
-        needed = self.cache.needed(*map(self.span, [*held, *(candidate.sequence for candidate in entering)]))
-        while entering and (count := len(held) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
+        needed = self.cache.needed(*map(self.span, [*owners, *(candidate.sequence for candidate in entering)]))
+        while entering and (count := len(owners) + len(entering)) > 1 and self.cache.lacks(needed, growing=count):
             needed -= self.cache.needed(self.span(entering.pop().sequence))
         for _ in entering:
             candidates.popleft()
@@ -173,8 +173,8 @@ class RolloutEngine:
 
     def wants_prompts(self) -> bool:
         """Whether a shard has more free slots than prefilled sequences, and prompts to prefill."""
-        held, most = [batch.tokens for batch in self.batches], PREFILLED_BATCHES * PREFILL_TOKENS * self.shards
-        if len(held) >= PREFILLED_BATCHES and (self.cache.states.used or sum(held) + max(held) > most):
+        counts, most = [batch.tokens for batch in self.batches], PREFILLED_BATCHES * PREFILL_TOKENS * self.shards
+        if len(counts) >= PREFILLED_BATCHES and (self.cache.states.used or sum(counts) + max(counts) > most):
             return False
         free = [self.most_slots - len(self.live(shard)) - len(self.parked(shard)) for shard in range(self.shards)]
         shards = zip(self.queues, self.candidates, free, strict=True)
@@ -374,9 +374,9 @@ class RolloutEngine:
         """Add the tokens of `steps` steps to their completions; returns the number of completions that ended."""
         ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
         lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
-        held = self.sequences >= 0
-        sampling.check_logprobs(chunk.logprobs[:, :, :steps][held[..., None] & (np.arange(steps) < lengths[..., None])])
-        for slot in zip(*np.nonzero(held), strict=True):
+        used = self.sequences >= 0
+        sampling.check_logprobs(chunk.logprobs[:, :, :steps][used[..., None] & (np.arange(steps) < lengths[..., None])])
+        for slot in zip(*np.nonzero(used), strict=True):
             sequence = int(self.sequences[slot])
             completion, most = self.completions[sequence], self.limit(sequence)
             count = min(int(lengths[slot]), most - len(completion.tokens))

@@ -73,14 +73,14 @@ class PagedCache:
     def fit_pages(self, spans: Sequence[Mapping[int, Span]], rows: int) -> None:
         """Give each shard's sequences the pages that their spans need, in pools for so many rows."""
         for table in self.tables:
-            for shard, held in enumerate(spans):
-                for sequence, span in held.items():
+            for shard, shard_spans in enumerate(spans):
+                for sequence, span in shard_spans.items():
                     table.release(shard, sequence, table.numbers(*span))
-        needed = [max(table.needed(held.values()) for held in spans) for table in self.tables]
+        needed = [max(table.needed(shard_spans.values()) for shard_spans in spans) for table in self.tables]
         self.resize(self.pages_for(needed, rows))
         for table in self.tables:
-            for shard, held in enumerate(spans):
-                table.reserve(shard, {sequence: table.numbers(*span) for sequence, span in held.items()})
+            for shard, shard_spans in enumerate(spans):
+                table.reserve(shard, {sequence: table.numbers(*span) for sequence, span in shard_spans.items()})
 
     def pages_for(self, needed: Sequence[int], rows: int) -> list[int]:
         """The pages of each kind's pool, where so many are needed; few numbers occur."""
@@ -130,13 +130,13 @@ class PagedCache:
         """Prefill further tokens of the sequences after their cached tokens; returns the number of tokens computed."""
         width = min(PIECE, bucket(longest := max(map(len, contexts.values())), WIDTHS))
         computed = 0
-        for begun in range(0, longest, width):
+        for start in range(0, longest, width):
             tokens = np.zeros((*sequences.shape, width), np.int32)
             lengths, counts = np.zeros((2, *sequences.shape), np.int32)
             for row in zip(*np.nonzero(sequences >= 0), strict=True):
-                piece = contexts[sequences[row]][begun : begun + width]
+                piece = contexts[sequences[row]][start : start + width]
                 tokens[row][: len(piece)], counts[row] = piece, len(piece)
-                lengths[row] = cached[sequences[row]] + begun
+                lengths[row] = cached[sequences[row]] + start
             views, slots = self.views(sequences, lengths, width), self.states.slots_of(sequences)
             inputs = on_devices(self.layout, (*views, slots, tokens, lengths, counts))
             updated = extend(graphdef, weights, tuple(self.layers), tuple(self.states.layers), *inputs)

@@ -22,7 +22,7 @@ class PageTable:
         self.owners: Int[np.ndarray, "X P"] = np.full((shards, 0), FREE)
         """The sequence that a page belongs to."""
         self.starts: Int[np.ndarray, "X P"] = np.zeros((shards, 0), np.int64)
-        self.held: dict[int, dict[int, int]] = {}
+        self.pages_of: dict[int, dict[int, int]] = {}
         """Each sequence's pages, by the number of the page in the sequence."""
 
     @property
@@ -43,17 +43,17 @@ class PageTable:
         """Give sequences their pages of these numbers; the pool must have enough of them."""
         free = iter(np.flatnonzero(self.owners[shard] == FREE).tolist())
         for sequence, numbers in wanted.items():
-            held = self.held.setdefault(sequence, {})
+            page_of = self.pages_of.setdefault(sequence, {})
             for number in numbers:
-                if number not in held:
-                    held[number] = page = next(free)
+                if number not in page_of:
+                    page_of[number] = page = next(free)
                     self.owners[shard, page], self.starts[shard, page] = sequence, number * self.size
 
     def release(self, shard: int, sequence: int, wanted: range = range(0)) -> None:
         """Free the sequence's pages, except the pages `wanted`."""
-        held = self.held.setdefault(sequence, {})
-        for number in [number for number in held if number not in wanted]:
-            self.owners[shard, held.pop(number)] = FREE
+        page_of = self.pages_of.setdefault(sequence, {})
+        for number in [number for number in page_of if number not in wanted]:
+            self.owners[shard, page_of.pop(number)] = FREE
 
     def resize(self, pages: int) -> Int[np.ndarray, "X P"]:
         """Set the number of pages of each shard, at least the used ones; returns each page's old number, or 0."""
@@ -65,7 +65,7 @@ class PageTable:
             owners[shard, : kept.size], starts[shard, : kept.size] = self.owners[shard, kept], self.starts[shard, kept]
         self.owners, self.starts = owners, starts
         for shard, page in zip(*np.nonzero(owners != FREE), strict=True):
-            self.held[owners[shard, page]][starts[shard, page] // self.size] = int(page)
+            self.pages_of[owners[shard, page]][starts[shard, page] // self.size] = int(page)
         return sources
 
     def of_rows(self, sequences: Int[np.ndarray, "X B"], lengths: Int[np.ndarray, "X B"]) -> Pages:
@@ -75,9 +75,9 @@ class PageTable:
             row_of = {sequence: index for index, sequence in enumerate(row.tolist()) if sequence >= 0}
             rows[shard] = [row_of.get(owner, FREE) for owner in self.owners[shard].tolist()]
             for sequence, index in row_of.items():
-                length, held = int(lengths[shard, index]), self.held[sequence]
+                length, page_of = int(lengths[shard, index]), self.pages_of[sequence]
                 first = 0 if self.window is None else max(0, length + 1 - self.window)
-                seen = [held[number] for number in range(first // self.size, -(-length // self.size))]
+                seen = [page_of[number] for number in range(first // self.size, -(-length // self.size))]
                 of_row[shard, index, : len(seen)] = seen
         return Pages(rows, self.starts, of_row)
 
@@ -88,8 +88,8 @@ class PageTable:
         pages = np.full((*sequences.shape, count), self.pages)
         for row in zip(*np.nonzero(sequences >= 0), strict=True):
             sequence = int(sequences[row])
-            first, held = int(lengths[row]) // self.size, self.held[sequence]
-            pages[row] = [held.get(number, self.pages) for number in range(first, first + count)]
+            first, page_of = int(lengths[row]) // self.size, self.pages_of[sequence]
+            pages[row] = [page_of.get(number, self.pages) for number in range(first, first + count)]
         return pages
 
 

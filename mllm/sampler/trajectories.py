@@ -76,34 +76,34 @@ def sample_trajectories(
                 options["conversations"] = stack.enter_context(talk)
                 tokens = talk.start(prompts)
             completions = sampler.complete(params, tokens, **options)
-            held = talk.finish() if talk else []
+            conversations = talk.finish() if talk else []
         with watch.phase("reward"):
             with raise_everywhere():
                 scored = scoring.finish([sample_of(i, completions[i]) for i in local])
             answers = chain(*rows.gather(scored))
     return [
-        trajectory(prompt, reply, answer, held[number] if held else None)
+        trajectory(prompt, reply, answer, conversations[number] if conversations else None)
         for number, (prompt, reply, answer) in enumerate(zip(prompts, completions, answers, strict=True))
     ]
 
 
 def trajectory(
-    prompt: Prompt, reply: Completion, answers: Sequence[Sequence[Any]], held: Conversation | None
+    prompt: Prompt, reply: Completion, answers: Sequence[Sequence[Any]], conversation: Conversation | None
 ) -> Trajectory:
-    """A completion and its rewards; in a conversation, `held` alone knows all tokens and messages."""
+    """A completion and its rewards; a conversation has all tokens and messages."""
     tokens, sampled = [*prompt.tokens, *reply.tokens], [False] * len(prompt.tokens) + [True] * len(reply.tokens)
     return Trajectory(
-        np.array(held.tokens if held else tokens, np.int32),
-        np.array(held.sampled if held else sampled),
+        np.array(conversation.tokens if conversation else tokens, np.int32),
+        np.array(conversation.sampled if conversation else sampled),
         np.array(reply.logprobs, np.float32),
         None if reply.kept is None else np.array(reply.kept, np.float32),
         np.array(reply.norms, np.float32),
-        held.finished if held else reply.finished,
-        held.prompt[-1]["content"] if held else prompt.example.question,
-        held.assistant[-1]["content"] if held else reply.text,
-        held.thinks if held else prompt.thinks,
+        conversation.finished if conversation else reply.finished,
+        conversation.prompt[-1]["content"] if conversation else prompt.example.question,
+        conversation.assistant[-1]["content"] if conversation else reply.text,
+        conversation.thinks if conversation else prompt.thinks,
         [tuple(answer) for answer in answers],  # lists, where another process sent them
-        held.messages if held else (),
+        conversation.messages if conversation else (),
     )
 
 

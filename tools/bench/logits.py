@@ -85,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return check(calls, batch)
     programs = {name: jax.jit(call).lower(*batch).compile() for name, call in calls.items()}
     timed = {name: partial(program, *batch) for name, program in programs.items()}
-    found = figures(in_turns(timed, options.rounds, 1), "plain JAX")
+    results = figures(in_turns(timed, options.rounds, 1), "plain JAX")
     for name, program in programs.items():
         analysis: Any = program.memory_analysis()
-        found[name].append(f"{analysis.temp_size_in_bytes / 2**20:.1f}")
-    print(table(("method", "ms", "/plain", "temp MiB"), ([name, *row] for name, row in found.items())))
+        results[name].append(f"{analysis.temp_size_in_bytes / 2**20:.1f}")
+    print(table(("method", "ms", "/plain", "temp MiB"), ([name, *row] for name, row in results.items())))
     return 0
 
 

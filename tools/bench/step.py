@@ -83,8 +83,8 @@ def report(config: RunConfig, devices: Devices, rounds: int, documents: int) -> 
         decoding, kernels = decode_calls(RolloutPrograms(shapes, config.rollout))
         calls |= decoding
     timed = in_turns(calls, rounds, queue=1 if jax.default_backend() == "cpu" else 2)
-    found = parts(timed, rows.total // rows.micro)
-    tokens, update = rows.total * rows.length, found["update"]
+    times = parts(timed, rows.total // rows.micro)
+    tokens, update = rows.total * rows.length, times["update"]
     parameters = count(shapes.policy.params)
     looked_up = 0 if sizes.tie_word_embeddings else sizes.vocab_size * sizes.hidden_size
     scores = len(sizes.layers_of("layers")) * sizes.num_attention_heads * sizes.head_dim * rows.length // documents
@@ -98,7 +98,7 @@ def report(config: RunConfig, devices: Devices, rounds: int, documents: int) -> 
         f"{tokens / update:,.0f} tokens/s; MFU by 6 N: {shares[0]}; attention beside it: {shares[1]}",
         f"memory: update {size(account)} by the compiler, peak of all parts {size(peak_memory())}\n",
     ]
-    shown = [[part, f"{1e3 * time:.2f}", f"{time / update:.2f}"] for part, time in found.items()]
+    shown = [[part, f"{1e3 * time:.2f}", f"{time / update:.2f}"] for part, time in times.items()]
     shown[-1].append(str(kernels or ""))  # decode is the last
     return "\n".join(lines) + table(("part", "ms", "/update", "kernels"), shown)
 
@@ -176,12 +176,12 @@ def decode_calls(rollouts: RolloutPrograms) -> tuple[Calls, int]:
         of_row = jnp.arange(rows)[:, None] + rows * jnp.arange(like.of_row.shape[1])
         of_row = jnp.where((of_row < row.size) & (of_row // rows * size < longest // 2), of_row, row.size)
         arrays = jnp.where(turn * size < longest // 2, row, -1), turn * size, of_row
-        found = (jnp.concatenate([x] * rollouts.shards).astype(jnp.int32) for x in arrays)
-        return Pages(*(jax.device_put(x, y.sharding) for x, y in zip(found, like, strict=True)))
+        stacked = (jnp.concatenate([x] * rollouts.shards).astype(jnp.int32) for x in arrays)
+        return Pages(*(jax.device_put(x, y.sharding) for x, y in zip(stacked, like, strict=True)))
 
-    held = filled(slots)._replace(lengths=filled(slots.lengths, longest // 2), limits=filled(slots.limits, longest))
+    occupied = filled(slots)._replace(lengths=filled(slots.lengths, longest // 2), limits=filled(slots.limits, longest))
     flow = filled(stream, 0)._replace(stop_ids=filled(stream.stop_ids, -1))
-    given = filled(cache), tuple(map(half_full, pages)), held, flow, *map(filled, numbers, (0, CHUNK, 2**30))
+    given = filled(cache), tuple(map(half_full, pages)), occupied, flow, *map(filled, numbers, (0, CHUNK, 2**30))
     used, kept = filled(weights), filled((tail, states))
 
     def run_decode() -> Any:

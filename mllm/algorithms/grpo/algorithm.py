@@ -71,8 +71,8 @@ def loss(
 
 
 def metrics(config: GrpoConfig, batch: Batch, outputs: TokenLogprobs) -> Metrics:
-    found = losses.policy_metrics(config, outputs.logprob, outputs.entropy, batch)
-    return {name: jnp.where((batch.weights > 0).any(), value, jnp.nan) for name, value in found.items()}
+    values = losses.policy_metrics(config, outputs.logprob, outputs.entropy, batch)
+    return {name: jnp.where((batch.weights > 0).any(), value, jnp.nan) for name, value in values.items()}
 
 
 def input_shapes(config: GrpoConfig, tokens: Shape, rows: Shape) -> PolicyInputs:
