@@ -106,7 +106,7 @@ def test_distillation_learns_from_every_completion():
     assert (step.metrics["frac_groups_failed"], step.metrics["frac_without_gradient"]) == (1, 0)
 
 
-def test_a_group_is_scored_by_one_process_however_many_there_are(monkeypatch):
+def test_one_process_scores_a_group_at_any_process_count(monkeypatch):
     asked, part_of = [], RowShare.part_of
     monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
     roll_out()
@@ -155,7 +155,7 @@ def test_logged_samples_are_the_best_and_worst_of_prompts():
         assert telling_samples(advantages, 4, most) == expected
 
 
-def test_what_a_function_logs_is_in_metrics_and_samples():
+def test_values_logged_by_functions_are_in_metrics_and_samples():
     class Logging(SquareRewards):
         def score(self, samples):
             found = super().score(samples)

@@ -166,7 +166,7 @@ def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "cispo"])
-def test_marked_old_log_probabilities_are_the_current_ones(loss_type):
+def test_marked_old_log_probs_equal_the_current_log_probs(loss_type):
     mask, logprob, entropy, (advantage, _, sampler, reference) = make_sequences()
     config, current = make_config(loss_type), packed(logprob)
     batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
@@ -276,7 +276,7 @@ def test_a_token_baseline_weighs_rewards_by_prefix_norms():
     assert np.isfinite(certain).all()
 
 
-def test_statistics_of_rewards_leave_failed_ones_out():
+def test_reward_statistics_leave_failed_rewards_out():
     rewards = np.array([[0.0, 1.0, np.nan], [1.0, 1.0, 1.0], [np.nan] * 3, [np.nan, np.nan, 0.5]])
     assert equal_rewards(rewards).tolist() == [False, True, True, True]
     expected = {"reward": 4.5 / 6, "reward_std": np.std([0, 1], ddof=1) / 3, "frac_reward_zero_std": 2 / 3}

@@ -162,13 +162,13 @@ def test_plain_values_follow_yaml_1_2_and_survive_a_dump(text, value):
 
 
 @pytest.mark.parametrize("text", ["{a: 1, a: 2}", "!!python/name:os.system", "[", "{{}: 1}", "[" * 600])
-def test_what_is_no_mapping_of_plain_values_is_one_line(tmp_path, text):
+def test_yaml_without_a_mapping_of_plain_values_is_refused(tmp_path, text):
     (tmp_path / "run.yaml").write_text(f"x: {text}")
     with pytest.raises(UserError, match=r"run\.yaml: not readable as YAML"):
         configs.load(str(tmp_path / "run.yaml"))
 
 
-def test_a_reward_s_arguments_and_overrides_are_read_so(tmp_path):
+def test_reward_arguments_and_overrides_are_read(tmp_path):
     name, *others = arguments(tiny.config(run_dir=str(tmp_path / "run")))[1:]
     args = "task.rewards=[{name: overlong, weight: 1, args: {cache: 010, scale: 1e-3, quiet: no}}]"
     found = configs.load(name, [*others, args, "seed=010"])

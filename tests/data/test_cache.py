@@ -56,7 +56,7 @@ def test_a_cache_is_made_once_for_the_same_inputs(tmp_path, opened):
 
 
 @pytest.mark.parametrize("ending", [cache.RECORDS, cache.SUMMARY])
-def test_a_damaged_cache_is_an_error_that_says_what_to_delete(tmp_path, opened, ending):
+def test_a_damaged_cache_error_names_the_file_to_delete(tmp_path, opened, ending):
     open_cache, made = opened
     source = write(tmp_path, some(20))
     expected = contents(open_cache(source))
@@ -70,7 +70,7 @@ def test_a_damaged_cache_is_an_error_that_says_what_to_delete(tmp_path, opened, 
 
 
 @pytest.mark.parametrize("fault", ["interrupted", "a bad line"])
-def test_what_was_not_finished_is_not_taken_for_a_cache(tmp_path, opened, monkeypatch, fault):
+def test_an_unfinished_cache_is_not_used(tmp_path, opened, monkeypatch, fault):
     open_cache, made = opened
     source, encode = write(tmp_path, [*some(20), *["{"] * (fault == "a bad line")]), tokenizing.encode_records
 

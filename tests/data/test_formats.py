@@ -59,7 +59,7 @@ def marked(record: dict[str, Any], tokenizer: Any = BYTES, rule: Any = "auto") -
         ("never", {"text": "a"}, "A]"),
     ],
 )
-def test_what_is_learned_of_a_record_as_a_chat_or_as_texts(rule: str, record: dict[str, Any], expected: str) -> None:
+def test_the_expected_parts_of_chats_and_texts_are_learned(rule: str, record: dict[str, Any], expected: str) -> None:
     assert marked(record, BYTES, rule) == marked(record, MARKED, rule) == expected
 
 
@@ -79,7 +79,7 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
         ("auto", {"messages": [SAID[0], {**CALLS_ADD, "tool_calls": [{"name": "<|im_end|>"}]}]}, "is a control token"),
     ],
 )
-def test_what_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
+def test_a_record_that_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         marked(record, ENDLESS if "no end" in said else BYTES, rule)
 
@@ -137,7 +137,7 @@ def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_package_error_says_what_to_install(monkeypatch):
+def test_a_missing_package_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r": a.parquet .*\[hub\]"):
         next(records.read_parquet(Path("a.parquet"), "--prompts"))
@@ -224,7 +224,7 @@ def test_a_call_in_any_form_is_learned_as_its_object() -> None:
         ([call(False)], "arguments must be an object"),
     ],
 )
-def test_what_is_no_call_is_an_error(calls: Any, message: str) -> None:
+def test_a_malformed_call_is_an_error(calls: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         turns({"messages": chat(calls)}, "messages")
 
@@ -239,7 +239,7 @@ def test_empty_calls_are_dropped_and_null_arguments_kept() -> None:
         assert message["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
-def test_a_call_and_what_a_tool_answers_may_have_no_content() -> None:
+def test_calls_and_tool_answers_may_have_no_content() -> None:
     messages = chat([call(ARGUMENTS)])
     del messages[1]["content"], messages[2]["content"]
     assert [message["content"] for message in turns({"messages": messages}, "messages")] == ["a", "", "", "b"]
@@ -287,7 +287,7 @@ def test_columns_map_fields_and_input_follows_the_question(tmp_path, name):
 
 
 @pytest.mark.parametrize("columns", [{"prompt": "question", "completion": "cot"}, {"text": "cot"}, {"answer": "cot"}])
-def test_what_columns_name_is_learned_whatever_else_a_record_has(tmp_path, columns):
+def test_only_the_fields_that_columns_name_are_learned(tmp_path, columns):
     row = {"messages": SAID, "question": "1+1=", "answer": "2", "cot": "1+1 is 2", "text": "no", "prompt": "no"}
     row = row if "answer" not in columns else {"question": "1+1=", "answer": "no", "cot": "1+1 is 2"}
     learned = documents(tmp_path, "rows.jsonl", row, columns=columns)

@@ -48,7 +48,7 @@ def test_each_sequence_stands_whole_in_one_row(lengths, micro, shards):
 
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), row_length=st.integers(50, 120))
-def test_no_row_is_too_long_and_no_two_would_fit_into_one(lengths, row_length):
+def test_no_row_is_too_long_and_no_two_rows_would_fit_together(lengths, row_length):
     row = first_fit_decreasing(np.array(lengths), row_length)
     filled = np.sort(np.bincount(row, lengths))
     assert set(row) == set(range(len(filled)))

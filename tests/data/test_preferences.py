@@ -84,7 +84,7 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_to_halves():
         ({"prompt": "a", "chosen": "b", "rejected": said("c")}, "rejected must be a string, got list"),
     ],
 )
-def test_what_is_no_preference_is_an_error(record, message):
+def test_a_malformed_preference_is_an_error(record, message):
     with pytest.raises(UserError, match=message):
         pair(record)
 

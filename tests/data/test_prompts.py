@@ -102,7 +102,7 @@ def test_bad_chats_and_empty_prompts_are_errors_at_once() -> None:
         usable_prompts([problem("")], Renderer(BYTES.tokenizer, "never"), 16, "prompts")
 
 
-def test_a_prompt_knows_whether_it_has_opened_a_thought() -> None:
+def test_a_prompt_knows_whether_its_template_opens_a_thought() -> None:
     tokenizer = bytes_tokenizer()
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
     for renderer, thinks in ((Renderer(tokenizer), True), (BYTES, False)):

@@ -120,7 +120,7 @@ ANSWERS += [("1,234,567", HASHES, "1234567")]
 
 
 @pytest.mark.parametrize(("answer", "settings", "expected"), ANSWERS)
-def test_an_answer_is_what_completions_state(tmp_path, answer, settings, expected):
+def test_answers_are_parsed_like_completions(tmp_path, answer, settings, expected):
     assert first(tmp_path, {"prompt": "q", "answer": answer}, **settings).answer == expected
 
 
@@ -147,7 +147,7 @@ def test_held_out_problems_are_a_tenth_in_any_order(tmp_path: Path) -> None:
         assert {*texts(each.train)}.isdisjoint(texts(each.heldout))
 
 
-def test_other_content_is_another_hash_wherever_it_stands(tmp_path: Path) -> None:
+def test_changed_content_anywhere_changes_the_hash(tmp_path: Path) -> None:
     def content(*records: Any, **settings: Any) -> str | None:
         return task(tmp_path, *records, heldout=1, **settings).content
 

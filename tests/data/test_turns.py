@@ -198,7 +198,7 @@ def test_a_tool_argument_keeps_its_text(text: str) -> None:
         ("unknown", "7", 7),
     ],
 )
-def test_the_schema_decides_what_a_value_is(name: str, text: str, value: Any) -> None:
+def test_the_schema_decides_the_type_of_a_value(name: str, text: str, value: Any) -> None:
     assert read(tagged(function(**{name: text}))) == [{name: value}]
 
 

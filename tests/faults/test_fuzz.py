@@ -224,7 +224,7 @@ READERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("examples", [DAILY, pytest.param(10_000, marks=[pytest.mark.faults, pytest.mark.timeout(0)])])
-def test_every_input_is_read_as_it_is_or_refused_in_one_line(name, examples, tmp_path):
+def test_every_input_is_read_unchanged_or_refused_in_one_line(name, examples, tmp_path):
     inputs, read = READERS[name]
     outcomes = set()
 

@@ -80,7 +80,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_what_has_no_gradient_is_refused_where_one_is_asked_for(name):
+def test_a_gradient_of_a_value_without_gradient_is_refused(name):
     head = HEADS[name]
     with pytest.raises(ValueError, match=rf"{name} has no gradient: wrap it in jax\.lax\.stop_gradient"):
         jax.jit(jax.grad(head))(0.7)

@@ -51,7 +51,7 @@ def run(logits: Any, labels: Any = LABELS, **options: Any) -> Any:
         *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("mosaic_tpu", *NARROW), ("xla", *EXTREME))),
     ],
 )
-def test_statistics_and_gradient_are_float64_s(impl: Any, scale: float, dtype: Any, temperature: float) -> None:
+def test_statistics_and_gradient_match_float64(impl: Any, scale: float, dtype: Any, temperature: float) -> None:
     """Rows that don't count hold NaN. Some blocks have no row that counts. A logit of -inf excludes its column."""
     live, labels, columns = (np.arange(N) < 60) & (np.arange(N) % 7 > 0), LABELS % (V - 50), np.arange(V)
     logits = logits_of(scale, dtype).at[:, V - 50 :].set(-jnp.inf)

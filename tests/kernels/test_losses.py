@@ -50,7 +50,7 @@ LOSSES = [
     ("engine", "workspace", "objective", "scale", "rows", "options"),
     [*every([*PLAIN_WAYS, *KERNEL_WAYS], *LOSSES, kernels="quick"), *every(OTHER_DTYPES, LOSSES[4], kernels="nightly")],
 )
-def test_any_loss_with_any_workspace_is_float64_s(engine, workspace, objective, scale, rows, options):
+def test_any_loss_with_any_workspace_matches_float64(engine, workspace, objective, scale, rows, options):
     """The last 90 rows of the weight are no tokens, and would be the likeliest."""
     problem, common = engine.problem(scale), engine.shape[1] - 90
     weight, live = problem.weight.at[common:].multiply(30), engine.live(rows)
@@ -278,7 +278,7 @@ BLOCKS_OF_ROWS = dataclasses.replace(engines.GPU_SIZES, most_rows=128, default_r
         pytest.param(BLOCKS_OF_ROWS, (290, 264, 128), CROSS_ENTROPY, ALL, id="all kept"),
     ],
 )
-def test_waves_blocks_and_clusters_are_float64_s(sizes, shape, objective, workspace):
+def test_waves_blocks_and_clusters_match_float64(sizes, shape, objective, workspace):
     from strict_gpu import strict_interpreter
 
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])

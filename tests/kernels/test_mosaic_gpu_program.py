@@ -50,7 +50,7 @@ def test_temporaries_fit_the_documented_memory(program, options):
     assert targets.memory(compiled(program, **options)).temporaries <= allowed
 
 
-def test_trainer_waves_keep_logits_in_the_memory_of_one_wave() -> None:
+def test_trainer_waves_keep_the_logits_of_a_single_wave() -> None:
     """A float32 master with a bfloat16 copy, by default: 2,048 rows a wave, 599 MiB."""
     mesh = targets.mesh("h100")
     program = targets.compiled(*head.loss(mesh, impl="mosaic_gpu", master=True), mesh, targets.CUBLAS)
@@ -67,7 +67,7 @@ def test_in_plain_xla_a_wave_takes_no_more_memory_than_chunks() -> None:
     assert targets.memory(xla).temporaries <= targets.memory(chunks).temporaries
 
 
-def test_it_compiles_in_remat_and_in_loops_over_a_mesh() -> None:
+def test_the_head_compiles_in_remat_and_in_loops_over_a_mesh() -> None:
     """The interpreter's callbacks allow no `jax.checkpoint`."""
     mesh = targets.mesh("h100:8", (2, 2, 2), ("dp", "fsdp", "tp"))
     step, (hidden, *others) = head.loss(mesh, vocabulary=8192, features=512, impl="mosaic_gpu")

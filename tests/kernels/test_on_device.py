@@ -41,7 +41,7 @@ def kernels() -> str:
 
 @pytest.mark.parametrize("softmax", SCALES)
 @pytest.mark.parametrize("impl", ["the kernels", "xla"])
-def test_values_and_gradients_are_float64_s(impl: str, softmax: str) -> None:
+def test_values_and_gradients_match_float64(impl: str, softmax: str) -> None:
     impl, live = kernels() if impl == "the kernels" else impl, np.random.default_rng(5).random(300) < 0.3
     problem = random_problem((300, 712, 192), SCALES[softmax], BF16)
     check(problem, random_cotangents(300), impl=impl, live=live)
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_float64_s(impl: str, softmax: str) -> None:
 
 
 @pytest.mark.parametrize("workspace", [0, 1_000_000, 2_000_000, None], ids=["none", "columns", "waves", "all"])
-def test_every_workspace_is_float64_s(workspace: int | None) -> None:
+def test_every_workspace_matches_float64(workspace: int | None) -> None:
     """Room for nothing, for some columns, for some rows and a float32 sum of dW, and for all logits."""
     problem = random_problem((600, 1400, 192), dtype=BF16)
     small: Any = tpu_tiles.override(rows=128, columns=256, step=128)

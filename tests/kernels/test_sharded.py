@@ -78,7 +78,7 @@ OTHERS = [
     [*LOSSES, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
     ids=str,
 )
-def test_a_loss_over_a_mesh_is_float64_s(shape, axes, objective, more, options):
+def test_a_loss_over_a_mesh_matches_float64(shape, axes, objective, more, options):
     """With a teacher of `more` tokens than the student's."""
     common = min(V + min(more or 0, 0), options.get("vocabulary", V))
     teacher = None if more is None else teacher_of(PROBLEM, more=more)
@@ -147,7 +147,7 @@ def interpreted():
     ],
     ids=str,
 )
-def test_kernels_for_tpus_give_float64_s(shape, objective, interpreted):
+def test_kernels_for_tpus_match_float64(shape, objective, interpreted):
     """On four devices: interpreted kernels wait for each other, and eight would take all threads that XLA has here.
 
     For the same reason each device has a token that counts.

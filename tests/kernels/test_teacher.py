@@ -35,7 +35,7 @@ def run(engine: Engine, way: str, problem: Problem, rows: str, *, teacher: Any, 
 
 
 @pytest.mark.parametrize(("engine", "way", "kind", "softmax", "rows", "objective", "options"), every(WAYS, *TEACHERS))
-def test_any_two_softmaxes_of_any_rows_are_float64_s(engine, way, kind, softmax, rows, objective, options):
+def test_any_two_softmaxes_of_any_rows_match_float64(engine, way, kind, softmax, rows, objective, options):
     problem = engine.problem(SCALES[softmax])
     teacher = teacher_of(problem, SCALES[softmax], kind=kind)
     run(engine, way, problem, rows, teacher=teacher, objective=objective, **options)
@@ -87,7 +87,7 @@ def test_values_alone_have_no_gradient_and_say_so() -> None:
 
 
 @pytest.mark.parametrize(("beta", "kind"), [(0, "forward_kl"), (1, "reverse_kl")])
-def test_jsd_at_its_ends_is_the_kl_divergence_that_it_tends_to(beta: float, kind: Any) -> None:
+def test_jsd_at_its_ends_is_the_limiting_kl_divergence(beta: float, kind: Any) -> None:
     """As in TRL's GKD."""
     models = *XLA.problem()[:2], *teacher_of(XLA.problem())[:2]
     run = jax.jit(lambda *x: (divergence_loss(*x, kind="jsd", beta=beta), divergence_loss(*x, kind=kind)))
@@ -116,7 +116,7 @@ def test_without_tokens_every_function_gives_nothing() -> None:
 @pytest.mark.parametrize(
     ("devices", "dtype", "vocabulary"), [(None, BF16, 140), ((1, 1, 3), F32, None), ((2, 2, 2), F32, 100)], ids=str
 )
-def test_they_are_those_of_full_logits_ties_by_the_lower_id(devices, dtype, vocabulary):
+def test_likeliest_tokens_match_full_logits_with_low_ids_first(devices, dtype, vocabulary):
     """Whole numbers tie often. 301 columns divide evenly over no mesh."""
     sharding, rng = None, np.random.default_rng(0)
     hidden, weight, live = rng.integers(-2, 3, (88, 16)), rng.integers(-2, 3, (301, 16)), rng.random(88) < 0.8
@@ -131,7 +131,7 @@ def test_they_are_those_of_full_logits_ties_by_the_lower_id(devices, dtype, voca
     np.testing.assert_array_equal(ids.reshape(88), np.where(live, logits.argmax(axis=1), 0))
 
 
-def test_they_are_multiplied_in_the_dtype_that_is_told() -> None:
+def test_likeliest_tokens_are_multiplied_in_the_given_dtype() -> None:
     """Two tokens that are equal in bfloat16: of equal tokens the lower id is the likeliest."""
     hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
     found = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)

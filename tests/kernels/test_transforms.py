@@ -71,7 +71,7 @@ def test_in_a_checkpoint_and_exported_results_are_the_same() -> None:
 
 @pytest.mark.slow
 @both
-def test_vmap_is_a_python_loop(engine: Engine) -> None:
+def test_vmap_matches_a_python_loop(engine: Engine) -> None:
     """The second of the two has few rows that count."""
     *others, weights = (x[::-1] for x in arguments_of(engine))
     others.append(jnp.where(jnp.arange(len(weights)) < 7, weights, 0))

@@ -43,7 +43,7 @@ def test_the_gradients_are_the_values_central_differences(kind: str, temperature
             np.testing.assert_allclose(run()[1 + i][index], slope, rtol=1e-6, atol=1e-8)
 
 
-def test_it_knows_a_coin() -> None:
+def test_the_oracle_matches_a_coin_s_exact_values() -> None:
     """The student has probabilities 3/4 and 1/4; the teacher takes both to be equally likely."""
     one, odds, fair = np.ones((1, 1)), np.log([[3.0], [1.0]]), np.zeros((2, 1))
     kinds = ("forward_kl", "reverse_kl")
@@ -94,7 +94,9 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("engine", "softmax", "rows", "options"), every(EVERY, *PROBLEMS))
-def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows: str, options: dict[str, Any]) -> None:
+def test_any_softmax_of_any_rows_matches_float64(
+    engine: Engine, softmax: Any, rows: str, options: dict[str, Any]
+) -> None:
     """The temperature is traced."""
     problem = engine.problem(SCALES[softmax]) if softmax in SCALES else softmax(engine)
     with engine.strictly():
@@ -115,7 +117,7 @@ def test_any_softmax_of_any_rows_is_float64_s(engine: Engine, softmax: Any, rows
         parameter(GPU, (7, 1032, 192), nightly=True),
     ],
 )
-def test_any_size_is_float64_s(engine: Engine, shape: tuple[int, int, int]) -> None:
+def test_any_size_matches_float64(engine: Engine, shape: tuple[int, int, int]) -> None:
     problem = engine._replace(shape=shape).problem()
     with engine.strictly():
         check(problem, random_cotangents(shape[0]), impl=engine.impl)
@@ -244,7 +246,7 @@ def test_labels_are_the_same_in_every_integer_dtype() -> None:
     np.testing.assert_array_equal(ignored[156], narrow == 156)
 
 
-def test_where_weights_and_ignore_index_agree_on_what_counts() -> None:
+def test_where_weights_and_ignore_index_count_the_same_tokens() -> None:
     problem, live = XLA.problem(), jnp.asarray(XLA.live("most"))
     labels = jnp.where(live, problem.labels, -100)
     ways: list[dict[str, Any]] = [{"where": live}, {"weights": live.astype(F32)}, {"ignore_index": -100}]

@@ -115,7 +115,9 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("mosaic_tpu", loss_of("smoothed label", ONE_WAVE, 5.0), 1, 5, 3, 3),
     ],
 )
-def test_a_function_and_its_gradients_take_so_many_products(engine, function, value, both, hidden_alone, weight_alone):
+def test_functions_and_gradients_take_the_documented_products(
+    engine, function, value, both, hidden_alone, weight_alone
+):
     """On a TPU dh's expectation of W comes with the values, for one more. A teacher of the student's size has r = 1.
 
     Several waves add up a narrow weight's gradient in float32, an array that the workspace must have room for.
@@ -149,7 +151,7 @@ TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes
     ("chip", "workspace", "wave"),
     [("v6e", None, None), ("v6e", 640, 2048), ("v6e", 2560, 8192), ("v5e", None, 1024)],
 )
-def test_tpu_waves_are_taken_where_they_save_time(chip, workspace, wave, monkeypatch):
+def test_tpu_waves_are_used_only_if_waves_save_time(chip, workspace, wave, monkeypatch):
     """A wave of 1,024 rows moves 2.5 GB: 1.5 ms on a v6e. A product of its rows takes 0.7 ms."""
     info = SimpleNamespace(num_cores=1, vmem_capacity_bytes=128 * MIB)
     info.bf16_ops_per_second, info.mem_bw_bytes_per_second = TPUS[chip]

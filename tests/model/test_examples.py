@@ -121,7 +121,7 @@ def turns(*texts: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "qwen3.6", "qwen3.8"])
-def test_a_thought_is_learned_once_as_the_sampler_writes_it(name: str) -> None:
+def test_a_thought_is_learned_once_and_in_the_sampler_s_form(name: str) -> None:
     """A thought may be in the content or in its own field."""
     tokenizer, user = PUBLIC[name].tokenizer(), {"role": "user", "content": "1+1="}
     inside = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n2"}
@@ -130,7 +130,7 @@ def test_a_thought_is_learned_once_as_the_sampler_writes_it(name: str) -> None:
         assert learned(tokenizer, [user, answer]) == ["Easy.\n</think>\n\n2<|im_end|>"]
 
 
-def test_a_marked_template_learns_the_same_as_an_unmarked_one() -> None:
+def test_marked_and_unmarked_templates_learn_the_same_tokens() -> None:
     """The first message of the chat may be the assistant's."""
     public = PUBLIC["smollm3"]
     chat = [{"role": "assistant", "content": "Hello"}, *turns("a", "b")]
@@ -204,7 +204,7 @@ def test_a_turn_is_learned_with_its_call_closing_and_end(name: str) -> None:
     assert learned(Public(template, CONTROLS).tokenizer(), chat) == expected
 
 
-def test_what_a_template_leaves_out_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_parts_that_a_template_leaves_out_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     chat, spoken = [{"role": "system", "content": "s"}, *turns("a", "<think>b</think>c")], SAID + "<|END|>" + ASKS
     for old, new, said in (
         ("in messages", "in messages if m.role != 'system'", "what the system says"),

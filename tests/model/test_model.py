@@ -96,7 +96,7 @@ def test_the_residual_stream_is_summed_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_remat_keeps_gradients_and_each_parameter_has_one() -> None:
+def test_remat_keeps_the_gradient_of_each_parameter() -> None:
     plain, again = (gradients("qwen3", remat=kind) for kind in ("none", "full"))
     for (path, expected), leaf in zip(tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
         assert np.abs(expected).max() > 1e-6, parameter_name(path)

@@ -57,7 +57,7 @@ def test_peft_adapters_give_peft_logits_on_four_devices(name, model, targets):
     np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
 
 
-def test_adapters_are_written_as_peft_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_are_written_in_peft_s_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weights, "SHARD_BYTES", 1)  # however large, they are one file
     lora = peft.read_config(PEFT)
     peft.save(tmp_path / "adapter", SIZES, lora, peft.load(PEFT, abstract_model(BASE, lora)[1], SIZES), BASE)
@@ -97,14 +97,14 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
         ("a_field_of_a_later_peft", 0.5),
     ],
 )
-def test_what_is_not_supported_is_refused_by_its_field(field: str, value: Any, tmp_path: Path) -> None:
+def test_unsupported_adapter_settings_are_refused_by_field(field: str, value: Any, tmp_path: Path) -> None:
     settings = json.loads((PEFT / peft.CONFIG).read_text()) | {field: value}
     (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
     with pytest.raises(UserError, match=rf"adapter_config.json: {field} is .*; supported is only "):
         peft.read_config(tmp_path)
 
 
-def test_settings_that_the_source_says_too_must_agree_with_it() -> None:
+def test_settings_must_agree_with_those_of_the_lora_source() -> None:
     same = LoraConfig(source=str(PEFT), rank=3, alpha=6, rslora=False, targets=ALL[::-1])
     assert peft.resolve(same, SIZES)[1] == PEFT
     for name, value in {"rank": 4, "rslora": True, "targets": ("q", "v")}.items():

@@ -156,7 +156,7 @@ def assert_same_bits(one, other):
     np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
 
 
-def test_what_bfloat16_holds_stays_as_it_is():
+def test_bfloat16_numbers_are_not_changed_by_rounding():
     """All its numbers: both zeros, subnormal ones, the largest, and infinities; NaN stays NaN."""
     every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(256, 256)
     found, number = copied(every), ~np.isnan(every)
@@ -191,7 +191,7 @@ def test_thresholds_are_the_same_in_every_process_and_shape(bits):
     np.testing.assert_array_equal(bits_of("embed", (7, 300))[:, :256], bits[:7])
 
 
-def test_rows_that_are_looked_up_are_those_of_the_matrix():
+def test_looked_up_rows_equal_the_rows_of_the_matrix():
     values, tokens = RNG.normal(size=SHAPE).astype(np.float32), RNG.integers(0, SHAPE[0], (3, 50))
     assert_same_bits(copied(values[tokens], rows=jnp.asarray(tokens)[..., None]), copied(values)[tokens])
 

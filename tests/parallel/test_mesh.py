@@ -131,7 +131,7 @@ def test_devices_exchange_no_keys_or_values(programs, name):
     assert not [shape for shape in shapes if shape[1] <= KV_HEADS and shape[3] == HEAD_DIM]
 
 
-def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
+def test_a_chunk_s_tail_reuses_the_memory_of_the_last_tail(programs):
     """So the program is compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
     for info, one in zip(
         *map(jax.tree.leaves, (programs.decode.in_avals[0][3], programs.decode.input_shardings[0][3])), strict=True
@@ -146,7 +146,7 @@ def test_a_chunk_s_tail_takes_the_place_of_the_one_before(programs):
     assert programs.decode.memory_analysis().alias_size_in_bytes == carried
 
 
-def test_decode_room_takes_what_training_leaves_of_memory(policy, monkeypatch):
+def test_decode_room_is_the_memory_that_training_leaves(policy, monkeypatch):
     """Evaluation alone may need more slots than there is room for, so they never depend on the number of prompts."""
     fitting_room = partial(decode_limits.fitting_limits, policy, SETTINGS.rollout, SETTINGS.optimizer, True)
     least, most = (fitting_room(memory) for memory in (2**20, 2**30))

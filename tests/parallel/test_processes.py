@@ -110,7 +110,7 @@ RUNS = {
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", RUNS)
-def test_two_processes_log_what_one_logs(method, tmp_path):
+def test_two_processes_log_the_values_of_one_process(method, tmp_path):
     """A signal to one of them: tests/faults/test_campaign.py."""
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
     one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
@@ -264,7 +264,7 @@ def assert_all_end(what, call):
 
 
 @pytest.mark.slow
-def test_each_process_reads_its_part_and_all_end_with_one(tmp_path):
+def test_each_process_reads_its_part_and_one_failure_ends_all(tmp_path):
     """One start for both, which takes most of the time."""
     path = str(tmp_path / "run")
     assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
@@ -272,7 +272,7 @@ def test_each_process_reads_its_part_and_all_end_with_one(tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("what", ["settings", "bug", "killed"])
-def test_all_end_alike_when_one_fails_or_was_started_otherwise(what):
+def test_all_processes_end_alike_after_a_failure_of_one_process(what):
     assert_all_end(what, f"test_processes.join_and_end({what!r})")
 
 

@@ -21,7 +21,7 @@ OPEN = changed(tiny.config("sft", rollout=None, eval=None, task={"heldout": 0}),
 
 
 @pytest.mark.parametrize(("mesh", "devices", "fsdp"), [({}, 1, 1), ({}, 8, 8), ({"dp": 2, "tp": 2}, 8, 2), ({}, 4, 4)])
-def test_fsdp_takes_the_devices_that_dp_and_tp_leave(mesh, devices, fsdp):
+def test_fsdp_gets_the_devices_beside_dp_and_tp(mesh, devices, fsdp):
     assert for_devices(changed(OPEN, mesh=mesh), devices).mesh.fsdp == fsdp
 
 
@@ -93,7 +93,7 @@ def test_a_line_says_the_smallest_change_that_would_fit(compiled):
 
 
 @pytest.mark.slow
-def test_a_run_on_all_devices_notes_rows_and_resume_keeps_it(tmp_path, monkeypatch):
+def test_a_run_pins_its_micro_batch_and_resume_keeps_the_value(tmp_path, monkeypatch):
     settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
     with Run.build(settings, False, fit.fit):

@@ -65,7 +65,7 @@ def test_a_grpo_run_has_four_phases_and_planning_makes_no_array(shapes):
     assert min(found["update"].parts[name] for name in ("head", "activations")) > 0
 
 
-def test_the_plan_counts_states_as_each_device_holds_them(planned, shapes):
+def test_the_plan_counts_the_states_of_each_device(planned, shapes):
     """The states are parameters, moments and gradients."""
     leaves = jax.tree_util.tree_leaves_with_path(shapes.policy.params)
     sharded = sum(leaf.size for path, leaf in leaves if "embed" in LOGICAL_AXES[parameter_name(path)])
@@ -120,7 +120,7 @@ def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, mis
         assert memory.remedy([found], 4, shapes.shape.shards, devices, rows).endswith("in decode); raise mesh.tp")
 
 
-def test_the_command_ends_with_that_line_and_code_2(tmp_path, monkeypatch, capsys):
+def test_the_command_ends_with_the_error_line_and_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(targets, "device_memory", lambda mesh: 1000)
     monkeypatch.setattr(memory, "account_of", lambda *_: Account(0, 5000))
     assert train.main([*arguments(planned_run(tmp_path)), "--plan"]) == 2

@@ -42,7 +42,7 @@ def test_a_target_is_a_chip_a_slice_or_the_gpus_of_a_host():
             targets.split(target)
 
 
-def test_without_the_plugin_the_error_says_how_to_install_it(monkeypatch, tmp_path):
+def test_the_error_without_the_plugin_names_its_make_target(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "GPU_PLUGIN", tmp_path / "none")
     with pytest.raises(ModuleNotFoundError, match=r"isn't installed: make \.venv/aot-gpu"):
         targets.register_gpu_plugin()

@@ -118,7 +118,7 @@ def test_a_conversation_ends_before_a_turn_without_room(guess):
         assert found.result.reward == ("value", -turns / 4)  # the environment gives it at the end as well
 
 
-def test_group_members_begin_in_one_state_and_steps_in_others(guess):
+def test_a_group_shares_a_state_and_each_step_has_another(guess):
     """Held-out problems have a fixed state that is the same at each step."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
     places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))

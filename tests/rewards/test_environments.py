@@ -44,7 +44,7 @@ def call(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-def test_a_class_with_step_gets_the_fields_that_it_names():
+def test_a_class_with_step_gets_its_named_fields():
     """It ends with its rewards and values."""
     move = held("Guess")
     (first,) = move(begun(prompt="Guess.", largest=30, other=1))
@@ -108,7 +108,7 @@ def test_plain_functions_are_tools_until_a_turn_without_calls():
     assert [said(turn)[::3] for turn in turns] == [(["Go."], False, {}), (["6"], False, {}), ([], True, {})]
 
 
-def test_coroutines_run_together_and_a_hanging_one_times_out():
+def test_coroutines_run_together_and_hanging_calls_time_out():
     own_environments.MET.clear()
     move = held("Meeting", seconds=0.5)
     move(*(begun(number) for number in range(4)))
@@ -126,12 +126,12 @@ def test_coroutines_run_together_and_a_hanging_one_times_out():
         (None, ["USED"], "task.tools: own_environments:USED is not a function"),
     ],
 )
-def test_what_is_no_environment_or_tool_is_an_error_of_one_line(environment, tools, message):
+def test_a_bad_environment_or_tool_is_a_one_line_error(environment, tools, message):
     with pytest.raises(UserError, match=f"^{message}"):
         held(environment, *tools)
 
 
-def test_the_examples_of_the_docs_work_as_they_stand(tmp_path, monkeypatch):
+def test_the_examples_of_the_docs_run_unchanged(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name, content in BLOCKS.items():
         (tmp_path / f"{name}.py").write_text(content)

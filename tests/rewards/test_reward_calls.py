@@ -127,7 +127,7 @@ def values(name, *samples, **args):
     return [result for _, result in answers([bound(name, *samples, **args)], samples)]
 
 
-def test_a_function_gets_the_arguments_that_it_declares():
+def test_a_function_gets_its_declared_arguments():
     given = sample("long", level=2)
     assert bound("mine:named", given)([given]) == ["3+4=", "long", "7", "7", [108, 111, 110, 103], 4, True, 2]
     assert [bound("mine:with_default", given, **args)([given]) for args in ({}, {"unit": "g"})] == ["kg", "g"]
@@ -153,7 +153,7 @@ def test_a_batched_function_gets_lists_with_none_for_gaps():
     assert rest == {**alike, **own, "max_completion_length": 16, **dict.fromkeys(LOGS)}
 
 
-def test_functions_for_trl_work_as_they_are():
+def test_functions_written_for_trl_work_unchanged():
     chat = sample("a", conversational=True)
     assert bound("mine:batch_of_everything", chat)([chat])[0]["prompts"] == [chat.example.prompt]
     thought = "<think>3 and 4</think><answer>7</answer>"
@@ -170,7 +170,7 @@ def test_a_raising_function_names_the_line_of_its_file():
     assert said == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
 
 
-def test_what_functions_log_as_trl_s_do_comes_with_their_answers():
+def test_values_logged_the_trl_way_come_with_the_answers():
     given = [sample("abc"), sample("")]
     golden, metrics = ("extra", "golden", "7"), [("metric", "accuracy", value) for value in (0.5, 1)]
     logged = [golden, ("extra", "length", 3), *metrics], [golden, ("extra", "length", 0)]
@@ -271,7 +271,7 @@ def test_exact_match_requires_the_form_of_the_task(completion, answer, form, rew
     ],
 )
 @pytest.mark.parametrize("form", ["whole", "hashes", "tags", "boxed", "last number"])
-def test_what_stands_in_a_thought_is_no_answer(completion, thinks, reward, form):
+def test_text_in_a_thought_is_no_answer(completion, thinks, reward, form):
     match, known = (flexible_match, "whole") if form == "last number" else (exact_match, form)
     stated = re.sub("[67]", lambda number: STATED[known].format(number.group()), completion)
     assert match(stated, "7", example("7", known), thinks) == reward
@@ -298,7 +298,7 @@ def test_flexible_match_reads_the_last_number_in_any_form():
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**35), max_value=10**35))
-def test_the_last_number_is_exact_whatever_its_size(number):
+def test_the_last_number_is_exact_at_any_size(number):
     assert last_number(f"It costs {number:,}") == last_number(f"It costs ${number}.") == number
 
 

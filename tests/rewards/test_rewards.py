@@ -92,7 +92,7 @@ def test_functions_run_in_one_main_thread_without_jax(hostile):
 
 
 @pytest.mark.slow
-def test_several_processes_give_what_one_gives():
+def test_several_processes_give_the_values_of_one_process():
     mixed = ["7", "raise", "", "hang", "12345", "7", "four", "raise", "1", "2", "3"]
     with opened("late", "batch", "exact_match", seconds=0.7) as one:
         alone = score(one, *mixed)
@@ -176,7 +176,7 @@ def test_any_act_of_a_function_is_a_number_or_a_failure(hostile):
 
 
 @pytest.mark.slow
-def test_a_function_that_exits_or_hangs_fails_alone():
+def test_a_function_that_exits_or_hangs_fails_only_its_sample():
     for expected, seconds in ((ENDING, 60.0), (HANGING, 0.4)):
         with opened(HOSTILE, workers=2, seconds=seconds) as runner:
             scores = [answer for (answer,) in score(runner, *[does for name in expected for does in (name, "7")])]

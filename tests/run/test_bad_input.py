@@ -82,7 +82,7 @@ def test_a_bad_configuration_file_is_refused(tmp_path, refused):
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
-def test_a_missing_configuration_lists_the_shipped_ones(name, refused):
+def test_a_missing_configuration_lists_the_shipped_names(name, refused):
     assert "no such file, here or in configs/; configs/ has " in refused(train, "--config", name)
 
 

@@ -102,7 +102,7 @@ def test_processes_with_other_examples_are_refused(tmp_path, monkeypatch):
         pass
 
 
-def test_a_signal_ends_whatever_a_run_is_in_the_middle_of(built, monkeypatch):
+def test_a_signal_ends_rollouts_rewards_and_validation(built, monkeypatch):
     monkeypatch.setattr(built.interrupt, "received", signal.SIGTERM)
     validations = [partial(built.measurements.repeated[-1].measure, {}, 1)] if built.config.examples else []
     for poll in (built.sampling.sampler.poll, built.sampling.rewards.poll, *validations):

@@ -268,7 +268,7 @@ REFERENCE, FROZEN = {"norm": ARRAYS["norm"]}, "a run with other frozen parameter
         ((MODEL | REFERENCE, {}), (MODEL | {"norm": ARRAYS["norm"] + 1}, {}), FROZEN),
     ],
 )
-def test_dependencies_are_compared_where_both_know_them(tmp_path, first, then, said):
+def test_dependencies_are_compared_if_both_runs_recorded_them(tmp_path, first, then, said):
     for frozen, known in (first, then):
         checkpoints = Checkpoints(RunStore(tmp_path), CheckpointConfig(), frozen, known)
         with closing(checkpoints), pytest.raises(UserError, match=said) if known is then[1] and said else nullcontext():

@@ -59,7 +59,7 @@ def test_nested_compile_seconds_count_once(monkeypatch):
     assert clock.seconds == 3.0 + 1.0
 
 
-def test_a_slow_program_says_how_long_it_took_last_time(tmp_path, capsys, monkeypatch):
+def test_a_slow_compile_prints_its_last_duration(tmp_path, capsys, monkeypatch):
     def at_once(seconds, print, words=(), to=None):
         return SimpleNamespace(start=lambda: print(*words, **to), cancel=lambda: None)
 

@@ -72,7 +72,7 @@ def test_the_summary_shows_first_last_and_lowest_values(tmp_path):
 SETTINGS = config("sft", steps=4, checkpoint={"every": 2}, eval=None, rollout=None, log={"wandb": "project"})
 
 
-def test_a_run_keeps_its_id_and_a_copied_one_gets_another(tmp_path):
+def test_a_run_keeps_its_id_and_a_copied_run_gets_another(tmp_path):
     first, copied = (RunStore(tmp_path / name) for name in ("first", "copied"))
     first.folder.mkdir()
     number = run_id(first)

@@ -108,7 +108,7 @@ def settings_of(kind, at, run_dir):
 
 
 @pytest.mark.slow
-def test_places_may_move_and_what_is_there_may_not_change(place):
+def test_paths_may_move_but_their_contents_may_not_change(place):
     """For each setting of `folder.PLACES`, one after the other; all move at once."""
     assert {name for name, *_ in EDITS} == folder.PLACES - {"model.lora.source"}  # which a checkpoint has
     here = place / "here"
@@ -250,7 +250,7 @@ def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
     ],
     ids=str,
 )
-def test_what_a_step_computes_may_change_with_the_flag(tmp_path, settings, how):
+def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings, how):
     other = changed(settings, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new values; else give"):
         check(tmp_path, other)
@@ -281,7 +281,7 @@ def test_an_edited_config_yaml_does_not_change_a_run_by_itself(tmp_path, setting
         ({"eval": {"every": 2}}, "eval"),
     ],
 )
-def test_what_the_steps_so_far_depend_on_may_not_change(tmp_path, settings, what, name):
+def test_settings_that_the_state_depends_on_may_not_change(tmp_path, settings, what, name):
     with pytest.raises(UserError, match=f"^{name}: .*; it can't change, since the state or the position in"):
         check(tmp_path, changed(settings, **what), change=True)
 

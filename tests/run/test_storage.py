@@ -43,7 +43,7 @@ def test_an_object_is_fetched_once_until_it_changes(server, url):
     assert changing.read_bytes() == b"new"
 
 
-def test_what_was_half_fetched_is_never_taken_for_whole(server, url):
+def test_an_interrupted_fetch_leaves_no_file(server, url):
     put(url, "train.jsonl", content := Random(0).randbytes(9999))
 
     def killed(source, target, size):
@@ -66,7 +66,7 @@ def test_what_was_half_fetched_is_never_taken_for_whole(server, url):
         ("train.jsonl", "403", "can't be had .*Forbidden"),
     ],
 )
-def test_what_cannot_be_had_is_one_line(server, url, source, answer, message):
+def test_a_failed_fetch_is_a_one_line_error(server, url, source, answer, message):
     server.fault = lambda method, path: answer
     with pytest.raises(UserError, match=rf"^data.source: [^\n]*{message}"):
         storage.fetch_files(f"{url}/{source}", "data.source")
@@ -105,7 +105,7 @@ def test_an_object_name_that_leads_elsewhere_is_not_fetched(server, url):
 
 
 @pytest.mark.slow
-def test_a_bucket_export_loads_and_a_cut_off_one_does_not(server, url, monkeypatch):
+def test_a_bucket_export_loads_and_a_partial_export_does_not(server, url, monkeypatch):
     url, params = f"{url}/model", load_weights(FIXTURES / "tied")
     architecture = weights.read_config(FIXTURES / "tied")
     monkeypatch.setattr(weights, "SHARD_BYTES", 20_000)

@@ -41,7 +41,7 @@ def tensorstore_error(number, text):
 
 
 @pytest.mark.parametrize("error", [OSError, tensorstore_error])
-def test_the_line_says_why_and_what_goes_on(tmp_path, error):
+def test_a_write_error_says_its_cause_and_how_to_resume(tmp_path, error):
     with pytest.raises(UserError) as failure, RunStore(tmp_path).writing("checkpoints"):
         raise error(errno.ENOSPC, os.strerror(errno.ENOSPC))
     line = f"{tmp_path}/checkpoints: can't be written (No space left on device); the same command resumes"
@@ -51,7 +51,7 @@ def test_the_line_says_why_and_what_goes_on(tmp_path, error):
             raise bug  # no fault of the disk
 
 
-def test_lines_that_do_not_parse_are_left_out(tmp_path):
+def test_unparsable_lines_are_left_out(tmp_path):
     (tmp_path / "timings.jsonl").write_bytes(b'{"step": 1}\n\xff\n[]\n' + b"[" * 9999 + b'\n{"step": 2}\n{"st')
     assert RunStore(tmp_path).records("timings.jsonl") == [{"step": 1}, {"step": 2}]
 
@@ -126,7 +126,7 @@ def test_a_bucket_needs_gcsfs(monkeypatch):
 
 
 @google
-def test_a_refusing_bucket_is_not_taken_for_an_empty_one(store, server):
+def test_a_bucket_that_refuses_access_is_not_taken_as_empty(store, server):
     """Else a run in it would begin anew."""
     with lock_run(store):
         store.write(CONFIG, b"{}")

@@ -53,7 +53,7 @@ def following(texts, folder, algorithm="grpo", model=None, **sections):
 
 
 @pytest.mark.slow
-def test_a_run_that_learned_texts_is_asked_by_texts(texts, tmp_path, caplog):
+def test_a_run_that_learned_texts_gets_text_prompts(texts, tmp_path, caplog):
     """Evaluation, generate and the export ask by texts."""
     assert records(texts)[-1]["eval/greedy_accuracy"] == 1
     assert json.loads(Path(texts.run_dir, "config.json").read_text())["mllm_learned"] == "texts"
@@ -74,7 +74,7 @@ def test_a_run_that_learned_texts_is_asked_by_texts(texts, tmp_path, caplog):
         ({"task": {"system_prompt": "Add."}}, "chats", "the prompts of task arithmetic are chats: chat_template=never"),
     ],
 )
-def test_a_following_run_asks_by_texts_or_says_that_it_can_not(texts, tmp_path, caplog, sections, form, warned):
+def test_a_following_run_prompts_by_texts_or_warns(texts, tmp_path, caplog, sections, form, warned):
     settings = following(texts, tmp_path / "run", **sections)
     with Run.build(settings) as begun:
         assert begun.sampling.sampler.renderer.form == form

@@ -62,7 +62,7 @@ def test_a_kill_before_the_first_checkpoint_does_not_show(finished, tmp_path):
 
 
 @slow
-def test_a_stopped_run_in_a_bucket_ends_as_one_on_a_disk(finished, tmp_path, monkeypatch):
+def test_a_stopped_bucket_run_ends_like_a_run_on_a_disk(finished, tmp_path, monkeypatch):
     """A signal stops the run, and the bucket loses a checkpoint."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with object_store() as store:
@@ -207,7 +207,7 @@ def test_a_failed_step_or_evaluation_costs_no_earlier_step(tmp_path, monkeypatch
     assert (newest(settings).step, newest(settings).pending_evaluation is None) == (3, False)
 
 
-def test_a_finite_update_ends_a_row_of_skipped_ones():
+def test_a_finite_update_resets_the_count_of_skipped_updates():
     train = TrainState({}, {}, 0)
     state, counts = RunState(0, train, {}), []
     for skipped in (True, True, False, True):

@@ -19,7 +19,7 @@ SETTINGS = [
 ]
 
 
-def test_noise_has_all_bits_where_it_is_large():
+def test_large_noise_has_all_bits():
     ends = np.arange(2000, dtype=np.uint32)
     bits = np.concatenate([ends, np.random.default_rng(0).integers(2**32, size=4000, dtype=np.uint32), ~ends[::-1]])
     noise = np.asarray(gumbel_noise(jnp.asarray(bits)))
@@ -72,7 +72,7 @@ def test_top_k_and_top_p_keep_at_least_one_likely_token(probabilities, top_k, to
 
 
 @pytest.mark.parametrize(("scale", "top_p"), [(0.1, 0.05), (3.0, 0.5), (3.0, 0.999), (1e11, 0.9)])
-def test_top_p_keeps_what_sorted_logits_say_ties_included(scale, top_p):
+def test_top_p_keeps_the_tokens_of_sorted_logits_and_ties(scale, top_p):
     logits = scale * np.random.default_rng(0).normal(size=(16, 30_000)).astype(np.float32)
     logits[:8, ::2] = logits[:8, 1::2]  # pairs
     logits[3:5] = np.round(logits[3:5])

@@ -56,7 +56,7 @@ def test_the_logits_table_compares_jax_and_its_check_fails(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_a_rollout_s_table_counts_what_the_engine_did(capsys):
+def test_the_rollout_table_counts_the_steps_of_the_engine(capsys):
     sizes = ["--rows", "8", "--slots", "4", "--limit", "8", "--hidden", "64", "--layers", "1", "--repeats", "1"]
     assert rollout.main(sizes) == 0
     columns, _, [name, *figures] = cells(capsys.readouterr().out)

@@ -21,7 +21,7 @@ def test_a_column_changes_only_head_and_adapters():
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
-def test_the_head_is_the_peak_over_an_update_without_one(tmp_path, monkeypatch, capsys):
+def test_head_memory_is_the_peak_over_an_update_without_a_head(tmp_path, monkeypatch, capsys):
     """What does not fit stands in brackets."""
     _, devices = find_devices(tiny.config("sft"), None)
     monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))

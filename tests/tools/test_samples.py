@@ -91,7 +91,7 @@ def test_first_examples_are_printed_by_source_and_column(tmp_path, capsys):
     assert re.findall("⟦.", capsys.readouterr().out) == ["⟦2", "⟦4"]
 
 
-def test_the_prompts_are_those_of_the_run(tmp_path, capsys):
+def test_the_tool_uses_the_prompts_of_the_run(tmp_path, capsys):
     """All problems are trained on without an evaluation, and a model that has learned texts gets texts."""
     shutil.copytree("tests/fixtures/tiny_grpo", model := tmp_path / "model")
     settings = json.loads((model / "config.json").read_text())

@@ -177,7 +177,7 @@ def test_a_prompt_from_stdin_is_not_numbered(exported, calls, monkeypatch, capsy
     assert capsys.readouterr() == ("two\nlines\n", said)
 
 
-def test_a_terminal_chat_repeats_all_that_was_said(exported, calls, monkeypatch, capsys):
+def test_a_terminal_chat_sends_all_earlier_messages(exported, calls, monkeypatch, capsys):
     typed = io.StringIO("one\ntwo\n\nnot read\n")
     monkeypatch.setattr(typed, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", typed)
@@ -213,7 +213,7 @@ def test_a_missing_model_is_named_as_on_the_command_line(tmp_path, monkeypatch, 
     assert "model." not in error
 
 
-def test_the_sampler_gets_what_the_options_say(exported, calls):
+def test_the_sampler_gets_the_values_of_the_options(exported, calls):
     """Without --dtype the run would compute in float32."""
     options = ["--max-tokens", "6", "--temperature", "0.5", "--seed", "3", "--dtype", "bfloat16"]
     options += ["--stop", "two tokens", "--stop", "<|im_start|>"]

@@ -216,7 +216,7 @@ def measured():
 @pytest.mark.parametrize(
     "sections", [{"packing": False}, pytest.param({"mesh": {"dp": 2, "fsdp": 2, "tp": 2}}, marks=pytest.mark.nightly)]
 )
-def test_it_is_the_mean_over_the_learned_tokens_of_all_documents(measured, sections):
+def test_validation_is_the_mean_over_all_learned_tokens(measured, sections):
     documents, metrics = measured
     one = validation_settings(**sections)
     mesh = make_mesh(one.mesh)
