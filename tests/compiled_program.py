@@ -44,15 +44,15 @@ def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast"
     # For TPUs a reduce-scatter is a computation of this name. It consists of an all-reduce and a slice.
     scattered = re.compile(r"^%all-reduce-scatter\S* \([^\n]*\) -> ([^\n]*) \{$.*?^\}$", re.MULTILINE | re.DOTALL)
-    found = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", scattered.sub("", text(program)))
-    found += [(result, "reduce-scatter") for result in scattered.findall(text(program))]
-    return [Exchanged(kind, *array) for result, kind in found for array in arrays(result)]
+    matches = re.findall(rf"%\S+ = (.*?) ({kinds})(?:-start)?\(", scattered.sub("", text(program)))
+    matches += [(result, "reduce-scatter") for result in scattered.findall(text(program))]
+    return [Exchanged(kind, *array) for result, kind in matches for array in arrays(result)]
 
 
 def arrays(part: str) -> list[Stored]:
     """The arrays with one dim or more in a piece of a program's text."""
-    found = re.findall(r"(\w+)\[([\d,]+)\]", part)
-    return [Stored(dtype, tuple(map(int, shape.split(",")))) for dtype, shape in found]
+    matches = re.findall(r"(\w+)\[([\d,]+)\]", part)
+    return [Stored(dtype, tuple(map(int, shape.split(",")))) for dtype, shape in matches]
 
 
 def text(program: jax.stages.Compiled) -> str:

@@ -59,8 +59,8 @@ class ObjectStore:
         with self.lock:
             if place.startswith("/upload/") and query.get("uploadType") == "resumable":
                 return self.upload(query, headers, body)
-            if found := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
-                source, how, target = found.groups()
+            if match := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
+                source, how, target = match.groups()
                 if source not in self.objects:
                     return 404, {}, b""
                 made = self.put(target, self.objects[source][0])

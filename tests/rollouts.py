@@ -26,14 +26,14 @@ class RandomCompletions(Sampler):
 
     def complete(self, params, prompts, *, step, first_sequence=0, greedy=False, ended=None):
         rng = np.random.default_rng(step + first_sequence)
-        found = []
+        completions = []
         for number in range(len(prompts)):
             length = int(rng.integers(1, LIMIT + 1))
             tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
             kept, text = [length / LIMIT] * length, f"{first_sequence + number}"
             norms = [token / 256 for token in tokens]
-            found.append(Completion(tokens, logprobs, kept, norms, finished=length < LIMIT, text=text))
-        return found
+            completions.append(Completion(tokens, logprobs, kept, norms, finished=length < LIMIT, text=text))
+        return completions
 
 
 class InstantRewards(RewardRunner):
@@ -63,13 +63,13 @@ def linear_logprobs(params, batch):
 
 def sequences(batch):
     """Each sequence of a packed batch by its tokens: its fields as rows of an array, [fields, tokens]."""
-    found = {}
+    packed = {}
     fields = [*batch[:5], *(batch.inputs or ())]
     for row in zip(*(field for field in fields if field is not None), strict=True):
         for segment in range(1, row[2].max() + 1):
             fields = np.array([field[row[2] == segment] for field in row], np.float64)
-            found[*fields[0].astype(int), int(fields[3, -1])] = fields
-    return found
+            packed[*fields[0].astype(int), int(fields[3, -1])] = fields
+    return packed
 
 
 def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):

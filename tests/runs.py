@@ -89,12 +89,12 @@ def spawn(command: list[str], stderr: int, **variables: str) -> subprocess.Popen
 def outputs(processes: list[subprocess.Popen], exit_code: int = 0) -> list[str]:
     """The output of each process, once every process has ended with the exit code."""
     try:
-        said = [process.communicate(timeout=300)[0] for process in processes]
+        texts = [process.communicate(timeout=300)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(said)
-    return said
+    assert [process.returncode for process in processes] == [exit_code] * len(processes), "\n".join(texts)
+    return texts
 
 
 def checkpoints(config: RunConfig) -> list[int]:

@@ -35,15 +35,15 @@ def swept() -> None:
 @cache
 def imported(module: str) -> set[str]:
     """What a module imports, anywhere in its file: modules, and names in them."""
-    path, found = MODULES[module], set()
+    path, names = MODULES[module], set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             origin = resolve_name("." * node.level + (node.module or ""), package)
-            found |= {f"{origin}.{alias.name}" for alias in node.names}
-    return found
+            names |= {f"{origin}.{alias.name}" for alias in node.names}
+    return names
 
 
 def floor(module: str) -> int:

@@ -120,8 +120,8 @@ def test_the_loss_equals_full_logits_at_the_temperature(kind, how, coef):
     def oracle(params):
         z = logits(forward.graphdef, params, BATCH.tokens, BATCH.positions, BATCH.segments)[..., :260] / TEMPERATURE
         log_p = jax.nn.log_softmax(z)
-        found = divergence(kind, log_p, jnp.float32(q), how.get("beta"), jnp)
-        return (BATCH.weights * (found - coef * jnp.take_along_axis(log_p, BATCH.labels[..., None], -1)[..., 0])).sum()
+        value = divergence(kind, log_p, jnp.float32(q), how.get("beta"), jnp)
+        return (BATCH.weights * (value - coef * jnp.take_along_axis(log_p, BATCH.labels[..., None], -1)[..., 0])).sum()
 
     same = jax.jit(jax.grad(oracle))(params)
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(same), strict=True):
@@ -129,18 +129,18 @@ def test_the_loss_equals_full_logits_at_the_temperature(kind, how, coef):
 
 
 def test_the_mixture_and_the_likeliest_tokens_reach_the_head():
-    asked, likeliest = [], (BATCH.labels + 1) % 260
+    calls, likeliest = [], (BATCH.labels + 1) % 260
 
     class Asked(Head):
         def __init__(self):
             pass
 
         def loss(self, states, batch, objective, *operands, teacher=None, **options):
-            asked.append(options)
+            calls.append(options)
             return jnp.zeros(()), self.logprobs(states, batch)
 
         def logprobs(self, states, batch):
-            asked.append(batch.labels)
+            calls.append(batch.labels)
             zeros = jnp.zeros(batch.labels.shape)
             return TokenLogprobs(zeros, zeros, zeros, zeros)
 
@@ -149,7 +149,7 @@ def test_the_mixture_and_the_likeliest_tokens_reach_the_head():
 
     zeros = HeadInputs(jnp.zeros((ROWS, LENGTH, 4)), *[jnp.zeros((260, 4))] * 2)
     divergence_loss(make_settings(kind="jsd", beta=0.3).distill, 0.0, Asked(), zeros, BATCH, zeros)
-    options, _, *measured_labels = asked
+    options, _, *measured_labels = calls
     assert options == {"kind": "jsd", "beta": 0.3}
     assert [np.array_equal(labels, likeliest) for labels in measured_labels] == [True, True]
 

@@ -36,14 +36,14 @@ def roll_out(bad=(), weight=1.0, **options):
 @pytest.mark.parametrize("baseline", ["group", "token"])
 def test_each_completion_gets_its_weight_and_advantage(baseline):
     step, prompts, completions = roll_out(loss_type="grpo", baseline=baseline, scale_rewards="mean")
-    found, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
+    packed, rewards = sequences(step.batch), np.arange(8.0).reshape(2, GROUP) ** 2
     advantages = advantages_of(rewards, "mean").reshape(-1)
     if baseline == "token":
         advantages = token_advantages(rewards, "mean", [np.float32(made.norms) for made in completions])
         assert any(len({*part}) > 1 for part in advantages)
-    assert len(found) == 2 * GROUP
+    assert len(packed) == 2 * GROUP
     for prompt, made, advantage in zip(prompts, completions, advantages, strict=True):
-        fields, learned = found[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
+        fields, learned = packed[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
         assert fields[3, learned].tolist() == made.tokens
         np.testing.assert_array_equal(fields[4, learned], np.float32(1 / (8 * len(made.tokens))))
         np.testing.assert_array_equal(fields[5, learned], np.float32(advantage))
@@ -92,8 +92,8 @@ def test_dr_grpo_divides_by_the_longest_allowed_completion(turns):
 
 def test_more_than_half_of_the_completions_may_not_fail():
     assert roll_out(bad=range(4))[0].metrics["frac_groups_failed"] == 0.5
-    said = "a reward failed for 5 of 8 completions, .*; exact_match raised 5 times, first: too many; correct the"
-    with pytest.raises(StepError, match=said):
+    message = "a reward failed for 5 of 8 completions, .*; exact_match raised 5 times, first: too many; correct the"
+    with pytest.raises(StepError, match=message):
         roll_out(bad=range(5))
 
 
@@ -107,10 +107,10 @@ def test_distillation_learns_from_every_completion():
 
 
 def test_one_process_scores_a_group_at_any_process_count(monkeypatch):
-    asked, part_of = [], RowShare.part_of
-    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    calls, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: calls.append(sizes) or part_of(self, *sizes))
     roll_out()
-    assert (2 * GROUP, GROUP) in asked
+    assert (2 * GROUP, GROUP) in calls
     assert [part_of(RowShare(share, 2), 3 * 4, 4) for share in range(2)] == [slice(0, 8), slice(8, 16)]
 
 
@@ -158,8 +158,8 @@ def test_logged_samples_are_the_best_and_worst_of_prompts():
 def test_values_logged_by_functions_are_in_metrics_and_samples():
     class Logging(SquareRewards):
         def score(self, samples):
-            found = super().score(samples)
-            return [[(*own, ("extra", "call", n), ("metric", "calls", n))] for n, (own,) in enumerate(found)]
+            scores = super().score(samples)
+            return [[(*own, ("extra", "call", n), ("metric", "calls", n))] for n, (own,) in enumerate(scores)]
 
     step = next_of(grpo_source(rewards=Logging()))
     assert step.metrics["rewards/exact_match/calls"] == 3.5
@@ -216,10 +216,10 @@ def test_each_update_of_a_rollout_has_its_own_denominator():
     expected = ((rewards - rewards.mean(-1, keepdims=True)) / deviation).reshape(2, -1)
     completion_lengths = np.array([len(one.tokens) for one in completions]).reshape(2, -1)
     for part, advantages, lengths in zip(parts, expected, completion_lengths, strict=True):
-        found = sequences(part.batch).values()
-        assert sorted(fields[5, -1] for fields in found) == pytest.approx(sorted(advantages))
-        assert [fields[4, -1] for fields in found] == pytest.approx([1 / lengths.sum()] * 2 * GROUP)
-        assert part.tokens == sum(fields.shape[1] + 1 for fields in found)
+        packed = sequences(part.batch).values()
+        assert sorted(fields[5, -1] for fields in packed) == pytest.approx(sorted(advantages))
+        assert [fields[4, -1] for fields in packed] == pytest.approx([1 / lengths.sum()] * 2 * GROUP)
+        assert part.tokens == sum(fields.shape[1] + 1 for fields in packed)
     assert parts[0].metrics.keys() == parts[1].metrics.keys()
     assert parts[0].metrics["num_tokens"] == parts[0].tokens + parts[1].tokens
 
@@ -254,8 +254,8 @@ def make_source(unequal, **settings):
 )
 def test_groups_of_equal_rewards_are_redrawn_to_fill_the_batch(limit, unequal, rounds, drawn, learned):
     source = make_source(unequal, dynamic_sampling=limit, updates_per_generation=2)
-    found, sample = [], source.sample
-    source.sample = lambda *given: found.append(sample(*given)) or found[-1]
+    samples, sample = [], source.sample
+    source.sample = lambda *given: samples.append(sample(*given)) or samples[-1]
     steps = [next_of(source, number) for number in range(2)]
     assert len(source.rewards.drawn) == drawn
     assert source.rewards.sequences == list(range(drawn * GROUP))
@@ -267,7 +267,7 @@ def test_groups_of_equal_rewards_are_redrawn_to_fill_the_batch(limit, unequal, r
     assert len(parts[0]) == 4
     assert sum(len(sequences(step.batch)) for step in steps) == len(learned) * GROUP
     metrics = steps[0].metrics
-    assert metrics["num_tokens"] == sum(len(trajectory.tokens) for trajectory in found[0][0])
+    assert metrics["num_tokens"] == sum(len(trajectory.tokens) for trajectory in samples[0][0])
     assert metrics["rewards/exact_match/mean"] == pytest.approx(1.5 * sum(n < drawn for n in unequal) / drawn)
     assert metrics["frac_reward_zero_std"] == pytest.approx(1 - sum(n < drawn for n in unequal) / drawn)
     assert source.updates_without_gradient == sum(step.metrics["frac_without_gradient"] == 1 for step in steps)
@@ -289,9 +289,9 @@ def test_advantages_are_scaled_by_the_learned_groups_only():
     """Six groups are drawn, two of them of equal rewards, which would lower the deviation."""
     source = make_source([0, 3, 4, 5], dynamic_sampling=3, updates_per_generation=2, scale_rewards="batch")
     steps = [next_of(source, number) for number in range(2)]
-    found = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
+    values = [fields[5, -1] for step in steps for fields in sequences(step.batch).values()]
     rewards = np.tile(np.arange(float(GROUP)), 4)
-    assert sorted(found) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
+    assert sorted(values) == pytest.approx(sorted((rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)))
 
 
 def test_prompts_are_drawn_once_and_resume_at_any_position():

@@ -172,11 +172,11 @@ def test_marked_old_log_probs_equal_the_current_log_probs(loss_type):
     batch = pack(token_weights(loss_type, mask), advantage, logprob, sampler, reference)
     marked = with_inputs(batch, old_logprobs=jnp.zeros_like(current), is_current=jnp.ones_like(current))
 
-    def found(batch):
+    def results(batch):
         loss = jax.value_and_grad(our_loss, 2)(config, batch, current, packed(entropy))
         return jax.tree.leaves((loss, policy_metrics(config, current, packed(entropy), batch)))
 
-    for one, other in zip(found(marked), found(batch), strict=True):
+    for one, other in zip(results(marked), results(batch), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
@@ -235,9 +235,9 @@ def test_advantages_are_distances_to_the_mean_of_the_group(scale):
     rewards = np.random.default_rng(0).normal(size=(5, 7))
     rewards[1, 2] = rewards[2, :6] = rewards[4] = np.nan
     rewards[3] = 0.1  # the mean of seven 0.1 is not 0.1
-    found = advantages(rewards, scale)
-    np.testing.assert_allclose(found, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
-    assert not found[2:].any()
+    result = advantages(rewards, scale)
+    np.testing.assert_allclose(result, reference_advantages(rewards, scale), rtol=1e-4, atol=1e-6)
+    assert not result[2:].any()
     assert not advantages(np.full((2, 3), np.nan), scale).any()
     extreme = advantages(np.array([[LARGEST, -LARGEST, LARGEST, 0.0], [0.0, 1.0, 2.0, 3.0]]), scale)
     assert np.isfinite(extreme).all()
@@ -264,14 +264,14 @@ def test_a_token_baseline_weighs_rewards_by_prefix_norms():
     rewards[2], rewards[3] = 0.1, np.nan
     norms = [rng.random(length, np.float32) for length in rng.integers(1, 9, 20)]
     for scale, divisor in {"none": np.ones(4), "mean": np.nanmean(rewards[:3], -1)}.items():
-        found = token_advantages(rewards, scale, norms)
-        assert [len(part) for part in found] == [len(part) for part in norms]
+        result = token_advantages(rewards, scale, norms)
+        assert [len(part) for part in result] == [len(part) for part in norms]
         for group in (0, 1):
             members = slice(5 * group, 5 * group + 5)
             expected = reference_token_advantages(rewards[group], norms[members])
-            for part, values in zip(found[members], expected, strict=True):
+            for part, values in zip(result[members], expected, strict=True):
                 np.testing.assert_allclose(part, np.array(values) / divisor[group], rtol=1e-12, atol=1e-12)
-        assert not any(part.any() for part in found[10:])
+        assert not any(part.any() for part in result[10:])
     certain = token_advantages(np.array([[0.0, 1.0]]), "group", [np.zeros(2, np.float32)] * 2)
     assert np.isfinite(certain).all()
 

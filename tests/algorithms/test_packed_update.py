@@ -96,5 +96,5 @@ def test_two_sampled_turns_are_learned_as_in_the_paper(loss_type, mode):
     alone = with_policies(jax.tree.map(lambda *arrays: np.concatenate(arrays), *rows))
     update = jax.jit(lambda batch, rows: accumulate(forward.loss, params, batch, rows)[2], static_argnums=1)
     gradients = update(batch, 2), update(alone, ROWS)
-    for found, same in zip(*map(jax.tree.leaves, gradients), strict=True):
-        assert np.linalg.norm(np.float64(found) - same) < 1e-6 * np.linalg.norm(np.float64(same))
+    for gradient, same in zip(*map(jax.tree.leaves, gradients), strict=True):
+        assert np.linalg.norm(np.float64(gradient) - same) < 1e-6 * np.linalg.norm(np.float64(same))

@@ -136,9 +136,9 @@ def test_loss_and_gradient_match_the_formula_in_micro_batches(name):
     compute = jax.jit(jax.value_and_grad(lambda logprob, batch: preference_loss(config, logprob, batch)))
     for rows in (6, 2):
         parts = [slice(start, None, 6 // rows) for start in range(6 // rows)]
-        found = [compute(jnp.float32(logprob[p]), jax.tree.map(lambda x, p=p: x[p], batch)) for p in parts]
-        np.testing.assert_allclose(sum(loss for loss, _ in found), exact(logprob), rtol=2e-6)
-        for part, (_, gradient) in zip(parts, found, strict=True):
+        results = [compute(jnp.float32(logprob[p]), jax.tree.map(lambda x, p=p: x[p], batch)) for p in parts]
+        np.testing.assert_allclose(sum(loss for loss, _ in results), exact(logprob), rtol=2e-6)
+        for part, (_, gradient) in zip(parts, results, strict=True):
             np.testing.assert_allclose(gradient, expected[part], rtol=1e-4, atol=1e-6 * np.abs(expected).max())
 
 
@@ -162,8 +162,8 @@ def test_a_certain_completion_has_a_finite_gradient():
         )
         starts = batch.inputs.reference_logprobs != 0
         close = with_inputs(batch, reference_logprobs=jnp.where(starts, first, 0))
-        found = means(preference_sums(config_of("sigmoid"), noisy, close))["rewards/accuracies"]
-        assert (float(found) == 0.5) == (accuracies == {0.5})
+        accuracy = means(preference_sums(config_of("sigmoid"), noisy, close))["rewards/accuracies"]
+        assert (float(accuracy) == 0.5) == (accuracies == {0.5})
 
 
 @cache
@@ -213,23 +213,23 @@ def test_losses_gradients_and_metrics_are_trl_s():
     assert np.count_nonzero(batch.segments.any(1)) > 2  # so that there are two micro-batches
     batch = shard_batch(forward.mesh, batch)
     loss, outputs, gradient = jax.jit(lambda *a: accumulate(forward.loss, *a, 2))(params, batch)
-    found = forward.metrics(batch, outputs)
+    metrics = forward.metrics(batch, outputs)
     np.testing.assert_allclose(loss, trl["loss"], rtol=1e-5)
     np.testing.assert_allclose(optax.tree.norm(gradient), trl["grad_norm"], rtol=1e-5)
     for metric, value in trl["metrics"].items():
-        np.testing.assert_allclose(found[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
+        np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, atol=1e-5, err_msg=metric)
 
 
 @pytest.mark.slow
 def test_validation_is_a_mean_over_examples_in_any_batches():
     """A validation may be interrupted between its batches."""
-    config, found, polled = DpoConfig(loss_type="simpo"), [], []
+    config, metrics, polled = DpoConfig(loss_type="simpo"), [], []
     for rows in (6, 2):
         made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)
         batches = [*made.validate()]
         poll = partial(polled.append, rows)
         validate = make_validation(config, make_forward(config), lambda given=batches: given, poll)
-        found.append(validate(load_weights(FIXTURES / "tied"), 0))
+        metrics.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert polled.count(rows) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

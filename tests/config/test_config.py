@@ -171,9 +171,9 @@ def test_yaml_without_a_mapping_of_plain_values_is_refused(tmp_path, text):
 def test_reward_arguments_and_overrides_are_read(tmp_path):
     name, *others = arguments(tiny.config(run_dir=str(tmp_path / "run")))[1:]
     args = "task.rewards=[{name: overlong, weight: 1, args: {cache: 010, scale: 1e-3, quiet: no}}]"
-    found = configs.load(name, [*others, args, "seed=010"])
-    assert found.seed == 10
-    assert found.task.rewards[0].args == {"cache": 10, "scale": 1e-3, "quiet": "no"}
+    loaded = configs.load(name, [*others, args, "seed=010"])
+    assert loaded.seed == 10
+    assert loaded.task.rewards[0].args == {"cache": 10, "scale": 1e-3, "quiet": "no"}
     for bad in ("steps=1:40", "steps=1.5"):
         with pytest.raises(UserError, match="steps"):
             configs.load(name, [*others, bad])

@@ -26,9 +26,9 @@ def test_user_errors_are_one_line_and_bugs_a_traceback(error, code, printed, cap
 
     with pytest.raises(type(error)) if code == 1 else nullcontext():
         assert main() == code
-    said = capsys.readouterr().err
-    assert said.startswith(printed)
-    assert said.count("\n") == bool(printed)
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(printed)
+    assert stderr.count("\n") == bool(printed)
 
 
 def test_a_script_warns_in_one_format_and_exits_with_its_code():

@@ -198,17 +198,17 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     settings = DataConfig(source=write(tmp_path, some(40)), max_length=32)
     documents, _ = load_documents(settings, Renderer(BYTES), None)
     (training,), (heldout,) = hold_out([documents], 0.2)
-    trained, held, everything = map(read_all, (training, heldout, documents))
-    assert (len(held), sorted(trained + held)) == (8, sorted(everything))
-    assert held != everything[:8]
+    trained, heldout_rows, everything = map(read_all, (training, heldout, documents))
+    assert (len(heldout_rows), sorted(trained + heldout_rows)) == (8, sorted(everything))
+    assert heldout_rows != everything[:8]
     assert [tokens for tokens, _ in training.sizes] == [len(text) for text in trained]
     assert len({part.content for part in (documents, training, heldout)}) == 3
     twice, _ = load_documents(
         DataConfig(source=write(tmp_path, some(40) * 2, "twice.jsonl"), max_length=32), Renderer(BYTES), None
     )
-    (trained,), (held,) = hold_out([twice], 0.2)
-    assert len(held) == 16
-    assert {*read_all(trained)}.isdisjoint(read_all(held))
+    (trained,), (heldout_part,) = hold_out([twice], 0.2)
+    assert len(heldout_part) == 16
+    assert {*read_all(trained)}.isdisjoint(read_all(heldout_part))
     with pytest.raises(UserError, match=r"data.validation.share: 0.99 of 40 examples leaves none to train on"):
         hold_out([documents], 0.99)
 
@@ -221,12 +221,12 @@ def test_a_share_of_a_mix_repeats_nothing_of_another_source(tmp_path):
     assert sum(map(len, (training, heldout))) == 90
 
 
-@pytest.mark.parametrize(("once", "held"), [(3, 2), (0, None)])
-def test_an_example_of_more_than_a_share_is_trained_on(once, held, tmp_path):
+@pytest.mark.parametrize(("once", "heldout"), [(3, 2), (0, None)])
+def test_an_example_of_more_than_a_share_is_trained_on(once, heldout, tmp_path):
     settings = DataConfig(source=write(tmp_path, [*some(1) * 20, *some(4)[1 : once + 1]]), max_length=32)
     documents, _ = load_documents(settings, Renderer(BYTES), None)
-    if held:
-        assert len(hold_out([documents], 0.1)[1][0]) == held
+    if heldout:
+        assert len(hold_out([documents], 0.1)[1][0]) == heldout
     else:
         with pytest.raises(UserError, match="leaves none to train on"):
             hold_out([documents], 0.1)

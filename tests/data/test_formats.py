@@ -70,7 +70,7 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "record", "said"),
+    ("rule", "record", "message"),
     [
         ("always", {"text": "a"}, "text has no turns, which chat_template: always renders"),
         ("auto", {"text": "a"}, "model.tokenizer: it names no end of sequence"),
@@ -79,9 +79,9 @@ def test_the_documentation_s_file_has_a_line_of_each_format() -> None:
         ("auto", {"messages": [SAID[0], {**CALLS_ADD, "tool_calls": [{"name": "<|im_end|>"}]}]}, "is a control token"),
     ],
 )
-def test_a_record_that_a_rule_can_not_render_is_an_error(rule: str, record: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        marked(record, ENDLESS if "no end" in said else BYTES, rule)
+def test_a_record_that_a_rule_can_not_render_is_an_error(rule: str, record: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        marked(record, ENDLESS if "no end" in message else BYTES, rule)
 
 
 def test_each_line_and_row_is_read_once_with_its_number(tmp_path: Path, monkeypatch: Any) -> None:
@@ -121,10 +121,10 @@ def test_bad_lines_are_one_error_with_causes_and_places(tmp_path: Path) -> None:
 
 def test_very_many_bad_lines_and_faults_are_counted() -> None:
     bad = [(f"a:{number}", UserError(f"fault {number % 7}")) for number in range(7 * 60)]
-    said = str(bad_lines(bad, "data.source"))
-    assert said.startswith("data.source: fault 0 (a:0, 7, 14, ")
-    assert said.count("and 20 more)") == 5
-    assert said.endswith("; and 2 other faults")
+    message = str(bad_lines(bad, "data.source"))
+    assert message.startswith("data.source: fault 0 (a:0, 7, 14, ")
+    assert message.count("and 20 more)") == 5
+    assert message.endswith("; and 2 other faults")
 
 
 def test_a_csv_file_has_texts_named_by_its_first_line(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_a_missing_package_error_names_the_extra_to_install(monkeypatch):
 
 @pytest.mark.parametrize("levels", [200, 500, 5000])
 def test_a_record_of_too_many_levels_is_a_bad_line(tmp_path: Path, levels: int) -> None:
-    said = json.dumps(SAID[1])[:-1] + ', "thoughts": ' + levels * "[" + levels * "]" + "}"
+    message = json.dumps(SAID[1])[:-1] + ', "thoughts": ' + levels * "[" + levels * "]" + "}"
     path = tmp_path / "deep.jsonl"
-    path.write_text(f'{{"messages": [{json.dumps(SAID[0])}, {said}]}}\n')
+    path.write_text(f'{{"messages": [{json.dumps(SAID[0])}, {message}]}}\n')
     with pytest.raises(UserError, match=r"task.train: (it has more than 100 levels|not JSON .*) \(.*deep.jsonl:1\)"):
         load(TaskConfig(name="jsonl", train=str(path)))
 
@@ -183,13 +183,13 @@ ARGUMENTS = {"x": 1, "y": {"z": "10001"}}
 
 
 def tokenizer(tools: str = "{{ tools | tojson if tools }}") -> Any:
-    found = bytes_tokenizer()
+    byte_tokenizer = bytes_tokenizer()
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-    found.chat_template = (
+    byte_tokenizer.chat_template = (
         f"{tools}{{% for m in messages %}}<|im_start|>{{{{ m.content }}}}{calls}<|im_end|>{{% endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    return found
+    return byte_tokenizer
 
 
 def chat(call: Any) -> list[dict[str, Any]]:
@@ -231,8 +231,8 @@ def test_a_malformed_call_is_an_error(calls: Any, message: str) -> None:
 
 def test_empty_calls_are_dropped_and_null_arguments_kept() -> None:
     for calls in ("[]", "null", "", [], None):
-        said = {"role": "assistant", "content": "b", "tool_calls": calls}
-        assert turns({"messages": [said]}, "messages") == [{"role": "assistant", "content": "b"}]
+        turn = {"role": "assistant", "content": "b", "tool_calls": calls}
+        assert turns({"messages": [turn]}, "messages") == [{"role": "assistant", "content": "b"}]
         assert tools_of({"tools": calls}) == []
     for arguments in ('{"x": null}', {"x": None}):
         (_, message, *_) = turns({"messages": chat([call(arguments)])}, "messages")
@@ -254,11 +254,11 @@ def test_tools_may_be_a_text_and_are_never_left_out_in_silence() -> None:
         assert tools_of({"tools": tools}) == [TOOL]
     record = {"messages": chat([call(ARGUMENTS)]), "tools": [TOOL]}
     assert encode_record(Renderer(tokenizer()), record)[0][:9] == [*b'[{"type":']
-    for template, other, said in (
+    for template, other, fault in (
         ("", record, "the tokenizer's chat template leaves them out"),
         ("", {"text": "a", "tools": [TOOL]}, "texts have no chat template"),
     ):
-        with pytest.raises(UserError, match=f"tools: {said}"):
+        with pytest.raises(UserError, match=f"tools: {fault}"):
             encode_record(Renderer(tokenizer(tools=template)), other)
 
 
@@ -269,8 +269,8 @@ def documents(tmp_path, name, *rows, **settings):
     path = tmp_path / name
     path.write_text(json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows))
     config = DataConfig(source=str(path), max_length=64, cache=str(tmp_path / "cache"), **settings)
-    found = cached_documents(Origin("data.source", str(path)), config, Renderer(BYTES, "never"))
-    return [bytes(one.tokens.tolist()[:-1]).decode() for one in found.read(range(len(found)))]
+    learned = cached_documents(Origin("data.source", str(path)), config, Renderer(BYTES, "never"))
+    return [bytes(one.tokens.tolist()[:-1]).decode() for one in learned.read(range(len(learned)))]
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])

@@ -32,11 +32,11 @@ def test_each_sequence_stands_whole_in_one_row(lengths, micro, shards):
     given = random_trajectories(lengths)
     batch = pack(*given, rows)
     assert {field.shape for field in jax.tree.leaves(batch)} == {(rows.total, rows.length)}
-    found = sequences(batch)
-    assert len(found) == len(lengths)
+    packed = sequences(batch)
+    assert len(packed) == len(lengths)
     for (tokens, sampled, logprobs, *_), weight, advantage in zip(*given, strict=True):
         expected = np.where(sampled, tokens, 0)[1:]  # position t predicts token t + 1
-        fields = found[*tokens[:-1].tolist(), int(expected[-1])]
+        fields = packed[*tokens[:-1].tolist(), int(expected[-1])]
         _, positions, _, labels, weights, advantages, sampler = fields
         learned = sampled[1:]
         assert positions.tolist() == list(range(len(tokens) - 1))

@@ -26,7 +26,7 @@ START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|
 ASKED = [{"role": "user", "content": "ab"}]
 
 
-def said(text):
+def answer_of(text):
     return [{"role": "assistant", "content": text}]
 
 
@@ -46,20 +46,20 @@ def documents_of(folder, records, renderer=RENDERER, **settings):
 
 
 def test_every_form_of_a_chat_pair_gives_the_same_sequences():
-    answers = {"chosen": said("c"), "rejected": said("de")}
+    answers = {"chosen": answer_of("c"), "rejected": answer_of("de")}
     whole = {name: ASKED + answer for name, answer in answers.items()}
     chats = {"prompt": ASKED, **answers}, {"prompt": "ab", **answers}, whole, {"prompt": "ab", **whole}
     for record in (*chats, {"prompt": ASKED, **whole}, {"question": "ab", "chosen": "c", "rejected": "de"}):
         (chosen, rejected), complete, is_text = pair(record)
         assert (complete, is_text) == (True, False)
-        for found, answer in ((chosen, b"c"), (rejected, b"de")):
-            assert found.tokens.tolist() == [START, *b"ab", END, START, *answer, END], record
-            assert found.counts.tolist() == [False] * 5 + [True] * (len(answer) + 1)
+        for document, answer in ((chosen, b"c"), (rejected, b"de")):
+            assert document.tokens.tolist() == [START, *b"ab", END, START, *answer, END], record
+            assert document.counts.tolist() == [False] * 5 + [True] * (len(answer) + 1)
 
 
 def test_a_text_prompt_is_not_repeated_before_differing_chats():
-    told = [[{"role": "system", "content": letter}, *ASKED] for letter in "xy"]
-    record = {"prompt": "ab", "chosen": told[0] + said("c"), "rejected": told[1] + said("d")}
+    systems = [[{"role": "system", "content": letter}, *ASKED] for letter in "xy"]
+    record = {"prompt": "ab", "chosen": systems[0] + answer_of("c"), "rejected": systems[1] + answer_of("d")}
     (chosen, rejected), *_ = pair(record)
     assert chosen.tokens.tolist() == [START, *b"x", END, START, *b"ab", END, START, *b"c", END]
     assert rejected.tokens.tolist() == [START, *b"y", END, START, *b"ab", END, START, *b"d", END]
@@ -78,10 +78,10 @@ def test_texts_stay_texts_and_a_long_pair_is_cut_to_halves():
     ("record", "message"),
     [
         ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
-        ({"chosen": ASKED, "rejected": ASKED + said("a")}, "one of chosen and rejected is the beginning"),
-        ({"chosen": said("a"), "rejected": said("b")}, "prompt is missing"),
+        ({"chosen": ASKED, "rejected": ASKED + answer_of("a")}, "one of chosen and rejected is the beginning"),
+        ({"chosen": answer_of("a"), "rejected": answer_of("b")}, "prompt is missing"),
         ({"prompt": "a", "chosen": 5, "rejected": "b"}, "chosen must be a string, got int"),
-        ({"prompt": "a", "chosen": "b", "rejected": said("c")}, "rejected must be a string, got list"),
+        ({"prompt": "a", "chosen": "b", "rejected": answer_of("c")}, "rejected must be a string, got list"),
     ],
 )
 def test_a_malformed_preference_is_an_error(record, message):
@@ -93,7 +93,7 @@ def test_pairs_of_equal_tokens_are_counted_and_left_out(tmp_path, caplog):
     records = [
         {"question": "a", "chosen": "b", "rejected": "b"},
         {"question": "a", "chosen": "b", "rejected": "b\n"},
-        {"prompt": ASKED, "chosen": said("c" * 90 + "d"), "rejected": said("c" * 99)},
+        {"prompt": ASKED, "chosen": answer_of("c" * 90 + "d"), "rejected": answer_of("c" * 99)},
         *some(3),
     ]
     trims = bytes_tokenizer()
@@ -170,8 +170,8 @@ def test_a_task_gives_right_and_wrong_completions():
     documents, _ = load_documents(config, RENDERER, task, pairs=True)
     assert len(documents) == len(task.train)
     (chosen, rejected), example = documents.read([3])[0], task.train[3]
-    for found, answer in ((chosen, example.answer), (rejected, example.rejected)):
-        assert found.tokens.tolist() == [START, *example.question.encode(), END, START, *answer.encode(), END]
+    for document, answer in ((chosen, example.answer), (rejected, example.rejected)):
+        assert document.tokens.tolist() == [START, *example.question.encode(), END, START, *answer.encode(), END]
     endless = load_task(TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(digits=6)))
     with pytest.raises(UserError, match=r"task .* problems, and at most"):
         load_documents(config, RENDERER, endless, pairs=True)

@@ -248,19 +248,19 @@ def test_the_number_game_hints_until_right_or_out_of_turns() -> None:
     assert len(load(TaskConfig(name="mllm.examples.guess:problems", heldout=250)).train) == guess.GAMES - 250
     game = guess.Guess()
     game.reset(seed=7, prompt="game 7")
-    said = [game.step(str(number)) for number in (0, 99)] + [game.step(text) for text in ("x", f" {game.number}\n")]
-    assert said == [("higher", 0, False), ("lower", 0, False), ("a number", 0, False), ("right", 1, True)]
+    answers = [game.step(str(number)) for number in (0, 99)] + [game.step(text) for text in ("x", f" {game.number}\n")]
+    assert answers == [("higher", 0, False), ("lower", 0, False), ("a number", 0, False), ("right", 1, True)]
     game.reset(seed=7)
     assert [game.step("0")[1:] for _ in range(guess.TURNS)] == [(0, False)] * (guess.TURNS - 1) + [(0, True)]
 
 
 def test_calculator_chats_are_runs_of_other_problems() -> None:
     chats = [calculator.chat(number) for number in range(50)]
-    for prompt, *asked, answer in chats:
+    for prompt, *turns, answer in chats:
         assert str(eval(prompt["content"].removesuffix("="))) == answer["content"]
-        for call, said in zip(asked[::2], asked[1::2], strict=True):
+        for call, output in zip(turns[::2], turns[1::2], strict=True):
             [(name, arguments)] = tool_calls(call["content"])
-            assert getattr(calculator, name)(**arguments) == int(said["content"]) == int(answer["content"])
+            assert getattr(calculator, name)(**arguments) == int(output["content"]) == int(answer["content"])
             assert tool_schemas([calculator.add])[0]["function"]["name"] == name
     assert [len(chat) for chat in chats] == [2, 4] * 25
     learned, problems = {calculator.chat(number)[0]["content"] for number in range(20_000)}, calculator.problems()

@@ -67,12 +67,12 @@ def trained(settings: Any, folder: Path, strike: tuple[int, str, float] = (0, "n
     with (folder / "said").open("wb") as file:
         command = [sys.executable, "-c", TRAIN, *arguments(settings)]
         process = subprocess.Popen(command, cwd=ROOT, env=environment(**variables), stdout=file, stderr=file)
-    code, said = process.wait(300), (folder / "said").read_text(errors="replace")
-    assert "Traceback" not in said, said[-3000:]
-    assert "put aside" not in said, said[-3000:]
+    code, output = process.wait(300), (folder / "said").read_text(errors="replace")
+    assert "Traceback" not in output, output[-3000:]
+    assert "put aside" not in output, output[-3000:]
     deadline = time.monotonic() + PATIENCE
     while left := orphans(folder):
-        assert time.monotonic() < deadline, (left, said[-3000:])
+        assert time.monotonic() < deadline, (left, output[-3000:])
         time.sleep(0.05)
     return code
 
@@ -173,9 +173,9 @@ def test_a_fault_ends_all_processes_and_loses_nothing(fault, undisturbed_two, tm
         time.sleep(0.01)
         if "SIGSTOP" in fault and len(left) == 1:
             processes[int(fault[-1])].send_signal(signal.SIGCONT)
-    said = [process.stdout.read() for process in processes]
+    texts = [process.stdout.read() for process in processes]
     codes = zip([process.returncode for process in processes], FAULTS[fault], strict=True)
-    assert all(code in allowed for code, allowed in codes), said
+    assert all(code in allowed for code, allowed in codes), texts
     if FAULTS[fault][0] is MISTAKE:
         assert not Path(settings.run_dir).exists()
     outputs(launch(settings))

@@ -234,17 +234,17 @@ def test_every_input_is_read_unchanged_or_refused_in_one_line(name, examples, tm
     @settings(max_examples=examples, derandomize=examples == DAILY, suppress_health_check=list(HealthCheck))
     @given(inputs)
     def read_or_refuse(value: Any) -> None:
-        said = ""
+        message = ""
         signal.setitimer(signal.ITIMER_PROF, 20.0)  # seconds of processor time; it also ends a regular expression
         try:
             read(tmp_path, value)
         except UserError as error:
-            said = str(error)
+            message = str(error)
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
-        assert said.isprintable()
-        assert len(said) < 10 * LONGEST
-        outcomes.add("refused" if said else "read")
+        assert message.isprintable()
+        assert len(message) < 10 * LONGEST
+        outcomes.add("refused" if message else "read")
 
     signal.signal(signal.SIGPROF, stop)
     read_or_refuse()

@@ -128,9 +128,9 @@ def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, imp
     options = {"temperature": 1.0} | options  # a program is compiled once for any temperature
     given = jax.tree.map(lambda x: jnp.where(live, x, jnp.resize(POISON, len(x))), cotangents)
     got = values_and_gradients(poisoned(problem, ~live), given, impl=impl, where=jnp.asarray(live), **options)
-    asked = options.pop("collision", False)
+    collision = options.pop("collision", False)
     right = exact(*problem, lambda _: cotangents, where=live, **of_oracle(problem, options))
-    assert [x is not None for x in got[5:]] == [False, False, asked, True]
+    assert [x is not None for x in got[5:]] == [False, False, collision, True]
     assert_as_accurate_as_rounding(got, right, largest)
     assert_nothing_at(got, ~live)
 

@@ -121,18 +121,18 @@ def exact(
         return x_N
 
     entropy_R1 = -(p_RV * log_p_RV).sum(axis=1, keepdims=True)
-    found = Answer(rows(log_p_RV[at_label]), rows(lse_R1[:, 0]), rows(entropy_R1[:, 0]), None, None)
-    found = found._replace(mean_logit=rows(z_RV.mean(axis=1)), collision=rows((p_RV**2).sum(axis=1)))
+    partial = Answer(rows(log_p_RV[at_label]), rows(lse_R1[:, 0]), rows(entropy_R1[:, 0]), None, None)
+    partial = partial._replace(mean_logit=rows(z_RV.mean(axis=1)), collision=rows((p_RV**2).sum(axis=1)))
     value_R1, by_z_RV, by_teacher_RV, mass_RV = 0 * lse_R1, 0 * z_RV, 0 * z_RV, 0 * z_RV
     if teacher is not None:
         teacher_cap = softcap if teacher.softcap == "same" else teacher.softcap
         theirs = model(teacher.hidden, teacher.weight, teacher.temperature or temperature, teacher_cap)
         value_R1, by_z_RV, by_teacher_RV, mass_RV = _divergence(teacher, log_p_RV, theirs.log_p_RV)
-        found = found._replace(divergence=rows(value_R1[:, 0]))
+        partial = partial._replace(divergence=rows(value_R1[:, 0]))
         largest = max(largest, theirs.largest)
         by_teacher_RV = by_teacher_RV * theirs.z_RV
 
-    given = slopes(found)
+    given = slopes(partial)
     by_logprob, by_lse, by_entropy, by_divergence, by_mean = (
         np.zeros((len(live), 1)) if x is None else np.asarray(x, np.float64)[live, None] for x in given
     )
@@ -164,7 +164,7 @@ def exact(
         collision=largest,
         likeliest=0,
     )
-    answer, hair = found._replace(hidden=gradients[0], weight=gradients[1]), EPS * max(4, np.sqrt(h_RD.shape[1]))
+    answer, hair = partial._replace(hidden=gradients[0], weight=gradients[1]), EPS * max(4, np.sqrt(h_RD.shape[1]))
     return Exact(answer, Answer(*(hair * float(x) for x in resolution)), rounded)
 
 
@@ -186,9 +186,9 @@ def exact_loss(
 
     losses: list[tuple[np.ndarray, Slopes]] = []
 
-    def slopes_of(found: Answer) -> Slopes:
+    def slopes_of(values: Answer) -> Slopes:
         with jax.enable_x64(True):
-            statistics = Slopes(*(getattr(found, name) for name in Slopes._fields))
+            statistics = Slopes(*(getattr(values, name) for name in Slopes._fields))
             values_and_slopes = jax.jit(jax.vmap(jax.value_and_grad(of_token)))(statistics, *given)
         losses.append(jax.tree.map(lambda x: w * np.asarray(x), values_and_slopes))
         return losses[0][1]

@@ -68,13 +68,13 @@ def compiled(chip: str, program: str, **options: Any) -> jax.stages.Compiled:
 
 @pytest.mark.parametrize(("program", "options", "names", "vocabulary", "features", "chip"), CASES)
 def test_a_program_compiles_to_its_kernels_within_its_memory(program, options, names, vocabulary, features, chip):
-    found = compiled(chip, program, vocabulary=vocabulary, features=features, **options)
-    assert kernels(found) == names
+    executable = compiled(chip, program, vocabulary=vocabulary, features=features, **options)
+    assert kernels(executable) == names
     two_of_hidden_s_shape = 2 * 8192 * features * (4 if "hidden" in options else 2)
     temporaries = options.get("workspace", 0) + 64 * MIB + two_of_hidden_s_shape
     if features % 128:  # XLA keeps such arrays transposed, without padding, and copies the weight to gather rows of it
         temporaries += vocabulary * -(-features // 128) * 128 * (4 if options.get("weight") else 2)
-    assert targets.memory(found).temporaries <= temporaries
+    assert targets.memory(executable).temporaries <= temporaries
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_statistics_and_gradient_match_float64(impl: Any, scale: float, dtype: A
         tokens, gradient = run(sick, labels, where=live, temperature=temperature, impl=impl, block=32)
     given = {"where": live, "temperature": float(np.float32(temperature)), "vocabulary": V - 50}
     right = exact(jnp.where(columns < V - 50, logits, 0), np.eye(V), labels, lambda _: SLOPES, **given).answer
-    for found, want in zip(tokens, right[:3], strict=True):
-        np.testing.assert_array_less(np.abs(found - want), 16 * EPS * (1 + np.abs(want)))
+    for got, want in zip(tokens, right[:3], strict=True):
+        np.testing.assert_array_less(np.abs(got - want), 16 * EPS * (1 + np.abs(want)))
     assert gradient.dtype == dtype
     largest = np.abs(right.hidden).max()
     rounding = float(jnp.finfo(dtype).eps) + 64 * EPS * (1 + (scale / temperature if scale < 1e4 else 0))
@@ -83,9 +83,9 @@ def test_a_sharded_vocabulary_gives_the_same_as_one_device(impl: Any) -> None:
         return tokens, pull(tuple(map(jnp.asarray, COTANGENTS)))[0]
 
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
-        found, gradient = jax.block_until_ready(jax.jit(sharded)(logits))
+        statistics, gradient = jax.block_until_ready(jax.jit(sharded)(logits))
     tokens, right = run(logits, impl="xla")
-    for x, y in zip((*found, gradient), (*tokens, right), strict=True):
+    for x, y in zip((*statistics, gradient), (*tokens, right), strict=True):
         np.testing.assert_allclose(x, y, atol=1e-5)
 
 

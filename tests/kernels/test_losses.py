@@ -95,12 +95,12 @@ def test_a_bad_row_is_not_hidden_and_harms_no_other_row(engine, workspace):
         values = cases.values_and_gradients(sick, Slopes(ones), impl=engine.impl)
     right = exact(*problem).answer
     assert np.isnan(loss)
-    for found, unsound in ((of_loss, bad), (values, (5, 6, 7))):
-        assert np.isnan(found.weight.astype(F32)).any()
-        np.testing.assert_array_equal(np.isnan(found.hidden.astype(F32).sum(axis=1)), np.isin(row, unsound))
-        np.testing.assert_array_equal(np.isnan(found.logprob), np.isin(row, (5, 6, 7)))
-        np.testing.assert_array_equal(np.isnan(found.lse), row == 5)
-        assert_near(found.logprob[10:], right.logprob[10:])
+    for result, unsound in ((of_loss, bad), (values, (5, 6, 7))):
+        assert np.isnan(result.weight.astype(F32)).any()
+        np.testing.assert_array_equal(np.isnan(result.hidden.astype(F32).sum(axis=1)), np.isin(row, unsound))
+        np.testing.assert_array_equal(np.isnan(result.logprob), np.isin(row, (5, 6, 7)))
+        np.testing.assert_array_equal(np.isnan(result.lse), row == 5)
+        assert_near(result.logprob[10:], right.logprob[10:])
     if engine.impl not in KERNELS:
         np.testing.assert_array_equal(np.isnan(of_loss.divergence), np.isin(row, (5, 9)))
 

@@ -62,9 +62,9 @@ def test_every_workspace_matches_float64(workspace: int | None) -> None:
 # --- races, and the size that counts
 
 
-def off(found: jax.Array, right: jax.Array) -> jax.Array:
-    found, right = found.astype(jnp.float32), right.astype(jnp.float32)
-    return jnp.abs(found - right).max() / jnp.abs(right).max()
+def off(values: jax.Array, right: jax.Array) -> jax.Array:
+    values, right = values.astype(jnp.float32), right.astype(jnp.float32)
+    return jnp.abs(values - right).max() / jnp.abs(right).max()
 
 
 @pytest.mark.parametrize("workspace", [0, 640 << 20], ids=["no workspace", "workspace"])

@@ -20,13 +20,13 @@ JAX = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 def test_libtpu_settings_are_made_without_a_tpu_if_unset(monkeypatch):
     made = {"TPU_ACCELERATOR_TYPE": "v6e-1", "TPU_WORKER_HOSTNAMES": "localhost"}
     own, no_tpu = dict.fromkeys(made, "own"), {"TPU_SKIP_MDS_QUERY": "1"}
-    for environment, found in (({}, {}), (no_tpu, made), (no_tpu | own, own)):
+    for environment, expected in (({}, {}), (no_tpu, made), (no_tpu | own, own)):
         for name in (*no_tpu, *made):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
         importlib.reload(libtpu)
-        assert {name: os.environ[name] for name in made if name in os.environ} == found
+        assert {name: os.environ[name] for name in made if name in os.environ} == expected
 
 
 @pytest.mark.nightly
@@ -50,8 +50,8 @@ def test_readme_lines_run_with_jax_alone(tmp_path):
         "import lm_head.tpu.engine, lm_head.logits_tpu"
     )
     environment = {**os.environ, "PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu"}
-    said = subprocess.check_output([sys.executable, "-S", "-c", program], cwd=site, env=environment, text=True)
-    assert said == f"True (64, 32) (1000, 32) {site / 'lm_head/__init__.py'}\n\n"
+    output = subprocess.check_output([sys.executable, "-S", "-c", program], cwd=site, env=environment, text=True)
+    assert output == f"True (64, 32) (1000, 32) {site / 'lm_head/__init__.py'}\n\n"
 
 
 # --- pages ---

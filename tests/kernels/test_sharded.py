@@ -224,19 +224,19 @@ def test_devices_exchange_tokens_or_weights_once_a_pass(way, weight, exchange, m
         room = 2**20 if way == "in waves" else 0
         return cases.loss_and_gradients(problem, CLIPPED, operands, WEIGHTS, workspace=room, **options)
 
-    found = []
+    collectives = []
     for equation in cases.equations(jax.make_jaxpr(run)(problem).jaxpr):
         axes = equation.params.get("axis_name", equation.params.get("axes"))
         if equation.primitive.name in ("all_gather", "pmax", "psum", "reduce_scatter", "all_to_all"):
             names = axes if isinstance(axes, str) else ", ".join(axes)
-            found += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
-    found = [x for x in found if (x[0], len(x[2])) != ("all_gather", 1)]  # a few numbers a token
+            collectives += [(equation.primitive.name, names, x.aval.shape, str(x.aval.dtype)) for x in equation.outvars]
+    collectives = [x for x in collectives if (x[0], len(x[2])) != ("all_gather", 1)]  # a few numbers a token
     tokens = 8 if way == "in waves" else ROWS if exchange is WEIGHT else 2 * ROWS
     merge = [("pmax", exchange.merged, (tokens,), "float32"), *[("psum", exchange.merged, (tokens,), "float32")] * 3]
     passes = 2 if way == "any cotangents" else 1
     in_step = exchange.in_step if way == "in waves" else []
     whole = ("all_to_all", "fsdp", (words // 2, D // 2), jnp.dtype(weight).name)
-    assert sorted(found) == sorted([*exchange.side * passes, *merge, *in_step, *exchange.sums, whole])
+    assert sorted(collectives) == sorted([*exchange.side * passes, *merge, *in_step, *exchange.sums, whole])
 
 
 def test_a_gathered_weight_gradient_is_summed_before_dh() -> None:
@@ -245,8 +245,8 @@ def test_a_gathered_weight_gradient_is_summed_before_dh() -> None:
     run = functools.partial(
         cases.loss_and_gradients, objective=OBJECTIVES["cross-entropy"], weights=WEIGHTS, sharding=over()
     )
-    found = [x for x in cases.equations(jax.make_jaxpr(run)(few).jaxpr) if x.primitive.name == "optimization_barrier"]
-    assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in found]
+    fences = [x for x in cases.equations(jax.make_jaxpr(run)(few).jaxpr) if x.primitive.name == "optimization_barrier"]
+    assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in fences]
 
 
 # --- JAX's default mesh has Explicit axes: the layout comes from types, or from `HeadSharding` ---

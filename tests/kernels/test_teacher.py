@@ -134,5 +134,5 @@ def test_likeliest_tokens_match_full_logits_with_low_ids_first(devices, dtype, v
 def test_likeliest_tokens_are_multiplied_in_the_given_dtype() -> None:
     """Two tokens that are equal in bfloat16: of equal tokens the lower id is the likeliest."""
     hidden, weight = jnp.ones((1, 2)), jnp.array([[1.0, 1.0], [1.0, 1.001]])
-    found = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)
-    np.testing.assert_array_equal(found, [[1], [0]])
+    tokens = jax.jit(lambda *x: [likeliest_tokens(*x, dtype=dtype) for dtype in (None, BF16)])(hidden, weight)
+    np.testing.assert_array_equal(tokens, [[1], [0]])

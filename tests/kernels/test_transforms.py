@@ -65,8 +65,8 @@ def test_in_a_checkpoint_and_exported_results_are_the_same() -> None:
     scalar = jax.checkpoint(scalar_of(XLA))
     program = export.export(jax.jit(lambda *args: jax.tree.leaves(differentiated(scalar)(*args))))
     with XLA.strictly():
-        found = program(*arguments_of(XLA)).call(*arguments_of(XLA))
-    assert_near(found, jax.tree.leaves(plainly(XLA)))
+        result = program(*arguments_of(XLA)).call(*arguments_of(XLA))
+    assert_near(result, jax.tree.leaves(plainly(XLA)))
 
 
 @pytest.mark.slow

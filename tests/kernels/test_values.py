@@ -31,9 +31,9 @@ def test_the_gradients_are_the_values_central_differences(kind: str, temperature
     def run(hidden: np.ndarray = HIDDEN, weight: np.ndarray = WEIGHT) -> tuple[float, np.ndarray, np.ndarray]:
         teacher = TEACHER._replace(kind=kind)
         options = {"where": LIVE, "temperature": temperature, "softcap": softcap, "vocabulary": 5, "teacher": teacher}
-        found = exact(hidden, weight, LABELS, lambda _: SLOPES, **options).answer
-        statistics = [getattr(found, name) for name in Slopes._fields]
-        return float(np.sum(SLOPES * np.array(statistics))), found.hidden, found.weight
+        answer = exact(hidden, weight, LABELS, lambda _: SLOPES, **options).answer
+        statistics = [getattr(answer, name) for name in Slopes._fields]
+        return float(np.sum(SLOPES * np.array(statistics))), answer.hidden, answer.weight
 
     for i, (name, x) in enumerate({"hidden": HIDDEN, "weight": WEIGHT}.items()):
         for index in np.ndindex(x.shape):
@@ -198,8 +198,8 @@ def test_logits_of_any_size_lose_nothing_to_the_temperature(engine, temperature,
     assert np.max(got.logprob) <= 0
     by_tanh = 0 if softcap is None else np.abs(right.lse).max()
     for name in ("logprob", "lse", "entropy", "collision"):
-        found, want = (np.asarray(getattr(x, name), np.float64) for x in (got, right))
-        np.testing.assert_array_less(np.abs(found - want), 8 * EPS * (1 + np.abs(want) + by_tanh), name)
+        value, want = (np.asarray(getattr(x, name), np.float64) for x in (got, right))
+        np.testing.assert_array_less(np.abs(value - want), 8 * EPS * (1 + np.abs(want) + by_tanh), name)
     if softcap is None:
         hidden, weight, labels = (np.asarray(x, np.float64) for x in problem)
         y = hidden @ weight[:common].T
@@ -216,9 +216,9 @@ def test_a_steep_entropy_slope_meets_no_infinity(engine: Engine) -> None:
     small, steep = engine._replace(shape=(16, 100, 128)), np.full(16, 100, np.float32)
     problem, slopes, heat = small.problem(3e-6), Slopes(0 * steep, 0 * steep, steep), np.float32(1e-6)
     with small.strictly():
-        found = values_and_gradients(problem, slopes, temperature=heat, impl=engine.impl).hidden
+        gradient = values_and_gradients(problem, slopes, temperature=heat, impl=engine.impl).hidden
     want = exact(*problem, lambda _: slopes, temperature=float(heat)).answer.hidden
-    np.testing.assert_allclose(found, want, rtol=0, atol=64 * EPS * np.abs(want).max())
+    np.testing.assert_allclose(gradient, want, rtol=0, atol=64 * EPS * np.abs(want).max())
 
 
 # --- labels ---
@@ -235,8 +235,8 @@ def test_labels_are_the_same_in_every_integer_dtype() -> None:
 
     dtypes = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
     fitting = [np.minimum(labels, min(XLA.shape[1] - 1, np.iinfo(dtype).max)) for dtype in dtypes]
-    found = run([(x, x.astype(dtype)) for x, dtype in zip(fitting, dtypes, strict=True)])
-    np.testing.assert_array_equal(found[::2], found[1::2])
+    logprobs = run([(x, x.astype(dtype)) for x, dtype in zip(fitting, dtypes, strict=True)])
+    np.testing.assert_array_equal(logprobs[::2], logprobs[1::2])
     for bad in (np.int64(2**32 + 5), np.int64(-(2**40))):
         with pytest.raises(ValueError, match=f"one is {bad}"):
             token_logprobs(hidden, weight, np.full(90, bad))
@@ -275,8 +275,8 @@ def test_outputs_are_float32_and_gradients_as_their_inputs(leading: tuple[int, .
     rows = values_and_gradients.eval_shape(problem, Slopes(row, row, row))
     loss, rows_of_loss = cases.loss_and_gradients.eval_shape(problem, OBJECTIVES["cross-entropy"], (), row)
     want = [(leading, F32)] * 3 + [(hidden.shape, BF16), (weight.shape, F32), (leading, jnp.bool)]
-    found = [x for x in (*rows, *rows_of_loss, loss) if x is not None]
-    assert [(x.shape, x.dtype) for x in found] == [*want, *want, ((), F32)]
+    arrays = [x for x in (*rows, *rows_of_loss, loss) if x is not None]
+    assert [(x.shape, x.dtype) for x in arrays] == [*want, *want, ((), F32)]
 
 
 @pytest.mark.parametrize("engine", every((*NARROW, GPU), kernels="nightly"))

@@ -138,10 +138,10 @@ def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, work
     hidden, weight, labels, weights = shapes_of(rows, 151_936, 2048, jnp.bfloat16, weight)
     options = Options(None, jnp.dtype(jnp.bfloat16), workspace * MIB)
     plan = gpu_tiles.make_plan(Inputs(hidden, weight, labels, weights, weights), options)
-    found = 4 - min(plan.kept_columns / len(weight), 1)
-    assert found == pytest.approx(products, abs=0.006)
+    count = 4 - min(plan.kept_columns / len(weight), 1)
+    assert count == pytest.approx(products, abs=0.006)
     assert rows / plan.rows == waves
-    assert found >= 4 - workspace * MIB / (2 * plan.rows * len(weight))
+    assert count >= 4 - workspace * MIB / (2 * plan.rows * len(weight))
 
 
 TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes a second
@@ -159,8 +159,8 @@ def test_tpu_waves_are_used_only_if_waves_save_time(chip, workspace, wave, monke
     hidden, weight, labels, weights = shapes_of(8192, 151_936, 2048, jnp.bfloat16, jnp.bfloat16)
     room, dtypes = None if workspace is None else workspace * MIB, (jnp.dtype(BF16), jnp.dtype(F32))
     options = Options(None, jnp.dtype(jnp.bfloat16), room, entropy_slopes=False, gradient_dtypes=dtypes)
-    found = engine._wave(Inputs(hidden, weight, labels, weights, weights), options)
-    assert (found and found[1]) == wave
+    plan = engine._wave(Inputs(hidden, weight, labels, weights, weights), options)
+    assert (plan and plan[1]) == wave
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ def test_blocks_visited_follow_the_rows_that_count(function: Callable[..., Any],
 
 def test_the_likeliest_tokens_take_one_product_and_no_logits() -> None:
     hidden, weight, *_ = shapes_of(40_009, 151_936, 896)
-    found = list(equations(jax.make_jaxpr(likeliest_tokens)(hidden, weight).jaxpr))
-    assert max(x.aval.size for equation in found for x in equation.outvars) <= math.prod(weight.shape)
-    assert sum(equation.primitive.name == "dot_general" for equation in found) == 1
+    operations = list(equations(jax.make_jaxpr(likeliest_tokens)(hidden, weight).jaxpr))
+    assert max(x.aval.size for equation in operations for x in equation.outvars) <= math.prod(weight.shape)
+    assert sum(equation.primitive.name == "dot_general" for equation in operations) == 1
 
 
 @pytest.mark.parametrize(
@@ -251,8 +251,8 @@ def test_the_choice_of_an_engine_comes_with_its_reason(platform, weight, dtypes,
 
 
 def precisions(function: Callable[..., Any], arguments: Any) -> set[Any]:
-    found = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
-    products = {equation.params["precision"] for equation in found if equation.primitive.name == "dot_general"}
+    operations = equations(jax.make_jaxpr(function)(*arguments).jaxpr)
+    products = {equation.params["precision"] for equation in operations if equation.primitive.name == "dot_general"}
     assert products
     return products
 

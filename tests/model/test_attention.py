@@ -158,11 +158,11 @@ def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel,
 
 
 def test_attention_is_told_whether_rows_are_packed(monkeypatch):
-    asked = []
-    monkeypatch.setattr(load, "choose", lambda *arguments: asked.append(arguments[-1]) or AttentionChoice(None, ""))
+    packed = []
+    monkeypatch.setattr(load, "choose", lambda *arguments: packed.append(arguments[-1]) or AttentionChoice(None, ""))
     for settings in (config("grpo"), config("sft"), config("sft", data={"packing": False})):
         load.load_policy(settings, make_mesh(settings.mesh))
-    assert asked == [True, True, False]
+    assert packed == [True, True, False]
 
 
 @pytest.mark.parametrize(

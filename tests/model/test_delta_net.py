@@ -87,8 +87,8 @@ def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
     rule = random_rule(segments_of(300, 30), slow=1e3)
     memory = jnp.zeros((1, 2, 2, 6, 5))
     together = jax.jit(lambda *given: chunked(*given))(rule, memory)
-    for found, expected in zip(together, oracle(rule, memory), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
+    for result, expected in zip(together, oracle(rule, memory), strict=True):
+        np.testing.assert_allclose(result, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("groups", "recomputed", "again"), [(1, False, False), (2, True, False), (2, False, True)])
@@ -114,10 +114,10 @@ def test_the_system_of_alike_keys_is_solved_without_cancellation() -> None:
 def test_the_inverse_has_the_gradient_of_the_inverse() -> None:
     below = jnp.tril(jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)) / 8, jnp.float32), -1)
     weight = jnp.asarray(np.random.default_rng(1).normal(size=(64, 64)), jnp.float32)
-    found = jax.grad(lambda x: jnp.sum(invert(x) * weight))(below)
+    gradient = jax.grad(lambda x: jnp.sum(invert(x) * weight))(below)
     inverse = np.linalg.inv(np.eye(64) + np.float64(below))
     expected = np.tril(-inverse.T @ np.float64(weight) @ inverse.T, -1)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=64 * EPSILON * np.abs(expected).max())
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=64 * EPSILON * np.abs(expected).max())
 
 
 def test_a_convolution_restarts_in_each_document_and_resumes() -> None:
@@ -232,8 +232,8 @@ def test_a_gpu_inverse_is_float32_and_outputs_have_11_bits(as_on_a_gpu: Any) -> 
     memory = jnp.asarray(np.random.default_rng(1).normal(size=(1, 2, 2, 6, 5)), jnp.float32)
     outputs, after = chunked(rule, memory, as_on_a_gpu)
     expected, expected_after = oracle(rule, memory)
-    for found, right in ((outputs, expected), (after, expected_after)):
-        off = np.abs(np.asarray(found) - right).max() / np.abs(right).max()
+    for result, right in ((outputs, expected), (after, expected_after)):
+        off = np.abs(np.asarray(result) - right).max() / np.abs(right).max()
         assert 2**-16 < off < 2**-9  # bfloat16 would be off by 2^-8
 
 
@@ -254,7 +254,7 @@ class TestByTheGpuCompiler:
         model = {"architecture": tiny.QWEN35, "dtype": dtype}
         program = targets.compiled(*Programs(tiny.config("sft", model=model), mesh).update(), mesh)
         wide = re.findall(r"= f32\S* dot\((.*)", text(program))
-        algorithms = {found[1] if (found := re.search(r"algorithm=(\w+)", line)) else None for line in wide}
+        algorithms = {match[1] if (match := re.search(r"algorithm=(\w+)", line)) else None for line in wide}
         expected = {"dot_tf32_tf32_f32", "dot_bf16_bf16_f32_x6"}
         assert algorithms >= expected if dtype == "bfloat16" else not algorithms & expected
         assert dtype == "float32" or not any("highest" in line and "algorithm" not in line for line in wide)

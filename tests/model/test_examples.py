@@ -72,7 +72,7 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
     header = render(renderer, chat[: turns[0]], add_generation_prompt=True)
     opened = header.removeprefix(render(renderer, chat[: turns[0]]))
     header = opened.partition("<think>")[0]
-    controls = [found.span() for found in control_tokens(tokenizer).finditer(text)]
+    controls = [match.span() for match in control_tokens(tokenizer).finditer(text)]
     for turn, (start, end) in zip(turns, runs, strict=True):
         letters = [place for place, owner in enumerate(owners) if owner == turn]
         assert start <= letters[0] <= letters[-1] < end
@@ -95,13 +95,13 @@ def judge(renderer: Renderer, chat: list[dict[str, Any]], first: int = 0) -> Non
 
 def chats(name: str, count: int) -> list[tuple[Renderer, list[dict[str, Any]], int]]:
     public, rng = PUBLIC[name], Random(name)
-    renderer, found = Renderer(public.tokenizer()), []
+    renderer, examples = Renderer(public.tokenizer()), []
     for _ in range(count):
         chat = some_chat(public, rng)
-        told = Renderer(renderer.tokenizer, args={"tools": TOOLS}) if public.calls and rng.random() < 0.5 else renderer
+        used = Renderer(renderer.tokenizer, args={"tools": TOOLS}) if public.calls and rng.random() < 0.5 else renderer
         answers = [turn for turn, message in enumerate(chat) if message["role"] == "assistant"]
-        found.append((told, chat, rng.choice([0, *answers])))
-    return found
+        examples.append((used, chat, rng.choice([0, *answers])))
+    return examples
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -206,7 +206,7 @@ def test_a_turn_is_learned_with_its_call_closing_and_end(name: str) -> None:
 
 def test_parts_that_a_template_leaves_out_are_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     chat, spoken = [{"role": "system", "content": "s"}, *turns("a", "<think>b</think>c")], SAID + "<|END|>" + ASKS
-    for old, new, said in (
+    for old, new, part in (
         ("in messages", "in messages if m.role != 'system'", "what the system says"),
         ("m.content", "m.content.split('</think>')[-1]", "thoughts"),
         ("", "", ""),
@@ -215,10 +215,10 @@ def test_parts_that_a_template_leaves_out_are_warned_about(caplog: pytest.LogCap
         warn_once.cache_clear()
         for _ in range(2):
             assert "c<|END|>" in learned(Public(spoken.replace(old, new), CONTROLS).tokenizer(), chat)[0]
-        assert [said in record.message for record in caplog.records] == [True] * bool(said)
+        assert [part in record.message for record in caplog.records] == [True] * bool(part)
     first = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     twice = [*turns("a"), {**CALLING[1], "tool_calls": CALLING[1]["tool_calls"] * 2}]
-    for template, chat, said in (
+    for template, chat, part in (
         (SAID.replace("in messages", "in messages if m.role != 'tool'") + CALLS + ASKS, CALLED, "what the tool says"),
         (SAID + first + "<|END|>" + ASKS, twice, "tool calls"),
         (PUBLIC["phi"].template, CALLING, "tool calls"),
@@ -228,7 +228,7 @@ def test_parts_that_a_template_leaves_out_are_warned_about(caplog: pytest.LogCap
             "what the assistant",
         ),
     ):
-        with pytest.raises(UserError, match=f"leaves out {said}"):
+        with pytest.raises(UserError, match=f"leaves out {part}"):
             learned(Public(template, (*CONTROLS, *PUBLIC["phi"].controls)).tokenizer(), chat)
 
 
@@ -247,8 +247,8 @@ def test_a_middle_piece_is_not_encoded_as_a_text_start(scheme: str) -> None:
     backend = Tokenizer(models.Unigram(vocabulary, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     backend.add_special_tokens(["<s>", "</s>"])
-    said = "{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
-    template = "{% for m in messages %}" + said + "{% endfor %}"
+    body = "{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}"
+    template = "{% for m in messages %}" + body + "{% endfor %}"
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
     names = {name: tokenizer.convert_tokens_to_ids(name) for name in ("a", "</s>")}
     for ids, mask in (encode_example(Renderer(tokenizer), turns("b", "a")), encode_text(tokenizer, "b", "a")):
@@ -280,7 +280,7 @@ def test_decoding_keeps_spaces_and_the_template_for_tools(tmp_path: Path) -> Non
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.decode(loaded.encode("x != y , z")) == "x != y , z"
     assert loaded.clean_up_tokenization_spaces is False  # version 5.23 cleans nothing, 5.3 does
-    told = Renderer(loaded, args={"tools": TOOLS})
-    assert render(told, turns("a")).startswith("tools! <|im_start|>system")
+    with_tools = Renderer(loaded, args={"tools": TOOLS})
+    assert render(with_tools, turns("a")).startswith("tools! <|im_start|>system")
     assert render(Renderer(loaded), turns("a")).startswith("<|im_start|>user")
     assert "rag" not in loaded.chat_template

@@ -64,9 +64,9 @@ def gradients(name: str, *, remat: Any = "none", **dtypes: Any) -> nnx.State:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_agree_with_transformers(name: str) -> None:
     config, params, tokens, positions, expected = fixture(name)
-    found = logits_of(config, params, tokens, positions)
+    result = logits_of(config, params, tokens, positions)
     assert np.std(expected) > 1, "logits this small would hide a wrong layer"
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(result, expected, atol=1e-4, rtol=0)
 
 
 def test_the_norm_rounds_once() -> None:
@@ -119,9 +119,9 @@ def test_bfloat16_gives_unrounded_float32_gradients() -> None:
 
 def test_a_token_outside_the_vocabulary_gives_nan() -> None:
     config, params, tokens, positions, _ = fixture("tied")
-    found = logits_of(config, params, tokens.at[0, -1].set(96), positions)
-    assert np.isnan(found[0, -1]).all()
-    assert np.isfinite(found[1]).all()
+    result = logits_of(config, params, tokens.at[0, -1].set(96), positions)
+    assert np.isnan(result[0, -1]).all()
+    assert np.isfinite(result[1]).all()
 
 
 @pytest.mark.slow

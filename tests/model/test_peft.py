@@ -53,8 +53,8 @@ def test_peft_adapters_give_peft_logits_on_four_devices(name, model, targets):
     whole = nnx.merge_state(stored, peft.load(folder, adapters, sizes))
     expected, base = np.load(folder / "expected.npz")["logits"], np.load(FIXTURES / model / "expected.npz")
     assert np.abs(expected - base["logits"]).max() > 1
-    found = logits(graphdef, whole, base["tokens"], base["positions"])
-    np.testing.assert_allclose(found, expected, atol=1e-4, rtol=0)
+    result = logits(graphdef, whole, base["tokens"], base["positions"])
+    np.testing.assert_allclose(result, expected, atol=1e-4, rtol=0)
 
 
 def test_adapters_are_written_in_peft_s_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

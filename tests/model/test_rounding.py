@@ -55,8 +55,8 @@ class Model:
             patch.setattr(sampling, "sequence_keys", lambda seed, step, sequences: sequences)
             patch.setattr(sampling, "draw", draw)
             sampler = Sampler(self.policy.graphdef, Renderer(bytes_tokenizer()), (-1,), self.settings.rollout, 0)
-            found = sampler.complete(params, ROWS.tokens[:, :PROMPT].tolist(), step=0)
-        return np.array([one.logprobs for one in found])[COUNTED]
+            completions = sampler.complete(params, ROWS.tokens[:, :PROMPT].tolist(), step=0)
+        return np.array([one.logprobs for one in completions])[COUNTED]
 
 
 model = cache(Model)
@@ -105,8 +105,8 @@ def test_a_product_is_rounded_once_after_bias_and_adapter(target):
     half_ulp, of_low = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 8), 2**-8 * np.abs(x @ a.T) @ np.abs(b.T)
     assert (np.abs(np.float64(y) - exact) <= half_ulp + of_low + 1e-6).all()
     wanted = [dy @ w + dy @ b @ a, dy.T @ x, dy.sum(0), b.T @ dy.T @ x, 2 * dy.T @ (x @ a.T)][: len(names) + 1]
-    for found, want in zip(pull(arrays[5]), wanted, strict=True):
-        assert np.linalg.norm(np.float64(found).reshape(want.shape) - want) < 2**-8 * np.linalg.norm(want)
+    for gradient, want in zip(pull(arrays[5]), wanted, strict=True):
+        assert np.linalg.norm(np.float64(gradient).reshape(want.shape) - want) < 2**-8 * np.linalg.norm(want)
 
 
 @pytest.mark.slow
@@ -129,9 +129,9 @@ RNG = np.random.default_rng(0)
 
 
 def copied(values, name="embed", **options):
-    found = compute_copy(jnp.asarray(values, jnp.float32), DITHERED, name, **options)
-    assert found.dtype == jnp.bfloat16
-    return np.asarray(found).astype(np.float32)
+    copy = compute_copy(jnp.asarray(values, jnp.float32), DITHERED, name, **options)
+    assert copy.dtype == jnp.bfloat16
+    return np.asarray(copy).astype(np.float32)
 
 
 def bits_of(name, shape=SHAPE, **options):
@@ -159,9 +159,9 @@ def assert_same_bits(one, other):
 def test_bfloat16_numbers_are_not_changed_by_rounding():
     """All its numbers: both zeros, subnormal ones, the largest, and infinities; NaN stays NaN."""
     every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(256, 256)
-    found, number = copied(every), ~np.isnan(every)
-    assert_same_bits(found[number], every[number])
-    assert np.isnan(found[~number]).all()
+    copies, number = copied(every), ~np.isnan(every)
+    assert_same_bits(copies[number], every[number])
+    assert np.isnan(copies[~number]).all()
     assert np.isnan(copied(np.array([[0x7FC00001, 0x7FFFFFFF, 0xFFFFFFFF]], np.uint32).view(np.float32))).all()
 
 
@@ -201,8 +201,8 @@ def test_a_tied_head_is_rounded_like_the_embedding(name):
     """An untied head is rounded by its own name."""
     sizes = Architecture.from_hf({**ARCHITECTURE, "tie_word_embeddings": name == "embed"}, "test")
     model, values = Decoder.abstract(sizes, dtype=jnp.bfloat16, dithered=True), RNG.normal(size=SHAPE)
-    found = model.head_copy(jnp.asarray(values, jnp.float32)).astype(jnp.float32)
-    assert_same_bits(np.asarray(found), copied(values, name))
+    copy = model.head_copy(jnp.asarray(values, jnp.float32)).astype(jnp.float32)
+    assert_same_bits(np.asarray(copy), copied(values, name))
 
 
 ON_TWO = {"rank": 4, "alpha": 8.0, "targets": ("q", "down")}
@@ -219,10 +219,10 @@ def dequantized(matrix):
 def test_each_row_has_a_scale_and_errors_within_half_a_step():
     exact = random_matrix() * 10.0 ** np.arange(-32, 32)[:, None]
     exact[3] = 0
-    found = quantize(jnp.asarray(exact))
-    assert (found.values.dtype, found.scales.dtype) == (jnp.int8, jnp.float32)
-    np.testing.assert_allclose(found.scales, np.abs(exact).max(1) / 127, rtol=1e-6)
-    assert (np.abs(dequantized(found) - exact) <= 0.501 * np.asarray(found.scales)[:, None]).all()
+    matrix = quantize(jnp.asarray(exact))
+    assert (matrix.values.dtype, matrix.scales.dtype) == (jnp.int8, jnp.float32)
+    np.testing.assert_allclose(matrix.scales, np.abs(exact).max(1) / 127, rtol=1e-6)
+    assert (np.abs(dequantized(matrix) - exact) <= 0.501 * np.asarray(matrix.scales)[:, None]).all()
 
 
 @pytest.mark.parametrize(
@@ -259,5 +259,5 @@ def test_a_decode_step_uses_the_int8_matrices(mesh, model):
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     pages = (Pages(jnp.arange(4), none, jnp.arange(4)[:, None]),)
     step = jax.jit(lambda x: apply_tokens(policy.graphdef, x, cache, pages, cache, tokens[:, None], none, 0)[0])
-    found, expected = step(weights), step(plain)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    result, expected = step(weights), step(plain)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)

@@ -59,11 +59,11 @@ def test_template_variables_reach_prompts_and_examples() -> None:
     """`enable_thinking: false` makes Qwen3.5's template begin the answer with an empty thought."""
     tokenizer, thought = PUBLIC["qwen3.5"].tokenizer(), "<think>\n\n</think>\n\n"
     quiet = Renderer(tokenizer, args={"enable_thinking": False})
-    begun, opened = (encode_prompt(renderer, CHAT[:1]) for renderer in (quiet, Renderer(tokenizer)))
-    assert tokenizer.decode(begun) == tokenizer.decode(opened).removesuffix("<think>\n") + thought
+    prompt, opened = (encode_prompt(renderer, CHAT[:1]) for renderer in (quiet, Renderer(tokenizer)))
+    assert tokenizer.decode(prompt) == tokenizer.decode(opened).removesuffix("<think>\n") + thought
     ids, learned = encode_example(quiet, CHAT[:2])
-    assert learned.index(True) == len(begun)  # the sampler never writes the thought, so it is not learned either
-    assert ids[: len(begun)] == begun
+    assert learned.index(True) == len(prompt)  # the sampler never writes the thought, so it is not learned either
+    assert ids[: len(prompt)] == prompt
 
 
 def test_no_template_makes_a_prompt_bos_and_the_user_text() -> None:
@@ -113,13 +113,13 @@ def test_texts_begin_with_the_first_token_of_the_family(settings, model_type, be
     renderer = Renderer(loaded, "never")
     assert encode_prompt(renderer, CHAT[:1]) == [*first, *b"3+4="]
     pair = {"prompt": "3+4=", "chosen": "7", "rejected": "8"}
-    found = [encode_record(renderer, one)[0] for one in ({"text": "7"}, *pair_of(pair))]
-    assert found == [[*first, *text, END] for text in (b"7", b"3+4=7", b"3+4=8")]
+    encoded = [encode_record(renderer, one)[0] for one in ({"text": "7"}, *pair_of(pair))]
+    assert encoded == [[*first, *text, END] for text in (b"7", b"3+4=7", b"3+4=8")]
 
 
 def test_a_first_token_only_in_the_template_is_warned_of(caplog) -> None:
-    begun = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
-    literal, smollm2 = (PUBLIC["llama3"].tokenizer(template) for template in ("<|begin|>" + begun, begun))
+    messages = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    literal, smollm2 = (PUBLIC["llama3"].tokenizer(template) for template in ("<|begin|>" + messages, messages))
     smollm2.bos_token = "<|im_start|>"
     for tokenizer in (PUBLIC["llama3"].tokenizer(), literal, smollm2, BYTES):
         for text in ("3+4=", "7"):

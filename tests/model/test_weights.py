@@ -39,8 +39,8 @@ def assert_same_bits(left: Any, right: Any) -> None:
 
 
 def tensors_in(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    found = [one for path in folder.glob("*.safetensors") for one in load_file(path).items()]
-    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in found}
+    tensors = [one for path in folder.glob("*.safetensors") for one in load_file(path).items()]
+    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in tensors}
 
 
 def bytes_in(folder: Path) -> dict[str, bytes]:
@@ -53,17 +53,17 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def test_a_model_and_its_weights_are_of_one_revision(monkeypatch) -> None:
-    asked = []
+    requests = []
 
     def local_folder(source, *patterns, revision=None):
-        asked.append((source, revision))
+        requests.append((source, revision))
         return FIXTURES / "llama"
 
     monkeypatch.setattr(load, "local_folder", local_folder)
     monkeypatch.setattr(load, "check_fits", lambda *_: None)  # the bytes have more ids than the model has rows
     model = ModelConfig(source="a/b", revision="1" * 40, tokenizer="bytes")
     load.load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False).initial_params()
-    assert asked == [("a/b", "1" * 40)] * 2
+    assert requests == [("a/b", "1" * 40)] * 2
 
 
 @pytest.mark.slow
@@ -215,9 +215,9 @@ def whole(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_the_text_part_is_read_and_the_rest_is_announced(whole: Path, capfd: pytest.CaptureFixture):
     assert weights.read_config(whole) == weights.read_config(TEXTS)
-    found, expected = load_weights(whole), load_weights(TEXTS)
+    loaded, expected = load_weights(whole), load_weights(TEXTS)
     assert f"{whole}: 2 tensors are not of the language model and are left out\n" in capfd.readouterr().err
-    for leaf, same in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for leaf, same in zip(jax.tree.leaves(loaded), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, same, rtol=2**-8)
 
 
@@ -258,8 +258,8 @@ def test_adapters_are_written_under_the_names_of_the_source(whole: Path, tmp_pat
         assert f"base_model.model.{prefix}layers.0.linear_attn.in_proj_qkv.lora_A.weight" in names
         assert all(name.startswith(f"base_model.model.{prefix}layers.") for name in names)
         assert set(peft.read_config(tmp_path / place).targets) == set(lora.targets)
-        found = peft.load(tmp_path / place, shapes, sizes)
-        assert jax.tree.all(jax.tree.map(np.array_equal, found, adapters))
+        loaded = peft.load(tmp_path / place, shapes, sizes)
+        assert jax.tree.all(jax.tree.map(np.array_equal, loaded, adapters))
 
 
 def test_a_product_that_the_model_lacks_has_no_adapter() -> None:

@@ -201,10 +201,10 @@ def check_rows_and_reading(path):
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
         for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
             with opened(store) as checkpoints:
-                found = checkpoints.restore(like(mesh_config))
-            assert found.step == 2
+                state = checkpoints.restore(like(mesh_config))
+            assert state.step == 2
             same = checksums(by_name(make_state(2, mesh_config).train))
-            assert checksums(by_name(found.train)) == same
+            assert checksums(by_name(state.train)) == same
         if process == 0:
             for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
                 file.write_bytes(bytes(file.stat().st_size))
@@ -255,12 +255,12 @@ def assert_all_end(what, call):
     """Two processes that call this end with the exit code and the line."""
     script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
     processes = start_group(["-c", script], 2, 4)
-    said = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code for code, _ in ENDS[what]], said
-    for output, (_, line) in zip(said, ENDS[what], strict=True):
-        found = re.findall(f"^{line}$", output, re.MULTILINE) if line else []
-        assert len(found) == output.count("error: ") == (line is not None), output
-    assert ('raise KeyError("a key")' in said[1]) == (what == "bug")  # its traceback
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [code for code, _ in ENDS[what]], texts
+    for output, (_, line) in zip(texts, ENDS[what], strict=True):
+        matches = re.findall(f"^{line}$", output, re.MULTILINE) if line else []
+        assert len(matches) == output.count("error: ") == (line is not None), output
+    assert ('raise KeyError("a key")' in texts[1]) == (what == "bug")  # its traceback
 
 
 @pytest.mark.slow
@@ -282,8 +282,8 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
     command = ["train.py", *arguments(settings), "--processes", "2", "--process", "0", "--coordinator"]
     with socket.create_server(("", 0)) as taken:
         address = f"localhost:{taken.getsockname()[1]}"
-        (said,) = outputs([spawn([*command, address], subprocess.STDOUT)], 2)
-    assert re.fullmatch(rf"error: --coordinator {address}, .*: \[Errno \d+\] Address already in use.*\n", said)
+        (output,) = outputs([spawn([*command, address], subprocess.STDOUT)], 2)
+    assert re.fullmatch(rf"error: --coordinator {address}, .*: \[Errno \d+\] Address already in use.*\n", output)
     assert not Path(settings.run_dir).exists()
 
 
@@ -293,12 +293,12 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
 def test_flags_precede_the_environment_for_processes(monkeypatch):
     """Without both a process is alone."""
 
-    def found(*flags):
+    def addresses(*flags):
         options = train.make_parser().parse_args(["--config", "any.yaml", *flags])
         return options.coordinator, options.processes, options.process
 
-    assert found() == (None, None, None)
+    assert addresses() == (None, None, None)
     for name, value in (("COORDINATOR_ADDRESS", "a:1"), ("NUM_PROCESSES", "2"), ("PROCESS_ID", "1")):
         monkeypatch.setenv(f"JAX_{name}", value)
-    assert found() == ("a:1", 2, 1)
-    assert found("--coordinator", "b:2", "--processes", "4", "--process", "3") == ("b:2", 4, 3)
+    assert addresses() == ("a:1", 2, 1)
+    assert addresses("--coordinator", "b:2", "--processes", "4", "--process", "3") == ("b:2", 4, 3)

@@ -68,8 +68,8 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize(("rows", "tried"), [(8, [8]), (2, [8, 2, 4]), (1, [8, 1, 2])])
 def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     most = changed(ONE, micro_batch_size=rows)
-    found, update = fit.with_micro_batch(ONE, devices_with(peak(most)))
-    assert (found, update.peak, compiled) == (most, peak(most) * 2**20, tried)
+    fitted, update = fit.with_micro_batch(ONE, devices_with(peak(most)))
+    assert (fitted, update.peak, compiled) == (most, peak(most) * 2**20, tried)
     assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
 
 

@@ -59,10 +59,10 @@ def planned(monkeypatch):
 @pytest.mark.nightly
 def test_a_grpo_run_has_four_phases_and_planning_makes_no_array(shapes):
     before = {id(array) for array in jax.live_arrays()}
-    found = phases(shapes)
+    account = phases(shapes)
     assert [x for x in jax.live_arrays() if id(x) not in before and x.size > 1] == []
-    assert list(found) == ["prefill", "decode", "log-prob", "update"]
-    assert min(found["update"].parts[name] for name in ("head", "activations")) > 0
+    assert list(account) == ["prefill", "decode", "log-prob", "update"]
+    assert min(account["update"].parts[name] for name in ("head", "activations")) > 0
 
 
 def test_the_plan_counts_the_states_of_each_device(planned, shapes):
@@ -71,24 +71,24 @@ def test_the_plan_counts_the_states_of_each_device(planned, shapes):
     sharded = sum(leaf.size for path, leaf in leaves if "embed" in LOGICAL_AXES[parameter_name(path)])
     unsharded = sum(leaf.size for _, leaf in leaves) - sharded
     own, whole = 4 * (sharded // 2 + unsharded), 4 * (sharded + unsharded)  # float32
-    found = planned(shapes)
-    update = found["update"].parts
+    account = planned(shapes)
+    update = account["update"].parts
     # The reference policy is a second copy; decoding has a copy that is gathered over fsdp.
     assert update["parameters"] == 2 * own
-    assert found["decode"].parts["parameters"] == 2 * own + whole
+    assert account["decode"].parts["parameters"] == 2 * own + whole
     assert update["gradients"] == own
     # Two moments for each parameter, and the counts of steps.
     assert 0 <= update["optimizer"] - 2 * own <= 16
-    assert all(phase.parts["optimizer"] == update["optimizer"] for phase in found.values())
+    assert all(phase.parts["optimizer"] == update["optimizer"] for phase in account.values())
 
 
 def test_the_cache_counts_slots_and_two_waiting_batches(planned, shapes):
     """The batches are prompts that were prefilled and wait for slots."""
     slots, places, prompts = 8 // 2, 32, 2 * 4 * 16  # a page holds 16 + 4 tokens
     token = 2 * 4 * 2 * 2 * 8  # keys and values, float32, layers, heads, size
-    found = planned(shapes)
-    assert found["prefill"].parts["KV cache"] == token * (slots * places + prompts)
-    assert found["update"].parts["KV cache"] == 0
+    account = planned(shapes)
+    assert account["prefill"].parts["KV cache"] == token * (slots * places + prompts)
+    assert account["update"].parts["KV cache"] == 0
 
 
 # Runs that do not fit
@@ -111,13 +111,13 @@ def planned_run(folder):
 def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, missing, message):
     columns = dict(zip(("parameters", "optimizer", "KV cache", "head", "activations"), mib, strict=True))
     in_bytes = dict.fromkeys(memory.COLUMNS, 0) | {column: n * MIB for column, n in columns.items()}
-    found = memory.Phase(phase, in_bytes)
-    rows = max(memory.fitting_micro_batches(found, shapes.shape, 100 * MIB), default=0)
+    largest = memory.Phase(phase, in_bytes)
+    rows = max(memory.fitting_micro_batches(largest, shapes.shape, 100 * MIB), default=0)
     devices = targets.Devices("some", shapes.model.layout.mesh, 8, 100 * MIB)
-    said = memory.remedy([found], 4, 8, devices, rows)
-    assert said.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
+    advice = memory.remedy([largest], 4, 8, devices, rows)
+    assert advice.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
     if phase == "decode":  # with one slot a device there is none to spare
-        assert memory.remedy([found], 4, shapes.shape.shards, devices, rows).endswith("in decode); raise mesh.tp")
+        assert memory.remedy([largest], 4, shapes.shape.shards, devices, rows).endswith("in decode); raise mesh.tp")
 
 
 def test_the_command_ends_with_the_error_line_and_code_2(tmp_path, monkeypatch, capsys):
@@ -147,8 +147,8 @@ def test_a_target_without_its_compiler_is_a_one_line_error(tmp_path, capsys, mon
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(targets.importlib.util, "find_spec", lambda name: None if name == "libtpu" else find_spec(name))
     assert train.main([*arguments(planned_run(tmp_path)), "--plan", "--target", "v6e:2x4"]) == 2
-    said = capsys.readouterr().err
-    assert re.fullmatch("error: --target: libtpu, the TPU compiler, isn't installed: pip install.*\n", said)
+    stderr = capsys.readouterr().err
+    assert re.fullmatch("error: --target: libtpu, the TPU compiler, isn't installed: pip install.*\n", stderr)
 
 
 # Facts known without a compiler
@@ -180,14 +180,14 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
     source = str(Path(tiny.__file__).parent / "fixtures" / "tiny_grpo")
     config = tiny.config("distill", **own, teacher={"source": source}, micro_batch_size=4)
     shapes = Programs(config, make_mesh(MeshConfig(fsdp=1)))
-    teacher, found = bytes_on_device(shapes.teacher.params), planned(shapes)
+    teacher, account = bytes_on_device(shapes.teacher.params), planned(shapes)
     policy, moments = bytes_on_device(shapes.policy.params), bytes_on_device(shapes.state.opt_state)
     assert teacher == 2 * 115_520
-    assert list(found) == ["prefill", "decode", *["teacher"] * (estimator == "sampled"), "update"]
-    assert all(phase.parts["parameters"] >= policy + teacher for phase in found.values())
-    assert found["update"].peak == MIB + teacher * (estimator == "sampled")
+    assert list(account) == ["prefill", "decode", *["teacher"] * (estimator == "sampled"), "update"]
+    assert all(phase.parts["parameters"] >= policy + teacher for phase in account.values())
+    assert account["update"].peak == MIB + teacher * (estimator == "sampled")
     if estimator == "sampled":
-        assert found["teacher"].peak == MIB + policy + moments
+        assert account["teacher"].peak == MIB + policy + moments
     assert f"teacher: {source}, 115,520 parameters in bfloat16" in list(subject(shapes))
     arguments = config.rollout, config.optimizer, False, 2**23
     assert fitting_limits(shapes.policy, *arguments, shapes.teacher) < fitting_limits(shapes.policy, *arguments)
@@ -197,17 +197,17 @@ def test_a_teacher_is_in_memory_in_every_phase(estimator, planned):
 
 
 def test_answers_to_turns_are_a_phase_of_their_own(planned):
-    found = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig(fsdp=1))))
-    assert list(found) == ["prefill", "decode", "answers", "update"]
+    account = planned(Programs(tiny.METHODS["turns"], make_mesh(MeshConfig(fsdp=1))))
+    assert list(account) == ["prefill", "decode", "answers", "update"]
 
 
 def test_delta_net_states_count_for_slots_and_waiting_prompts(planned):
     shapes = Programs(tiny.config(model={"architecture": tiny.QWEN35}), make_mesh(MeshConfig(fsdp=1)))
-    found = planned(shapes)
+    account = planned(shapes)
     heads, inputs = 4 * 8 * 6, 3 * (2 * 2 * 8 + 4 * 6)
     state, token = 2 * 4 * (heads + inputs), 4 * 2 * 2 * 16  # two delta nets; keys and values of the other layer
     prompts = 2 * 8 * (state + 16 * token)
-    assert found["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
+    assert account["decode"].parts["KV cache"] == 8 * (state + 32 * token) + prompts
     # Beside its tokens a slot takes its state, its tail and three arrays of logits.
     room = partial(fitting_limits, shapes.policy, shapes.config.rollout, shapes.config.optimizer, False)
     more = 2**26 * 0.92 / (room(2**27).slots - room(2**26).slots)

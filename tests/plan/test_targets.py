@@ -20,7 +20,7 @@ from mllm.plan.targets import Account
 
 
 def test_memory_refusals_give_the_need_and_others_are_errors():
-    said = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (56.06G) exceeds available HBM (31.25G)."  # noqa: E501
+    message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (56.06G) exceeds available HBM (31.25G)."  # noqa: E501
 
     def refused(text):
         def program():
@@ -28,7 +28,7 @@ def test_memory_refusals_give_the_need_and_others_are_errors():
 
         return targets.account_of(program, (), targets.Devices("a TPU at hand", make_mesh(MeshConfig(fsdp=1)), 1, 0))
 
-    assert refused(said) == Account(int(56.06 * 2**30), int(56.06 * 2**30))
+    assert refused(message) == Account(int(56.06 * 2**30), int(56.06 * 2**30))
     with pytest.raises(UserError, match="a TPU at hand: the compiler refuses the program: INTERNAL: Mosaic"):
         refused("INTERNAL: Mosaic failed to compile")
 
@@ -71,15 +71,15 @@ class TestByTheTpuCompiler:
     def test_a_too_large_program_has_the_account_of_its_refusal(self):
         mesh, sizes = targets.mesh("v6e"), {"features": 512, "vocabulary": 151936, "impl": "full_logits"}
         there = targets.Devices("v6e", mesh, 1, targets.CHIPS["v6e"].memory, here=False)
-        found = targets.account_of(*head.loss(mesh, tokens=2**16, **sizes), there)
-        assert found.peak > found.temporaries > 4 * 2**16 * 151936 > targets.CHIPS["v6e"].memory
+        account = targets.account_of(*head.loss(mesh, tokens=2**16, **sizes), there)
+        assert account.peak > account.temporaries > 4 * 2**16 * 151936 > targets.CHIPS["v6e"].memory
 
     def test_temporaries_of_a_program_with_loops_are_counted_once(self):
         """`memory_analysis()` gives seven arrays of the weight's size."""
         mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
-        found = targets.account(*head.loss(mesh, tokens=2**16, features=896, impl="chunked_logits"), mesh)
+        account = targets.account(*head.loss(mesh, tokens=2**16, features=896, impl="chunked_logits"), mesh)
         weight = 2 * 151936 * 896
-        assert found.temporaries < 6 * weight
+        assert account.temporaries < 6 * weight
 
     @pytest.mark.parametrize("chip", targets.TPUS)
     def test_devices_have_the_name_and_memory_of_the_compiler(self, chip):
@@ -98,10 +98,10 @@ class TestByTheTpuCompiler:
 
     @pytest.mark.slow
     def test_a_run_is_planned_for_a_slice_that_is_not_there(self):
-        told = []
-        memory.plan(*targets.find_devices(tiny.config(mesh={"fsdp": 2}), "v6e:2x4"), told.append)
-        assert told[0].startswith("v6e:2x4: mesh dp 1, fsdp 2, tp 1, 2 of 8 devices, 31.25 GiB each")
-        assert any(line.startswith("fits: ") for line in told)
+        lines = []
+        memory.plan(*targets.find_devices(tiny.config(mesh={"fsdp": 2}), "v6e:2x4"), lines.append)
+        assert lines[0].startswith("v6e:2x4: mesh dp 1, fsdp 2, tp 1, 2 of 8 devices, 31.25 GiB each")
+        assert any(line.startswith("fits: ") for line in lines)
 
     @pytest.mark.parametrize(
         ("source", "settings", "layers"),

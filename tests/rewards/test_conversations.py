@@ -72,9 +72,9 @@ def play(talk, prompts, says):
         live, round = [*range(len(prompts))], 0
         while live:
             talk.send({i: turn(says[i][min(round, len(says[i]) - 1)]) for i in live})
-            found = talk.receive(live)
-            assert [*found] == live
-            live, round = [i for i in live if found[i] is not None], round + 1
+            observations = talk.receive(live)
+            assert [*observations] == live
+            live, round = [i for i in live if observations[i] is not None], round + 1
         return talk.finish()
 
 
@@ -96,26 +96,26 @@ def test_a_conversation_is_samples_and_the_template_between(guess):
         assert talk.receive([0]) == {0: [END, *rendered("lower"), START]}
         talk.send({0: turn("x")})
         assert talk.receive([0]) == {0: None}  # the third turn is the last
-        (found,) = talk.finish()
+        (conversation,) = talk.finish()
     sampled = [[*b"0", END], [*b"99"], [*b"x", END]]
     whole = [*first, *sampled[0], *rendered("higher"), START, *sampled[1], END, *rendered("lower"), START, *sampled[2]]
-    assert found.tokens == whole
-    assert [token for token, own in zip(whole, found.sampled, strict=True) if own] == [*chain(*sampled)]
-    assert [message["role"] for message in found.messages] == ["assistant", "user"] * 3
-    assert [message["reward"] for message in found.assistant] == [0, 0, -0.75]
-    assert found.result.reward == ("value", -0.75)
-    assert found.values["tried"] == ["0", "99", "x"]
-    assert found.finished
-    scored = found.sample(prompt("Guess.").example)
+    assert conversation.tokens == whole
+    assert [token for token, own in zip(whole, conversation.sampled, strict=True) if own] == [*chain(*sampled)]
+    assert [message["role"] for message in conversation.messages] == ["assistant", "user"] * 3
+    assert [message["reward"] for message in conversation.assistant] == [0, 0, -0.75]
+    assert conversation.result.reward == ("value", -0.75)
+    assert conversation.values["tried"] == ["0", "99", "x"]
+    assert conversation.finished
+    scored = conversation.sample(prompt("Guess.").example)
     assert (scored.completion, [*scored.tokens]) == ("x", [*chain(*sampled)])
 
 
 def test_a_conversation_ends_before_a_turn_without_room(guess):
     limit = len(rendered("Guess. Up to 9.", "0", "higher")) + 1 + 60
     for total, turns in ((limit, 2), (limit - 1, 1)):
-        (found,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
-        assert (len(found.assistant), found.finished) == (turns, False)
-        assert found.result.reward == ("value", -turns / 4)  # the environment gives it at the end as well
+        (conversation,) = play(guess(max_total_length=total, max_prompt_length=20), [prompt("Guess.")], ["0"])
+        assert (len(conversation.assistant), conversation.finished) == (turns, False)
+        assert conversation.result.reward == ("value", -turns / 4)  # the environment gives it at the end as well
 
 
 def test_a_group_shares_a_state_and_each_step_has_another(guess):
@@ -138,18 +138,18 @@ def test_a_thought_opened_by_the_prompt_calls_nothing(monkeypatch):
     two = call('{"number": 2}')
     says = [two], [f"{two}</think>4"], [f"a</think>{two}", "b</think>4"]
     with opened(None, tools=["own_environments:double"]) as talk:
-        found = play(talk(max_completion_length=120), [prompt()] * 3, says)
-    assert [len(each.assistant) for each in found] == [1, 1, 2]
-    assert all(each.sample(prompt().example).thinks for each in found)  # so a reward finds no answer in the thought
-    assert [message["content"] for message in found[2].messages if message["role"] == "tool"] == ["4"]
+        played = play(talk(max_completion_length=120), [prompt()] * 3, says)
+    assert [len(each.assistant) for each in played] == [1, 1, 2]
+    assert all(each.sample(prompt().example).thinks for each in played)  # so a reward finds no answer in the thought
+    assert [message["content"] for message in played[2].messages if message["role"] == "tool"] == ["4"]
 
 
 def test_a_prompt_that_grows_too_long_fails_alone(guess):
     prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
-    found = play(guess(), prompts, ["0", "0"])
-    said = "raised", "rollout.max_prompt_length: the prompt has 43 tokens"
-    assert [one.failure for one in found] == [None, said]
-    assert found[1].tokens == [*prompts[1].tokens, *b"0", END]
+    conversations = play(guess(), prompts, ["0", "0"])
+    failure = "raised", "rollout.max_prompt_length: the prompt has 43 tokens"
+    assert [one.failure for one in conversations] == [None, failure]
+    assert conversations[1].tokens == [*prompts[1].tokens, *b"0", END]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +201,9 @@ def speaker(*says, **limits):
                     completions[i].tokens += array("i", one.tokens)
                     completions[i].logprobs += array("f", [-i - round] * len(one.tokens))
                 conversations.send(turns)
-                found = conversations.receive(live)
-                ended({i: completions[i] for i in live if found[i] is None})
-                live, round = [i for i in live if found[i] is not None], round + 1
+                observations = conversations.receive(live)
+                ended({i: completions[i] for i in live if observations[i] is None})
+                live, round = [i for i in live if observations[i] is not None], round + 1
             return completions
 
     return Speaker(None, RENDERER, (END,), options(**limits), 0)
@@ -217,19 +217,19 @@ def test_trajectories_have_samples_reward_sums_and_turns():
     sampler = speaker(["0"], ["0"], ["0", "x" * 10], ["1"], max_turns=2)
     rewards = [{"name": f"own_environments:{name}", "weight": w} for name, w in (("errors", 2), ("number", 0))]
     with RewardRunner(task("Guess", rewards=rewards), Task("", [prompt().example], []), 60) as runner:
-        found = sample_trajectories(sampler, runner, [prompt("Guess.", largest=10**6)] * 4, None, **HOW)
-    one, rewards, line = found[2], group_rewards(found, runner, 2), sample_line(found[2], runner, 0.5)
+        samples = sample_trajectories(sampler, runner, [prompt("Guess.", largest=10**6)] * 4, None, **HOW)
+    one, rewards, line = samples[2], group_rewards(samples, runner, 2), sample_line(samples[2], runner, 0.5)
     assert one.tokens[one.sampled].tolist() == [*b"0", END, *b"x" * 10, END]
     assert one.logprobs.tolist() == [-2] * 2 + [-3] * 11
     assert (one.prompt, one.text, line["completion"]) == ("Guess. Up to 1000000.", "x" * 10, "x" * 10)
     assert [message.get("reward") for message in line["turns"]] == [0, None, -0.5, None]
-    numbers = [one.rewards[1][1] for one in found]
+    numbers = [one.rewards[1][1] for one in samples]
     assert numbers == [numbers[0]] * 2 + [numbers[2]] * 2
     assert numbers[0] != numbers[2]
     assert line["rewards"] == {"errors": pytest.approx(0.4 + 13 / 1000), "number": numbers[2], "environment": -0.5}
     assert rewards[1, 0] == line["reward"] == pytest.approx(2 * (0.4 + 0.013) - 0.5)
-    metrics = completion_metrics(found, runner.names)
-    assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in found])
+    metrics = completion_metrics(samples, runner.names)
+    assert metrics["environment/mean_turns"] == np.mean([len(one.turns) / 2 for one in samples])
     assert (metrics["tools/call_frequency"], metrics["rewards/environment/raised"]) == (0, 0)
 
 
@@ -252,12 +252,12 @@ def test_evaluations_begin_in_the_same_state_at_each_step():
 
 def test_the_rewards_of_a_turn_are_added():
     """An environment gives a reward with its answer, and a reward for a conversation that has ended."""
-    found = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
+    conversation = Conversation([], [], messages=[{"role": "assistant", "content": "0", "reward": None}])
     for reward in (0.5, -2.0):
-        found.record(("value", reward, ("turn", [], True, {})))
-    assert found.result.reward == ("value", -1.5)
-    found.messages += [{"role": "assistant", "content": "", "reward": reward} for reward in (1e17, 1.0, -1e17)]
-    assert found.result.reward == ("value", -0.5)  # in any order of the turns
+        conversation.record(("value", reward, ("turn", [], True, {})))
+    assert conversation.result.reward == ("value", -1.5)
+    conversation.messages += [{"role": "assistant", "content": "", "reward": reward} for reward in (1e17, 1.0, -1e17)]
+    assert conversation.result.reward == ("value", -0.5)  # in any order of the turns
 
 
 @pytest.mark.slow
@@ -269,13 +269,13 @@ def test_a_failed_environment_gives_no_reward(caplog):
     ]
     config = task("Hostile", tools=["own_environments:double"], rewards=rewards)
     with RewardRunner(config, Task("", [], []), 60) as runner:
-        found = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
-    np.testing.assert_array_equal(group_rewards(found, runner, 2), [[3, np.nan], [0, 0]])
+        samples = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)
+    np.testing.assert_array_equal(group_rewards(samples, runner, 2), [[3, np.nan], [0, 0]])
     with pytest.raises(StepError, match=r"task.environment: a reward failed for 1 of 4 .* environment raised 1 times"):
-        group_rewards(found, runner, 2, most_failed=0.1)
+        group_rewards(samples, runner, 2, most_failed=0.1)
     # A batched function may count on the order of the groups, so it gets the failed conversation as well.
-    assert [one.rewards[1] for one in found] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
-    metrics = completion_metrics(found, runner.names)
+    assert [one.rewards[1] for one in samples] == [("value", 0), ("not_applicable", ""), ("value", 2), ("value", 3)]
+    metrics = completion_metrics(samples, runner.names)
     assert (metrics["tools/call_frequency"], metrics["tools/failure_frequency"]) == (6 / 4, 0.5)
     assert metrics["rewards/environment/raised"] == 1
     assert "reward environment raised: ValueError" in caplog.text
@@ -305,19 +305,19 @@ DEADLY = {
 """Acts that end the process with the other environments in it. Other moves of the same call fail in the same way."""
 
 
-def counted(found):
-    return [" ".join(one.failure) if one.failure else None for one in found]
+def counted(conversations):
+    return [" ".join(one.failure) if one.failure else None for one in conversations]
 
 
 @pytest.mark.slow
 def test_a_hostile_environment_is_counted():
     with opened("Hostile", reward_timeout=60) as made:
         prompts = [prompt(begins="raise ValueError('at once')")] + [prompt()] * len(LASTING)
-        found = play(made(), prompts, [["pass"], *([does, "pass"] for does in LASTING)])
+        conversations = play(made(), prompts, [["pass"], *([does, "pass"] for does in LASTING)])
     expected = [r"raised ValueError: at once \(own_environments.py:\d+\)", *LASTING.values()]
-    for said, pattern in zip(counted(found), expected, strict=True):
-        assert said is pattern is None or re.fullmatch(pattern, said)
-    assert {one.result.reward for one in found if one.failure is None} == {("value", 3)}
+    for failure, pattern in zip(counted(conversations), expected, strict=True):
+        assert failure is pattern is None or re.fullmatch(pattern, failure)
+    assert {one.result.reward for one in conversations if one.failure is None} == {("value", 3)}
 
 
 @pytest.mark.slow
@@ -330,6 +330,6 @@ def test_a_hang_costs_one_conversation_and_an_exit_its_process():
             return counted(play(made(), [prompt()] * 4, [[does] for does in says]))
 
         assert played(*HANGING, "pass", "pass") == [late] * 2 + [None] * 2
-        for does, said in DEADLY.items():
-            assert played(does, "pass", "pass", "pass") == [said, None, said, None]
+        for does, failure in DEADLY.items():
+            assert played(does, "pass", "pass", "pass") == [failure, None, failure, None]
         assert played(*["pass"] * 4) == [None] * 4

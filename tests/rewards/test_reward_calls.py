@@ -166,8 +166,8 @@ def test_a_raising_function_names_the_line_of_its_file():
     divided, parsed = values("mine:divides", sample("a"), sample("long"))
     assert divided == f"ZeroDivisionError: division by zero ({place_of('1 / count')})"
     assert re.fullmatch(rf"JSONDecodeError: .* \({place_of('json.loads')}\)", parsed)
-    (said,) = values("exact_match", sample("a", answer=None), sample("a"))[:1]
-    assert said == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
+    (failure,) = values("exact_match", sample("a", answer=None), sample("a"))[:1]
+    assert failure == "ValueError: this problem has no answer"  # the line of a built-in function is not the user's
 
 
 def test_values_logged_the_trl_way_come_with_the_answers():
@@ -188,8 +188,8 @@ def test_coroutines_of_functions_run_together_and_time_out():
     assert [value for _, value in answers(together, given, 60.0)] == [1, 2, 10, 20]
     given = [sample(text) for text in ("hang", "a", "exit", "abc", "ab")]
     timed_out, exited = "took longer than 0.5 s", f"SystemExit: 3 ({place_of('raise SystemExit')})"
-    found = list(answers([bound("mine:hangs_at_times", *given)], given, 0.5))
-    assert found == [("timed_out", timed_out), ("value", 1), ("raised", exited), ("value", 1), ("value", 1)]
+    results = list(answers([bound("mine:hangs_at_times", *given)], given, 0.5))
+    assert results == [("timed_out", timed_out), ("value", 1), ("raised", exited), ("value", 1), ("value", 1)]
 
 
 def test_documented_rewards_run_as_their_configuration_says(monkeypatch):
@@ -198,8 +198,8 @@ def test_documented_rewards_run_as_their_configuration_says(monkeypatch):
     task = configs.load(str(folder / "rewards.yaml")).task
     assert task is not None
     given = [sample(text) for text in ("7", "6", "6", "x")]
-    found = {reward.name: values(reward.name, *given, **reward.args) for reward in task.rewards}
-    assert found == {
+    scores = {reward.name: values(reward.name, *given, **reward.args) for reward in task.rewards}
+    assert scores == {
         "rewards:digits": [1, 1, 1, 0],
         "rewards:close": [1, 0.9, 0.9, 0],
         "rewards:varied": [1, 0, 0, 1],

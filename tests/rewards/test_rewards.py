@@ -64,8 +64,8 @@ def place(tmp_path_factory):
 
 
 def opened(*names: str, workers: int = 1, seconds: float = 60.0) -> RewardRunner:
-    found = (name if name in BUILT_IN or ":" in name else f"own_rewards:{name}" for name in names)
-    rewards = tuple(RewardConfig(name=name) for name in found)
+    paths = (name if name in BUILT_IN or ":" in name else f"own_rewards:{name}" for name in names)
+    rewards = tuple(RewardConfig(name=name) for name in paths)
     task = TaskConfig(name="arithmetic", rewards=rewards, reward_timeout=seconds, reward_workers=workers)
     return RewardRunner(task, Task("", [SEVEN], []), 4)
 
@@ -120,8 +120,8 @@ def test_a_batched_failure_fails_all_and_is_logged_once(caplog):
     last = [row[-2:] for row in scores]  # a batched function's None is neither a failure nor part of the mean
     np.testing.assert_array_equal(totals(last, np.array([1.0, 0.5]))[0], [6, 0, math.nan])
     metrics = {name: value for name, value in reward_metrics(["batch", "late"], last).items() if value}
-    found = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
-    assert metrics == {f"rewards/{name}": value for name, value in found.items()}
+    expected = {"batch/mean": 4.5, "batch/std": 0.5, "late/mean": 2, "late/std": 2, "late/raised": 1}
+    assert metrics == {f"rewards/{name}": value for name, value in expected.items()}
 
 
 def test_silent_functions_give_no_reward_and_no_failure():
@@ -141,12 +141,12 @@ def test_silent_functions_give_no_reward_and_no_failure():
 def test_sums_equal_but_for_rounding_become_equal():
     weights = np.array([0.1, 0.2, 0.3])
     scores = [(1, 1, 0), (0, 0, 1), (1, 0, 0), (0, 1, 0), (1, 1, -1), (0, 0, 0), (1 + 1e-12, 0, 0)]
-    found = totals([[("value", float(value)) for value in row] for row in scores], weights)[0]
-    assert found[0] == found[1]
-    assert found[4] == found[5]
+    sums = totals([[("value", float(value)) for value in row] for row in scores], weights)[0]
+    assert sums[0] == sums[1]
+    assert sums[4] == sums[5]
     exact = np.array(scores) @ weights
-    np.testing.assert_array_equal(found[[2, 3, 6]], exact[[2, 3, 6]])
-    np.testing.assert_allclose(found, exact, atol=1e-15)
+    np.testing.assert_array_equal(sums[[2, 3, 6]], exact[[2, 3, 6]])
+    np.testing.assert_allclose(sums, exact, atol=1e-15)
     rows = [[("value", float(value)) for value in row] for row in [(1, 1, 1), (0, 0, 0)]]
     assert totals(rows, np.array([0.3, -0.1, -0.2]))[0].tolist() == [0, 0]
 

@@ -125,8 +125,8 @@ def test_a_single_file_is_no_model_and_no_data(tmp_path, refused):
     path = tmp_path / "files" / "model.bin"
     pickled(path.name)(path.parent)
     source = path.relative_to(tmp_path)  # which might be a hub id
-    said = refused(train, *arguments(pretrained(source)))
-    assert f"{source}: is not a folder (archives and single files are never opened)" in said
+    message = refused(train, *arguments(pretrained(source)))
+    assert f"{source}: is not a folder (archives and single files are never opened)" in message
     assert f" ({path}:1, 2, " in refused(train, *finetuned(path))
 
 
@@ -176,10 +176,10 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
         make(path)
     elif make is not None:
         path.write_bytes(make)
-    said = refused(train, *finetuned(path))
-    assert text.format(path=path, here=tmp_path) in said
+    message = refused(train, *finetuned(path))
+    assert text.format(path=path, here=tmp_path) in message
     if what.startswith("a line: "):
-        assert f" ({path}:2)" in said
+        assert f" ({path}:2)" in message
 
 
 TOOLS = (
@@ -215,7 +215,7 @@ def test_a_tool_refuses_bad_input_with_a_one_line_error(tool, command, text, tmp
 
 
 def test_a_configuration_without_weights_says_the_ways_out(tmp_path, refused):
-    said = refused(train, "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run")
-    assert said.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
+    message = refused(train, "--config=qwen25_3b_grpo.yaml", "task={name: arithmetic}", f"run_dir={tmp_path}/run")
+    assert message.startswith("error: model.source: Qwen/Qwen2.5-3B-Instruct: no such folder")
     for way in ("a local folder", "a hub id", "model.init=random"):
-        assert way in said
+        assert way in message

@@ -111,7 +111,7 @@ def test_a_signal_ends_rollouts_rewards_and_validation(built, monkeypatch):
 
 
 def test_turns_are_checked_with_the_keep_thoughts_of_the_run(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: asked.append(keep))
+    keeps = []
+    monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: keeps.append(keep))
     with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):
-        assert asked == [True]
+        assert keeps == [True]

@@ -49,12 +49,12 @@ def test_every_field_of_a_state_is_restored_also_by_another_mesh(store):
     pending = PendingEvaluation({"loss": 0.5}, [{"completion": "7", "rewards": {"exact_match": 1.0}}])
     state = make_state(2, skipped_in_a_row=3, pending_evaluation=pending)
     save(store, make_state(1), state)
-    assert_equal(found := restored(store), state)
-    assert (found.position, found.skipped_in_a_row, found.pending_evaluation) == (POSITION, 3, pending)
+    assert_equal(loaded := restored(store), state)
+    assert (loaded.position, loaded.skipped_in_a_row, loaded.pending_evaluation) == (POSITION, 3, pending)
     with opened(store) as checkpoints:
-        found = checkpoints.restore(like(mesh := MeshConfig(fsdp=2, tp=4)))
-    assert_equal(found, state)
-    assert found.train.params["embed"].sharding == like(mesh).params["embed"].sharding
+        loaded = checkpoints.restore(like(mesh := MeshConfig(fsdp=2, tp=4)))
+    assert_equal(loaded, state)
+    assert loaded.train.params["embed"].sharding == like(mesh).params["embed"].sharding
 
 
 @pytest.mark.slow
@@ -66,8 +66,8 @@ def test_the_documented_lines_list_parameters_without_mllm(store):
     [lines] = [part.partition("```")[0] for part in page.split("```python\n") if "ocp.CheckpointManager" in part]
     program = f"import sys; sys.modules['mllm'] = sys.modules['lm_head'] = None\n{lines}"
     program = program.replace("runs/demo_seed0/sft", str(store.folder))
-    said = subprocess.run([sys.executable, "-c", program], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert said.stdout == "embed (64, 64) float32\nnorm (64,) float32\n", said.stderr
+    done = subprocess.run([sys.executable, "-c", program], env={"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert done.stdout == "embed (64, 64) float32\nnorm (64,) float32\n", done.stderr
 
 
 # Which checkpoints are kept
@@ -89,8 +89,8 @@ def test_the_newest_and_the_best_are_kept_also_after_a_resume(store):
 
 def files(store, step, part=""):
     """The files of a checkpoint on a disk, below a part of it, that are not empty."""
-    found = sorted((store.folder / "checkpoints" / str(step) / part).rglob("*"))
-    return [path for path in found if path.is_file() and path.stat().st_size]
+    paths = sorted((store.folder / "checkpoints" / str(step) / part).rglob("*"))
+    return [path for path in paths if path.is_file() and path.stat().st_size]
 
 
 def change(path, how):
@@ -256,7 +256,7 @@ REFERENCE, FROZEN = {"norm": ARRAYS["norm"]}, "a run with other frozen parameter
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "said"),
+    ("first", "then", "text"),
     [
         ((None, KNOWN), (None, {"sizes": {"layers": 2, "since": 1}, "tokens": [[1, 2]]}), None),  # of another version
         ((None, KNOWN), (None, {"sizes": {"layers": 2}}), None),
@@ -268,10 +268,10 @@ REFERENCE, FROZEN = {"norm": ARRAYS["norm"]}, "a run with other frozen parameter
         ((MODEL | REFERENCE, {}), (MODEL | {"norm": ARRAYS["norm"] + 1}, {}), FROZEN),
     ],
 )
-def test_dependencies_are_compared_if_both_runs_recorded_them(tmp_path, first, then, said):
+def test_dependencies_are_compared_if_both_runs_recorded_them(tmp_path, first, then, text):
     for frozen, known in (first, then):
         checkpoints = Checkpoints(RunStore(tmp_path), CheckpointConfig(), frozen, known)
-        with closing(checkpoints), pytest.raises(UserError, match=said) if known is then[1] and said else nullcontext():
+        with closing(checkpoints), pytest.raises(UserError, match=text) if known is then[1] and text else nullcontext():
             if checkpoints.restore(like()) is None:
                 checkpoints.save(make_state(1), {}, {})
                 checkpoints.wait()

@@ -54,9 +54,9 @@ def test_every_bit_changes_both_sums():
         bits = 1 if array.dtype == bool else 8 * array.dtype.itemsize
         places = product({0, array.size // 2, array.size - 1}, {0, bits // 2, bits - 1})
         changed = {str(place): placed(flipped(array, *place)) for place in places}
-        found = checksums({"": placed(array), **changed})
+        digests = checksums({"": placed(array), **changed})
         for half in (slice(8), slice(8, 16)):
-            assert found[""][half] not in [found[place][half] for place in changed]
+            assert digests[""][half] not in [digests[place][half] for place in changed]
 
 
 def test_checksums_need_no_memory_beyond_2_32_elements():

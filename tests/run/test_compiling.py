@@ -27,8 +27,8 @@ def test_programs_are_kept_and_torn_files_removed(tmp_path):
 
     def start(line="", own=""):
         variables = {"JAX_COMPILATION_CACHE_DIR": own, "XDG_CACHE_HOME": str(tmp_path)}
-        (said,) = outputs([spawn(["-c", PROCESS.format(line)], subprocess.STDOUT, **variables)])
-        return said
+        (output,) = outputs([spawn(["-c", PROCESS.format(line)], subprocess.STDOUT, **variables)])
+        return output
 
     assert start(SEVERAL) == "\n"
     assert start(own=str(tmp_path / "mine")) == f"{tmp_path}/mine\n"
@@ -44,8 +44,8 @@ def test_choices_among_kernels_are_kept_on_gpus(backend, kept, tmp_path):
     lines = f"jax.default_backend = lambda: {backend!r}", "print(jax.config.jax_persistent_cache_enable_xla_caches)"
     variables = {"JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
     program = PROCESS.format(lines[0]).replace("jax.jit(lambda x: x * 2)(1.0)", lines[1])
-    (said,) = outputs([spawn(["-c", program], subprocess.STDOUT, **variables)])
-    assert said.split() == [kept, str(tmp_path / "mllm" / "xla")]
+    (output,) = outputs([spawn(["-c", program], subprocess.STDOUT, **variables)])
+    assert output.split() == [kept, str(tmp_path / "mllm" / "xla")]
 
 
 def test_nested_compile_seconds_count_once(monkeypatch):
@@ -71,5 +71,5 @@ def test_a_slow_compile_prints_its_last_duration(tmp_path, capsys, monkeypatch):
         clock.end(event, seconds, fun_name="jit(train_step)")
     (tmp_path / "seconds.json").write_text("{")  # a kill cut it off
     clock.remember(tmp_path / "seconds.json")
-    said = "compiling train_step ...\n" + 2 * "compiling train_step ... (42 s last time)\n"
-    assert capsys.readouterr().err == said
+    lines = "compiling train_step ...\n" + 2 * "compiling train_step ... (42 s last time)\n"
+    assert capsys.readouterr().err == lines

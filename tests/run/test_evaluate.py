@@ -108,11 +108,11 @@ def test_missing_answers_give_rewards_without_accuracy(caplog):
 def test_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
     metrics = evaluate(samples=4)
     assert CALLS[-1] == ([tokens for tokens in TOKENS for _ in range(4)], 3, 2**30, False)
-    found = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
+    measured = {name: value for name, value in metrics.items() if "@" in name and name[-1].isdecimal()}
     # The problems have 0, 1, 2 and 4 right samples of four.
     expected = {"avg@4": 7 / 16, "pass@2": (0 + 3 / 6 + 5 / 6 + 1) / 4, "pass@4": 3 / 4}
-    assert found == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
-    ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in found]
+    assert measured == pytest.approx({f"eval/{name}": value for name, value in expected.items()})
+    ends = [(metrics[f"{name}_low"], metrics[f"{name}_high"]) for name in measured]
     # As many trials as give the variance of these means over problems: p (1 - p) 4 / variance.
     shares = [(7 / 16, 7.2), (7 / 12, 20 / 3), (3 / 4, 4)]
     assert ends == [pytest.approx(wilson(share * trials, trials)) for share, trials in shares]
@@ -120,10 +120,10 @@ def test_samples_of_each_problem_give_avg_at_k_and_pass_at_k():
 
 
 def test_one_process_scores_all_samples_of_a_problem(monkeypatch):
-    asked, part_of = [], RowShare.part_of
-    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: asked.append(sizes) or part_of(self, *sizes))
+    calls, part_of = [], RowShare.part_of
+    monkeypatch.setattr(RowShare, "part_of", lambda self, *sizes: calls.append(sizes) or part_of(self, *sizes))
     evaluate(samples=3)
-    assert asked == [(4, 1), (12, 3)]
+    assert calls == [(4, 1), (12, 3)]
 
 
 def test_the_interval_is_wilsons():

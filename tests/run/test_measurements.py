@@ -80,19 +80,19 @@ def settings(tmp_path):
 
 @pytest.mark.slow
 def test_data_that_end_before_steps_end_run_and_schedule(settings, tmp_path, caplog, capsys, monkeypatch):
-    asked = []
-    monkeypatch.setattr(build, "make_optimizer", lambda *given: asked.append(given) or make_optimizer(*given))
+    calls = []
+    monkeypatch.setattr(build, "make_optimizer", lambda *given: calls.append(given) or make_optimizer(*given))
     done = changed(settings(), steps=100, data={"epochs": 1})
     with caplog.at_level(logging.WARNING):
         assert run(done) == 0
     assert "data.epochs: 1 passes over the 32 examples are 4 batches: the run and its schedule end" in caplog.text
     lines = records(done)
-    assert asked == [(done.optimizer, 4)]
+    assert calls == [(done.optimizer, 4)]
     assert lines[-1]["learning_rate"] == pytest.approx(float(make_schedule(done.optimizer, 4)(3)))
     assert "validation/loss" in lines[-1]
     assert checkpoints(done) == [4]
-    with Run.build(changed(done, steps=None, run_dir=str(tmp_path / "no_steps"))) as begun:
-        assert begun.source.steps == 4
+    with Run.build(changed(done, steps=None, run_dir=str(tmp_path / "no_steps"))) as built:
+        assert built.source.steps == 4
     capsys.readouterr()
     assert run(done) == 0  # and the same command has nothing to do
     assert "at step 4" in capsys.readouterr().out

@@ -56,11 +56,11 @@ def test_the_plan_counts_the_arrays_of_an_update(tmp_path, loss_type, monkeypatc
     rows = RowShare(0, 1)  # not the constant of a process that trains alone
     monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: rows)
     one = settings(tmp_path, loss_type)
-    with Run.build(one) as begun:
-        assert all(batches.share is rows for batches in (begun.source.batches, begun.source.heldout))
-        assert begun.source.position().get("reference", begun.source.checksum) == begun.source.checksum
-        batch = begun.source.next(begun.trained, 0, Stopwatch(), begun.frozen_models).batch
-        planned = Programs(one, begun.mesh).batch(one.batch_shape.total)
+    with Run.build(one) as built:
+        assert all(batches.share is rows for batches in (built.source.batches, built.source.heldout))
+        assert built.source.position().get("reference", built.source.checksum) == built.source.checksum
+        batch = built.source.next(built.trained, 0, Stopwatch(), built.frozen_models).batch
+        planned = Programs(one, built.mesh).batch(one.batch_shape.total)
     assert jax.tree.structure(batch) == jax.tree.structure(planned)
 
 
@@ -86,8 +86,8 @@ def test_a_teacher_run_merges_its_adapters_and_pins_its_step(finished, tmp_path)
     layers = policy.complete(newest(taught).train.params)["layers"]
     frozen, a, b = (np.asarray(layers[f"q_{name}"]) for name in ("weight", "a", "b"))
     settings = distilled(run_dir=str(tmp_path / "run"), teacher={"source": taught.run_dir, "dtype": "float32"})
-    with Run.build(settings) as begun:
-        merged = np.asarray(begun.frozen_models.teacher["layers"]["q_weight"])
+    with Run.build(settings) as built:
+        merged = np.asarray(built.frozen_models.teacher["layers"]["q_weight"])
     assert np.abs(merged - frozen).max() > 1e-3
     atol = 4 * 2**-24 * np.abs(merged).max()  # four roundings of numbers of this size: two products, two sums
     np.testing.assert_allclose(merged, frozen + policy.lora.scale * b @ a, rtol=0, atol=atol)
@@ -107,11 +107,11 @@ def test_given_completions_are_distilled_with_their_labels(tmp_path):
 
 
 def test_a_rollout_leaves_room_for_the_teacher(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(build, "fitting_limits", lambda *parts, teacher: asked.append(teacher) or DecodeLimits(8))
-    with Run.build(distilled(run_dir=str(tmp_path / "run"))) as begun:
-        assert begun.sampling.sampler.room() == DecodeLimits(8)
-        assert asked == [begun.teacher]
+    teachers = []
+    monkeypatch.setattr(build, "fitting_limits", lambda *parts, teacher: teachers.append(teacher) or DecodeLimits(8))
+    with Run.build(distilled(run_dir=str(tmp_path / "run"))) as built:
+        assert built.sampling.sampler.room() == DecodeLimits(8)
+        assert teachers == [built.teacher]
 
 
 @pytest.mark.slow

@@ -121,9 +121,9 @@ def test_paths_may_move_but_their_contents_may_not_change(place):
         write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
     shutil.copytree(TEACHER["source"], here / "teacher")
     for kind in ("files", "gsm8k", "distill"):
-        with Run.build(settings_of(kind, here, place / kind)) as begun:
-            saved = {"frozen": begun.checkpoints.frozen, "known": begun.checkpoints.known}
-            position = begun.source.position()
+        with Run.build(settings_of(kind, here, place / kind)) as built:
+            saved = {"frozen": built.checkpoints.frozen, "known": built.checkpoints.known}
+            position = built.source.position()
 
         def resume(at, kind=kind, saved=saved, position=position):
             with Run.build(settings_of(kind, at, place / kind)) as resumed:
@@ -167,8 +167,8 @@ def test_a_resume_depends_on_adapters_templates_and_data_form(place, monkeypatch
 
 def test_a_branch_is_the_commit_that_the_run_began_with():
     settings = config(model={"init": "pretrained", "architecture": None, "source": "a/b", "revision": "main"})
-    begun = changed(settings, model={"revision": "0" * 40})
-    assert folder.check_changes("run", settings, False, begun.model_dump(mode="json"), 0, []) == begun
+    pinned = changed(settings, model={"revision": "0" * 40})
+    assert folder.check_changes("run", settings, False, pinned.model_dump(mode="json"), 0, []) == pinned
 
 
 TOKENIZER = "model/tokenizer_config.json"
@@ -223,8 +223,8 @@ def settings(tmp_path):
 
 def check(place, settings, change=False):
     """The configuration for the next steps of the run in a folder."""
-    with folder.open_run(changed(settings, run_dir=str(place)), change) as (_, found):
-        return found
+    with folder.open_run(changed(settings, run_dir=str(place)), change) as (_, resumed):
+        return resumed
 
 
 def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
@@ -254,13 +254,13 @@ def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings, 
     other = changed(settings, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new values; else give"):
         check(tmp_path, other)
-    found = check(tmp_path, other, change=True)
+    resumed = check(tmp_path, other, change=True)
     ((section, values),) = how.items()
     expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
-    assert {change.key for change in found.changes} == expected
-    assert {change.step for change in found.changes} == {4}
-    folder.write(RunStore(tmp_path), found)
-    assert check(tmp_path, other) == found
+    assert {change.key for change in resumed.changes} == expected
+    assert {change.step for change in resumed.changes} == {4}
+    folder.write(RunStore(tmp_path), resumed)
+    assert check(tmp_path, other) == resumed
     assert check(tmp_path, settings, change=True).changes == ()  # taken back before any step
 
 

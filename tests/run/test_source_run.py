@@ -55,8 +55,8 @@ def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypa
     monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))
     settings = changed(following(copy, tmp_path / "run", step=step, param_dtype="bfloat16"), mesh={"fsdp": 2})
     source = source_run(settings.model)
-    begun = changed(settings, model=pin(settings.model))
-    assert begun.model.step == number
+    pinned = changed(settings, model=pin(settings.model))
+    assert pinned.model.step == number
     policy = load_policy(settings, make_mesh(settings.mesh))
     assert ord(STOP) in policy.stop_ids
     masters = restore_params(source, load_policy(first, make_mesh(first.mesh)).trained, number)
@@ -64,9 +64,9 @@ def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypa
     for (name, mine), theirs in zip(by_name(policy.initial_params()).items(), jax.tree.leaves(masters), strict=True):
         np.testing.assert_array_equal(mine, compute_copy(theirs, rounding, name))
     Path(settings.run_dir).mkdir()
-    run_dir.write(RunStore(settings.run_dir), begun)
+    run_dir.write(RunStore(settings.run_dir), pinned)
     with run_dir.open_run(settings) as (_, resumed):
-        assert resumed == begun
+        assert resumed == pinned
 
 
 @pytest.mark.slow
@@ -96,8 +96,8 @@ def test_exported_adapters_name_the_export_of_their_base_run(first, tmp_path):
     policy = load_policy(settings, make_mesh(settings.mesh))
     adapters, _ = policy.split(policy.initial_params())
     base = f"{first.run_dir}/export"
-    told = export.save_adapter(settings, policy, adapters, str(tmp_path / "adapter"))
-    assert told == f"{base}, which tools/export.py {first.run_dir} --step 4 writes"
+    base_name = export.save_adapter(settings, policy, adapters, str(tmp_path / "adapter"))
+    assert base_name == f"{base}, which tools/export.py {first.run_dir} --step 4 writes"
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == base
 
 
@@ -165,8 +165,8 @@ def test_a_run_in_a_bucket_equals_that_of_local_files(tmp_path, monkeypatch, cap
         of_disk = checksums(Path(on_disk.run_dir, "export"))
         assert fetched == of_disk | {"README.md": fetched["README.md"]}  # which names the run
         assert [generate.main([one.run_dir, "1+2=", "--max-tokens", "4"]) for one in both] == [0, 0]
-        said = capsys.readouterr().out.splitlines()
-        assert said[-1] == said[-2]
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == lines[-2]
         next_one = following(in_bucket, f"{store.url}/grpo", "grpo")
         assert run(next_one) == 0
         assert samples.main([next_one.run_dir]) == plot.main([next_one.run_dir, in_bucket.run_dir]) == 0

@@ -86,8 +86,8 @@ def test_a_tokenizer_is_read_from_no_other_folder(tmp_path):
     model, other = Path(tokenizer_with(tmp_path / "model")), tmp_path / "other/tokenizer.1.0.0.json"
     other.parent.mkdir()
     other.write_text((model / "tokenizer.json").read_text().replace("<|im_end|>", "<|of the other|>"))
-    found = load_tokenizer(tokenizer_with(model, tokenizer_file=str(other)))
-    assert "<|of the other|>" not in found.get_vocab()
+    tokenizer = load_tokenizer(tokenizer_with(model, tokenizer_file=str(other)))
+    assert "<|of the other|>" not in tokenizer.get_vocab()
     message = r"none can be read from .*fast_tokenizer_files in tokenizer_config.json may name files elsewhere: remove"
     with pytest.raises(UserError, match=rf"^model.tokenizer: {message}"):
         load_tokenizer(tokenizer_with(model, fast_tokenizer_files=[f"../other/{other.name}"]))

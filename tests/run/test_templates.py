@@ -43,8 +43,8 @@ def answers(model, questions, folder, *options):
     prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
     given = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]
     assert generate.main([str(model), *given, *options]) == 0
-    found = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
-    return dict(zip(questions, found, strict=True))
+    completions = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
+    return dict(zip(questions, completions, strict=True))
 
 
 def following(texts, folder, algorithm="grpo", model=None, **sections):
@@ -76,8 +76,8 @@ def test_a_run_that_learned_texts_gets_text_prompts(texts, tmp_path, caplog):
 )
 def test_a_following_run_prompts_by_texts_or_warns(texts, tmp_path, caplog, sections, form, warned):
     settings = following(texts, tmp_path / "run", **sections)
-    with Run.build(settings) as begun:
-        assert begun.sampling.sampler.renderer.form == form
+    with Run.build(settings) as built:
+        assert built.sampling.sampler.renderer.form == form
         assert json.loads(Path(settings.run_dir, "config.json").read_text()).get("mllm_learned", "chats") == form
     lines = [line for line in caplog.messages if "knows" in line]
     assert len(lines) == bool(warned)
@@ -100,7 +100,7 @@ def test_documented_template_examples_reach_their_accuracy(path, tmp_path):
         problems = {one.prompt[-1]["content"]: one.answer for one in load_task(settings.task).heldout}
     else:
         problems = {"3+4=": "7", "1+2=": "3"}
-    found = answers(settings.run_dir, problems, tmp_path)
-    right = sum(found[prompt] == answer for prompt, answer in problems.items()) / len(problems)
+    completions = answers(settings.run_dir, problems, tmp_path)
+    right = sum(completions[prompt] == answer for prompt, answer in problems.items()) / len(problems)
     measured = [line["eval/greedy_accuracy"] for line in records(settings) if "eval/greedy_accuracy" in line]
-    assert right == measured[-1] if measured else len(found) == len(problems)
+    assert right == measured[-1] if measured else len(completions) == len(problems)

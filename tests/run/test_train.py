@@ -175,8 +175,8 @@ def test_too_many_skipped_updates_stop_and_a_rerun_counts_on(tmp_path, capsys):
     for step, skipped in ((3, 2), (4, 3)):
         assert run(settings) == 2
         why = f"the last {skipped} updates were not finite and skipped"
-        said = f"error: optimizer.max_skipped: {why} (saved after step {step}: the same command resumes)"
-        assert capsys.readouterr().err.splitlines()[-1] == said
+        message = f"error: optimizer.max_skipped: {why} (saved after step {step}: the same command resumes)"
+        assert capsys.readouterr().err.splitlines()[-1] == message
         assert newest(settings).step == step
     lines = records(settings)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
@@ -202,8 +202,8 @@ def test_a_failed_step_or_evaluation_costs_no_earlier_step(tmp_path, monkeypatch
     monkeypatch.setattr(Measurements, "are_due", lambda self, step, final: step == 3)
     monkeypatch.setattr(Measurements, "measure_pending", fail)
     assert run(settings) == 2
-    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert said == [f"error: task.rewards: gone (saved after step {n}: the same command resumes)" for n in (1, 3)]
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert errors == [f"error: task.rewards: gone (saved after step {n}: the same command resumes)" for n in (1, 3)]
     assert (newest(settings).step, newest(settings).pending_evaluation is None) == (3, False)
 
 

@@ -25,14 +25,14 @@ class Answers:
     """Answers each turn but a sequence's last with the next of its texts of tokens."""
 
     def __init__(self, texts):
-        self.texts, self.turns, self.asked = texts, {}, []
+        self.texts, self.turns, self.requests = texts, {}, []
 
-    def send(self, found):
-        for sequence, one in found.items():
+    def send(self, turns):
+        for sequence, one in turns.items():
             self.turns.setdefault(sequence, []).append(one.tokens.tolist())
 
     def receive(self, sequences):
-        self.asked.append(list(sequences))
+        self.requests.append(list(sequences))
         return {one: dict(enumerate(self.texts[one], 1)).get(len(self.turns[one])) for one in sequences}
 
 
@@ -49,19 +49,19 @@ def test_answers_are_prefilled_behind_cached_tokens(sizes, room):
     prompts, rng, chosen = random_prompts(), np.random.default_rng(1), made(sizes)
     texts = [[rng.integers(0, VOCABULARY, n).tolist() for n in rng.integers(1, 20, i % 4)] for i in range(len(prompts))]
     options = RolloutConfig(max_prompt_length=12, max_completion_length=9, max_turns=4, max_total_length=120)
-    talk, told = Answers(texts), []
+    talk, reports = Answers(texts), []
     given = {"options": options, "stops": (3, 5)}
-    found = complete(chosen, prompts, room=room, conversations=talk, ended=told.append, **given)
-    check(chosen, prompts, found)
-    assert sorted(number for some in told for number in some) == list(range(len(prompts)))
-    for sequence, one in enumerate(found):
+    completions = complete(chosen, prompts, room=room, conversations=talk, ended=reports.append, **given)
+    check(chosen, prompts, completions)
+    assert sorted(number for some in reports for number in some) == list(range(len(prompts)))
+    for sequence, one in enumerate(completions):
         begins, ends = ([*edges] for edges in zip(*one.given, strict=True)) if one.given else ([], [])
         turns = zip([0, *ends], [*begins, len(one.tokens)], strict=True)
         assert [one.tokens[a:b].tolist() for a, b in turns] == talk.turns[sequence]
         assert [one.tokens[a:b].tolist() for a, b in one.given] == texts[sequence]
     if sizes is ARCHITECTURE:
         again = complete(chosen, prompts, room=DecodeLimits(3), conversations=Answers(texts), **given)
-        assert [one.tokens for one in again] == [one.tokens for one in found]
+        assert [one.tokens for one in again] == [one.tokens for one in completions]
 
 
 @pytest.mark.slow
@@ -102,9 +102,9 @@ def test_turns_go_on_from_the_states_of_their_last_tokens(monkeypatch):
     def talk(*stop_texts, stop=-1):
         prefilled.clear()
         given = {"stops": (stop,), "conversations": Answers(answers), "stop_texts": stop_texts}
-        found = complete(mixed, prompts, options, room=DecodeLimits(3), **given)
-        check(mixed, prompts, found, length=64)
-        return found
+        completions = complete(mixed, prompts, options, room=DecodeLimits(3), **given)
+        check(mixed, prompts, completions, length=64)
+        return completions
 
     whole = talk()
     assert [one.given for one in whole] == [[(CHUNK, CHUNK + len(answer))] for [answer] in answers]

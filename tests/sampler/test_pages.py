@@ -99,8 +99,8 @@ def test_only_pages_of_a_row_are_merged_on_every_platform(platform, monkeypatch)
     view = View(*map(jnp.asarray, (rows, of_row)), **seen)
     for name, merge, start in (("max", np.max, -np.inf), ("sum", np.sum, 0.0)):
         expected = [[merge(x[s][rows[s] == row], 0, initial=start) for row in range(3)] for s in (0, 1)]
-        found = view.merged(name, jnp.asarray(x), 3)
-        np.testing.assert_allclose(found, np.array(expected), rtol=1e-6)
+        merged = view.merged(name, jnp.asarray(x), 3)
+        np.testing.assert_allclose(merged, np.array(expected), rtol=1e-6)
 
 
 def test_tokens_are_written_from_an_offset_and_nowhere_else():
@@ -130,8 +130,8 @@ def test_long_answers_hold_little_beyond_their_cache():
     """Qwen2.5-3B, 320 answers of at most 16,384 tokens; the average is a quarter."""
     rows, limit, token, nbytes = 320, 16384, 36864, 2 * 3_085_938_688
     options = RolloutConfig(max_prompt_length=1024, max_completion_length=limit)
-    held = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)}), {})
-    cache = CountedCache(Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), options, held, rows, None)
+    parameters = DecodingWeights(nnx.State({"all": jax.ShapeDtypeStruct((nbytes,), jnp.int8)}), {})
+    cache = CountedCache(Decoder.abstract(PRESETS["Qwen/Qwen2.5-3B"]), options, parameters, rows, None)
     rng, work, largest, most = np.random.default_rng(0), RolloutWork(), 0, 0
     lengths, prompts = np.minimum(rng.geometric(4 / limit, rows), limit), rng.integers(256, 512, rows)
     for made in range(0, lengths.max(), CHUNK):

@@ -92,9 +92,9 @@ def completion_logits(model, prompt, tokens, length):
     return np.float64(hidden) @ np.float64(model.head_weight).T
 
 
-def check(model, prompts, found, length=132):
+def check(model, prompts, results, length=132):
     """The sampled tokens, of one turn or several, have the log-probabilities of the model without a cache."""
-    for prompt, one in zip(prompts, found, strict=True):
+    for prompt, one in zip(prompts, results, strict=True):
         logits = completion_logits(model, prompt, one.tokens, length)
         logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         sampled = np.ones(len(one.tokens), bool)
@@ -138,12 +138,12 @@ def gumbel_noise(keys):
 def test_completions_match_the_model_without_a_cache(model, prompts):
     completions = complete(model, prompts, seed=4, step=9, first_sequence=100)
     noise = np.float64(gumbel_noise(sampling.sequence_keys(4, 9, 100 + jnp.arange(len(prompts)))))
-    for row, (prompt, found) in enumerate(zip(prompts, completions, strict=True)):
-        logits = completion_logits(model, prompt, found.tokens, OPTIONS.max_prompt_length + LIMIT)
+    for row, (prompt, reply) in enumerate(zip(prompts, completions, strict=True)):
+        logits = completion_logits(model, prompt, reply.tokens, OPTIONS.max_prompt_length + LIMIT)
         expected = [sampling_logprobs(z, OPTIONS.temperature, OPTIONS.top_k, OPTIONS.top_p) for z in logits]
-        assert found.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
-        logprobs = [logprob[token] for logprob, token in zip(expected, found.tokens, strict=True)]
-        np.testing.assert_allclose(found.logprobs - np.log(found.kept), logprobs, atol=1e-4)
+        assert reply.tokens.tolist() == [int(np.argmax(logprob + noise[row, t])) for t, logprob in enumerate(expected)]
+        logprobs = [logprob[token] for logprob, token in zip(expected, reply.tokens, strict=True)]
+        np.testing.assert_allclose(reply.logprobs - np.log(reply.kept), logprobs, atol=1e-4)
 
 
 def test_a_completion_ends_at_its_first_stop_token_or_limit(model, prompts, completions):
@@ -170,10 +170,10 @@ def test_a_completion_s_text_has_no_control_tokens():
 
 
 def test_each_completion_is_reported_once_as_it_ends(model, prompts, completions):
-    told = []
-    assert complete(model, prompts, ended=told.append) == completions
-    assert len(told) > 2
-    assert sorted(pair for found in told for pair in found.items()) == [*enumerate(completions)]
+    reports = []
+    assert complete(model, prompts, ended=reports.append) == completions
+    assert len(reports) > 2
+    assert sorted(pair for report in reports for pair in report.items()) == [*enumerate(completions)]
 
 
 def test_seed_and_step_choose_completions_in_one_program(model, prompts, completions, monkeypatch):
@@ -247,13 +247,13 @@ def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, mon
     whole = complete(model, prompts[:8] * 8, options, **given)
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
-    work, found = RolloutWork(), []
+    work, results = RolloutWork(), []
     for seconds in (engine.CALL_SECONDS, 0.0):  # 0: a step in each call
         monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
-        found.append(complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given))
-    assert found[0] == found[1]
+        results.append(complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given))
+    assert results[0] == results[1]
     ends = []
-    for one, full in zip(found[0], whole, strict=True):
+    for one, full in zip(results[0], whole, strict=True):
         complete_at = (n for n in range(len(full.tokens) + 1) if any(text in decode(full.tokens[:n]) for text in texts))
         ends.append(next(complete_at, None))
         assert one.tokens == full.tokens[: ends[-1]]
@@ -262,7 +262,7 @@ def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, mon
         assert one.text == min((full.text.partition(text)[0] for text in texts), key=len)
     assert {None} < {*ends}
     assert max(end for end in ends if end) > 2 * CHUNK
-    assert work.tokens == 2 * sum(len(one.tokens) for one in found[0])
+    assert work.tokens == 2 * sum(len(one.tokens) for one in results[0])
     assert work.completions == 2 * len(whole)
 
 
@@ -294,8 +294,8 @@ def test_greedy_and_sampled_calls_share_one_program(caplog):
     training, evaluation = [[1, 2]] * 2 + [[3]] * 2, [[number] for number in range(7)]
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for prompts, greedy in ((evaluation, True), (training, False), (evaluation[:3], True)):
-            found = sampler.complete(policy.initial_params(), prompts, step=0, greedy=greedy)
-            assert any(any(one.logprobs) for one in found) != greedy
+            results = sampler.complete(policy.initial_params(), prompts, step=0, greedy=greedy)
+            assert any(any(one.logprobs) for one in results) != greedy
     compiled = Counter(re.findall(r"Finished XLA compilation of jit\((prefill|decode)\)", caplog.text))
     assert compiled == {"prefill": 1, "decode": 1}
     assert len(sampler.work.programs) == 1

@@ -35,12 +35,12 @@ def test_the_head_table_has_times_and_locates_errors(monkeypatch, capsys):
     known |= {"value only": Method(methods.value_only(fused())), "wrong": Method(wrong), "fails": Method(fails)}
     monkeypatch.setattr(head, "methods", lambda _: known)
     assert bench.main(["head", "--shape", "24,16,130", "--live", "0.5", "--repeats", "1"]) == 0
-    said = capsys.readouterr().out
-    _, _, bare, right, general, value, off = cells(said)
+    output = capsys.readouterr().out
+    _, _, bare, right, general, value, off = cells(output)
     assert (bare[0], bare[2:]) == ("3 bare products", ["1.00", "", "", "", ""])
     assert all(float(error) < 1e-5 for error in (*right[4:], *general[4:], value[4]))
     assert (value[5:], off[4:]) == (["", ""], ["1.0e-02", "5.0e-01", "nan"])
-    assert "failed: fails: MemoryError: no room" in said
+    assert "failed: fails: MemoryError: no room" in output
     assert bench.main(["head", "--methods", "none"]) == 2
 
 
@@ -60,10 +60,10 @@ def test_the_rollout_table_counts_the_steps_of_the_engine(capsys):
     sizes = ["--rows", "8", "--slots", "4", "--limit", "8", "--hidden", "64", "--layers", "1", "--repeats", "1"]
     assert rollout.main(sizes) == 0
     columns, _, [name, *figures] = cells(capsys.readouterr().out)
-    found = dict(zip(columns[2:], map(float, figures[1:]), strict=True))
+    values = dict(zip(columns[2:], map(float, figures[1:]), strict=True))
     assert (name, figures[0]) == ("engine", "1.00 (1.00 to 1.00)")
-    assert 8 <= found["tokens"] <= 64
-    assert 0 < found["useful"] <= 1 <= found["bytes"]
+    assert 8 <= values["tokens"] <= 64
+    assert 0 < values["useful"] <= 1 <= values["bytes"]
 
 
 @pytest.mark.slow
@@ -76,14 +76,14 @@ def test_the_parts_of_a_step_are_update_and_rollout(algorithm, capsys):
         settings = [f"model.architecture={model}", "model.tokenizer=bytes", "batch_size=16", "model.source=null"]
         settings += ["micro_batch_size=8"]
     assert bench.main(["step", "--config", f"tiny_{algorithm}.yaml", "--repeats", "1", *settings]) == 0
-    said = capsys.readouterr().out
-    found = {name: float(ms) for name, ms, *_ in cells(said)[2:]}
-    update = [found.pop(name) for name in ("update", "forward", "head", "backward", "optimizer")]
+    output = capsys.readouterr().out
+    times = {name: float(ms) for name, ms, *_ in cells(output)[2:]}
+    update = [times.pop(name) for name in ("update", "forward", "head", "backward", "optimizer")]
     assert update[0] == pytest.approx(sum(update[1:]), abs=0.03)
-    assert [*found] == (["log-prob", "prefill", "decode"] if algorithm == "grpo" else [])
+    assert [*times] == (["log-prob", "prefill", "decode"] if algorithm == "grpo" else [])
     rows, length = 16, 32
-    assert said.splitlines()[1].startswith(f"{rows} rows of {length} tokens")
-    assert float(said.splitlines()[2].split()[0].replace(",", "")) == pytest.approx(
+    assert output.splitlines()[1].startswith(f"{rows} rows of {length} tokens")
+    assert float(output.splitlines()[2].split()[0].replace(",", "")) == pytest.approx(
         1e3 * rows * length / update[0], rel=0.02
     )
 
@@ -121,13 +121,13 @@ def test_every_tiling_fits_and_the_default_is_first():
     assert traced[0].tiles == gpu_tiles.Tiles()
     assert max(gpu_tiles.shared_memory(each.tiles) for each in traced) <= gpu_tiles.SHARED_MEMORY
     assert len({(each.tiles, each.chunk) for each in traced}) == len(traced) > len(tune.GPU_CHUNKS)
-    found = [*tune.tpu_tilings(head.LARGE, most=5)]
+    tilings = [*tune.tpu_tilings(head.LARGE, most=5)]
     narrow, wide = jax.numpy.dtype("bfloat16"), jax.numpy.dtype("float32")
     for name, (kernel, mean, keep, _) in tune.TPU_KERNELS.items():
         gradient = wide if kernel == "forward" else narrow
         case = tpu_tiles.Case(kernel, 8192, 151936, 2048, narrow, narrow, narrow, gradient, mean, keep)
         each = []
-        for tiling in (x for x in found if x.kernel == name):
+        for tiling in (x for x in tilings if x.kernel == name):
             with tiling.override:
                 each.append(tpu_tiles.choose(case))
         assert each[0] == tpu_tiles.choose(case)

@@ -63,7 +63,7 @@ POLICY = "model={source: tests/fixtures/tiny_grpo}"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["docs/examples/sft.yaml"], ["example: 8 tokens, 3 learned", "  4+39=⟦43<|im_end|>⟧"]),
         (["tiny_sft"], ["example: 12 tokens, 3 learned", "  <|im_start|>7+1+4=<|im_end|><|im_start|>⟦12<|im_end|>⟧"]),
@@ -74,11 +74,11 @@ POLICY = "model={source: tests/fixtures/tiny_grpo}"
         ),
     ],
 )
-def test_the_first_examples_are_printed_with_marks(arguments, said, capsys):
+def test_the_first_examples_are_printed_with_marks(arguments, expected, capsys):
     name, *settings = arguments
     assert samples.main(["--config", name, *settings]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[: len(said)] == said
+    assert lines[: len(expected)] == expected
     assert len([line for line in lines if " learned" in line]) == (6 if "dpo" in name else 3)
 
 

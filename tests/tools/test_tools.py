@@ -90,10 +90,10 @@ def test_an_older_step_exports_in_another_dtype_dithered(trained, exported, copy
     assert export.main([str(copy), "--step", "4", "--dtype", "bfloat16"]) == 0
     assert capsys.readouterr().out.startswith(f"step 4 of {copy} is exported to {copy / 'export'}\n")
     masters = restore_params(RunStore(copy), load_policy(trained, make_mesh(trained.mesh)).trained, 4)
-    exact, found = masters["embed"][...], np.float32(load(copy / "export")["embed"][...])
+    exact, copied = masters["embed"][...], np.float32(load(copy / "export")["embed"][...])
     dithered = compute_copy(exact, Rounding(jnp.dtype("bfloat16"), dithered=True), "embed")
-    np.testing.assert_array_equal(found, np.float32(dithered))
-    assert (found != exact.astype(jnp.bfloat16)).any()
+    np.testing.assert_array_equal(copied, np.float32(dithered))
+    assert (copied != exact.astype(jnp.bfloat16)).any()
     sizes = [(run / "export" / "model.safetensors").stat().st_size for run in (copy, exported)]
     assert sizes[0] < 0.6 * sizes[1]
 
@@ -120,14 +120,14 @@ def test_a_run_and_its_export_complete_prompts_alike(exported, tmp_path, capsys)
 
     code, text = complete(exported, out)
     assert code == 0
-    said, found = capsys.readouterr().err, [json.loads(line) for line in text.splitlines()]
+    stderr, lines = capsys.readouterr().err, [json.loads(line) for line in text.splitlines()]
     of_export = complete(exported / "export", tmp_path / "other.jsonl", "--system", "Sum.", "--dtype", "float32")
     assert of_export == (0, text)
-    assert [line["messages"][0]["content"] for line in found] == ["Sum.", "Sum.", "Add.", "Sum.", "Sum."]
-    asked = [{"role": "user", "content": question} for question in ("1+2=", "7+7=", "1+2=", "5+5=", "6+6=")]
-    assert [line["messages"][-1] for line in found] == asked
-    assert all(line["completion"] and (line["tokens"] == 8 or line["finished"]) for line in found)
-    assert f"5 done, {sum(line['tokens'] for line in found)} tokens" in said
+    assert [line["messages"][0]["content"] for line in lines] == ["Sum.", "Sum.", "Add.", "Sum.", "Sum."]
+    messages = [{"role": "user", "content": question} for question in ("1+2=", "7+7=", "1+2=", "5+5=", "6+6=")]
+    assert [line["messages"][-1] for line in lines] == messages
+    assert all(line["completion"] and (line["tokens"] == 8 or line["finished"]) for line in lines)
+    assert f"5 done, {sum(line['tokens'] for line in lines)} tokens" in stderr
     assert complete(exported, out) == (2, text)
     assert "exists, and would be overwritten" in capsys.readouterr().err
 
@@ -147,9 +147,9 @@ def calls(monkeypatch):
 
 def test_prompts_get_n_answers_from_the_wanted_step(exported, calls, capsys):
     assert generate.main([str(exported), "1+2=", "3+4=", "--temperature", "1", "--n", "2"]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["Sum.1+2=", "Sum.1+2=", "Sum.3+4=", "Sum.3+4="]
-    assert said.err.splitlines()[0] == f"{exported}: step 8; prompts are rendered by the chat template"
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["Sum.1+2=", "Sum.1+2=", "Sum.3+4=", "Sum.3+4="]
+    assert printed.err.splitlines()[0] == f"{exported}: step 8; prompts are rendered by the chat template"
     assert generate.main([str(exported), "--step", "4", "1+2="]) == 0
     assert capsys.readouterr().err.startswith(f"{exported}: step 4;")
     newest, other = (params["embed"][...] for _, params, *_ in calls)
@@ -173,8 +173,8 @@ def test_prompts_use_the_template_arguments_of_the_run(exported, calls, monkeypa
 def test_a_prompt_from_stdin_is_not_numbered(exported, calls, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("two\nlines\n"))
     assert generate.main([f"{exported}/export", "--chat-template", "never", "--dtype", "float32"]) == 0
-    said = f"{exported}/export: the model; prompts are texts, without the chat template\n"
-    assert capsys.readouterr() == ("two\nlines\n", said)
+    message = f"{exported}/export: the model; prompts are texts, without the chat template\n"
+    assert capsys.readouterr() == ("two\nlines\n", message)
 
 
 def test_a_terminal_chat_sends_all_earlier_messages(exported, calls, monkeypatch, capsys):
@@ -182,9 +182,9 @@ def test_a_terminal_chat_sends_all_earlier_messages(exported, calls, monkeypatch
     monkeypatch.setattr(typed, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stdin", typed)
     assert generate.main([str(exported), "--chat-template", "always"]) == 0
-    said = capsys.readouterr()
-    assert said.out.splitlines() == ["Sum.one", "Sum.oneSum.onetwo"]
-    assert said.err.count("prompts are rendered by the chat template") == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines() == ["Sum.one", "Sum.oneSum.onetwo"]
+    assert printed.err.count("prompts are rendered by the chat template") == 1
 
 
 @pytest.mark.slow
@@ -239,8 +239,8 @@ def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monke
         live = [*range(len(prompts))]
         while live:  # as the engine does
             conversations.send({i: Completion(array("i", [*b"16", 258]), finished=True, text="16") for i in live})
-            found = conversations.receive(live)
-            live = [i for i in live if found[i] is not None]
+            observations = conversations.receive(live)
+            live = [i for i in live if observations[i] is not None]
 
     def knows_texts(*given, restore=export.restore):
         config, policy, *rest = restore(*given)
@@ -250,12 +250,12 @@ def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monke
     monkeypatch.setattr(export, "restore", knows_texts)
     game = ["--environment", "mllm.examples.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
     assert generate.main([str(exported), "game 1", *game]) == 0
-    said = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
-    assert said
+    match = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
+    assert match
     out = tmp_path / "out.jsonl"
     assert generate.main([str(exported), "game 1", *game, "--out", str(out)]) == 0
     line = json.loads(out.read_text())
-    assert [one["content"] for one in line["turns"]] == ["16", said[1]] * 3
+    assert [one["content"] for one in line["turns"]] == ["16", match[1]] * 3
     assert (line["reward"], line["tokens"], line["finished"]) == (0, 9, True)
     for options, message in (
         (["--environment", "task"], "--environment: task: this is no run of a task with an environment or tools"),

@@ -62,8 +62,8 @@ def test_the_3b_head_on_v6e_takes_little_memory():
     """8 rows of 1,536 tokens a device: with a gathered weight it took 2 GiB."""
     settings = configs.load("qwen25_3b_grpo.yaml", ["mesh.fsdp=8", "model.init=random", "micro_batch_size=64"])
     mesh = targets.mesh("v6e:2x4", (1, 8, 1), AXES)
-    found = targets.account(*Programs(settings, mesh).head_of_update(), mesh)
-    assert found.temporaries < 0.6 * 2**30
+    account = targets.account(*Programs(settings, mesh).head_of_update(), mesh)
+    assert account.temporaries < 0.6 * 2**30
 
 
 def test_the_gemma_update_on_v6e_has_both_attention_kernels():

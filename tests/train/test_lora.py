@@ -97,8 +97,8 @@ def test_an_int8_base_is_the_same_on_each_mesh(mesh):
         loss = lambda trained: forward.loss(nnx.merge_state(trained, frozen), batch)[0]  # noqa: E731
         return jax.value_and_grad(loss)(trained)
 
-    found, expected = learn(trained, frozen), learn(trained, merge_all_adapters(frozen, None))
-    for mine, yours in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    result, expected = learn(trained, frozen), learn(trained, merge_all_adapters(frozen, None))
+    for mine, yours in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
         np.testing.assert_allclose(mine, yours, rtol=1e-4, atol=1e-5 * np.abs(yours).max())
         assert np.abs(yours).max() > 0
 
@@ -153,8 +153,8 @@ def test_a_merged_export_or_its_run_can_begin_a_next_run(finished):
     for source in (f"{settings.run_dir}/export", settings.run_dir):
         model = {"init": "pretrained", "architecture": None, "source": source}
         following = load_policy(lora_config(model=model), make_mesh(MeshConfig(fsdp=1)))
-        found = logits(following.graphdef, following.initial_params(), tokens)
-        np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+        result = logits(following.graphdef, following.initial_params(), tokens)
+        np.testing.assert_allclose(result, expected, atol=1e-5, rtol=0)
     in_int8 = load_policy(lora_config(model={**model, "lora": INT8}), make_mesh(MeshConfig(fsdp=1))).stored_params()
     jax.tree.map(np.testing.assert_array_equal, in_int8["layers"], in_int8_of(following.stored_params())["layers"])
 
@@ -165,10 +165,10 @@ def test_exported_adapters_can_begin_a_next_run_also_in_sft(finished):
     model = {"lora": {"source": f"{settings.run_dir}/adapter"}}
     following = config("sft", model=model)
     policy, optimizer, step = make_trainer(following)
-    begun, ended = policy.initial_params(), newest(settings).train.params
+    initial, ended = policy.initial_params(), newest(settings).train.params
     for name, leaf in ended["layers"].items():
-        np.testing.assert_array_equal(begun["layers"][name], leaf)
-    trained, frozen = policy.split(begun)
+        np.testing.assert_array_equal(initial["layers"][name], leaf)
+    trained, frozen = policy.split(initial)
     after, metrics = step(init_state(trained, optimizer), random_batch(8, 20), frozen)
     assert metrics["grad_norm"] > 0
     assert set(after.params["layers"]) == {f"{target}_{part}" for target in ALL[:-1] for part in "ab"}

@@ -128,12 +128,12 @@ def test_the_bits_depend_on_the_name_and_not_on_the_mesh():
         params = {name: jnp.zeros(values.shape, jnp.bfloat16) for name in "ab"}
         return updated(optimizer, {"a": values, "b": values}, params, optimizer.init(params), update_key(0, 0))[0]
 
-    found = round_both(values)
-    assert np.mean(found["a"] != found["b"]) > 0.1
+    rounded = round_both(values)
+    assert np.mean(rounded["a"] != rounded["b"]) > 0.1
     mesh = make_mesh(MeshConfig(dp=2, fsdp=2, tp=2))
     sharded = jax.device_put(values, NamedSharding(mesh, PartitionSpec("fsdp", "tp")))
     with jax.default_prng_impl("rbg"):
-        np.testing.assert_array_equal(round_both(sharded)["a"], found["a"])
+        np.testing.assert_array_equal(round_both(sharded)["a"], rounded["a"])
 
 
 class Average(Forward):

@@ -225,11 +225,11 @@ def test_validation_is_the_mean_over_all_learned_tokens(measured, sections):
     polls = []
     batches = DocumentBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
     validate = make_validation(forward_of(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
-    found = validate(params, 0)
-    assert found.keys() == metrics.keys()
-    for name, value in found.items():
+    values = validate(params, 0)
+    assert values.keys() == metrics.keys()
+    for name, value in values.items():
         np.testing.assert_allclose(value, metrics[name], rtol=2e-6, err_msg=name)
-    assert validate(params, 7) == found
+    assert validate(params, 7) == values
     assert len(polls) == 2 * (2 if one.data.packing else 3)
 
 
@@ -243,8 +243,8 @@ def test_the_loss_uses_the_vocabulary_copy_and_temperature():
     expected = np.take_along_axis(jax.nn.log_softmax(z), BATCH.labels[..., None], -1)[..., 0]
     policy = head.Head(SETTINGS["grpo"].head, mesh, 0.7)
     loss, tokens = policy.loss(states, BATCH, lambda logprob, entropy: -logprob)
-    for found in (tokens, policy.logprobs(states, BATCH)):
-        np.testing.assert_allclose(found.logprob, np.where(BATCH.weights > 0, expected, 0), atol=1e-4)
+    for result in (tokens, policy.logprobs(states, BATCH)):
+        np.testing.assert_allclose(result.logprob, np.where(BATCH.weights > 0, expected, 0), atol=1e-4)
     assert loss == pytest.approx(-float((BATCH.weights * expected).sum()), rel=1e-5)
     own = lambda logprob, entropy, *, divergence: divergence  # noqa: E731
     assert policy.loss(states, BATCH, own, teacher=states)[0] == pytest.approx(0, abs=1e-6)
