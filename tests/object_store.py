@@ -1,7 +1,7 @@
 """Google's object store in memory, as tensorstore and gcsfs ask for it. Its requests fail when a test says so.
 
-It knows objects, their ranges, lists in a single page, copies, and uploads in one request or several. A write may
-depend on an object's generation. Credentials are not looked at.
+The store has objects, their ranges, lists in a single page, copies, and uploads in one request or several. A write
+may depend on an object's generation. Credentials are not checked.
 """
 
 import json
@@ -20,8 +20,10 @@ BUCKET = "test-runs"
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers and content."""
 Fault = Callable[[str, str], str | None]
-"""Given a request's method and path, how it fails: a status such as 503, `reset` before or `lost` after it was
-carried out, `late`; None: it does not."""
+"""The fault of a request, from its method and path. None: no fault.
+
+A status such as 503; `reset` before or `lost` after the request was carried out; or `late`.
+"""
 
 
 class ObjectStore:
@@ -49,7 +51,7 @@ class ObjectStore:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs so that its clients find the server."""
+        """The variables by which a process's clients find the server."""
         plain = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # else gcsfs asks Google which kind of bucket it is
         return {"TENSORSTORE_GCS_HTTP_URL": self.address, "STORAGE_EMULATOR_HOST": self.address, **plain}
 

@@ -73,8 +73,7 @@ def sequences(batch):
 
 
 def sampling_logprobs(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The distribution of a token, float64: by temperature, then the k likeliest tokens, then the fewest tokens with
-    top_p in sum, then the tokens with the share min_p of the largest probability."""
+    """The distribution of a token, float64. The filters apply in order: temperature, top_k, top_p, min_p."""
     logits = np.array(logits, np.float64)
     probability = np.exp(logits / temperature)
     order = np.argsort(-probability)[: top_k or None]

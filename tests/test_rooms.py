@@ -28,13 +28,13 @@ MODULES = {module_of(path): path for path in FILES}
 
 @pytest.fixture(autouse=True, scope="module")
 def swept() -> None:
-    """What other files' tests have left is collected now: Python 3.11's parser fails where a collection warns in it."""
+    """Garbage of other files' tests is collected now: Python 3.11's parser fails if a collection warns in it."""
     gc.collect()
 
 
 @cache
 def imported(module: str) -> set[str]:
-    """What a module imports, anywhere in its file: modules, and names in them."""
+    """The modules, and the names in modules, that a module imports anywhere in its file."""
     path, names = MODULES[module], set()
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -47,7 +47,7 @@ def imported(module: str) -> set[str]:
 
 
 def floor(module: str) -> int:
-    """The place of a module in the order of imports; a module may import those of its own place and of lower ones."""
+    """The place of a module in the order of imports; a module may import from its own place and from lower places."""
     top, _, rest = ("mllm.config" if SETTINGS.match(module) else module).partition(".")
     if top != "mllm":
         return {"lm_head": 0, "tools": 100, "train": 100}.get(top, -1)

@@ -1,6 +1,6 @@
 """REINFORCE without a baseline (Williams 1992): an algorithm in one file, as a user would add it to the tables.
 
-A completion's reward is its advantage; failed rewards are left out. It samples and packs as GRPO does.
+A completion's reward is its advantage; failed rewards are left out. Sampling and packing are those of GRPO.
 """
 
 from typing import Literal
@@ -18,7 +18,7 @@ from mllm.training.recipe import Recipe
 
 
 class ReinforceConfig(Section):
-    """What is learned from completions."""
+    """The loss on completions."""
 
     reward_scale: float = 1.0
     """The factor of all rewards."""

@@ -170,7 +170,7 @@ def test_the_sampled_term_is_the_teacher_minus_sampler_logprob():
     """A token that the teacher lacks has the lowest term that there is."""
     settings = make_settings(estimator="sampled")
     forward, _, teacher = make_pair(settings)
-    lacking = 0, np.flatnonzero(BATCH.weights[0])[-1]  # what follows is not learned
+    lacking = 0, np.flatnonzero(BATCH.weights[0])[-1]  # later tokens are not learned
     tokens, labels = BATCH.tokens.copy(), BATCH.labels.copy()
     tokens[0, lacking[1] + 1] = labels[lacking] = 262
     batch = shard_batch(forward.mesh, BATCH._replace(tokens=tokens, labels=labels))

@@ -1,7 +1,7 @@
 """Packed rows of two turns have the paper's loss, and the gradients of a row for each sequence in micro-batches.
 
-Most loss types differ in each token's loss or weight alone (test_objectives): `grpo` stands for them, `gspo` for the
-ratio of a sequence. tests/parallel/test_mesh.py has gradients on meshes.
+Most loss types differ in each token's loss or weight alone (test_objectives). `grpo` stands for these types, and `gspo`
+for the ratio of a sequence. tests/parallel/test_mesh.py has gradients on meshes.
 """
 
 from functools import partial
@@ -78,7 +78,7 @@ def test_two_sampled_turns_are_learned_as_in_the_paper(loss_type, mode):
     batch = with_policies(pack(trajectories, weights, [*advantages], BatchShape(length=32, micro=1, total=6, shards=1)))
     loss, outputs = jax.jit(forward.loss)(params, batch)
     expected = reference_loss(loss_type, mode, mask, logprob, logprob, entropy, operands)
-    # Its terms cancel, and each has the rounding of float32. So the scale is the sum of the terms without signs.
+    # The terms of the sum cancel, and each has the rounding of float32. The scale is thus the sum of absolute terms.
     scale = np.sum(token_weights(loss_type, mask) * (np.abs(advantages)[:, None] + entropy))
     assert float(loss) == pytest.approx(expected, abs=4 * np.finfo(np.float32).eps * scale)
     metrics = forward.metrics(batch, outputs)

@@ -202,7 +202,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("", "train.jsonl model/x", "", "/train.jsonl /model"),
         ("train.jsonl model/x", "train.jsonl model/x", "", "/ours/train.jsonl /ours/model"),
-        # What the command line names is looked for in the current folder first.
+        # Paths on the command line are looked up in the current folder first.
         ("other.jsonl", "other.jsonl model/x", "task.train=other.jsonl", "/other.jsonl /model"),
         ("", "part-0.jsonl", "task.train=part-*.jsonl", "/part-*.jsonl model"),
         ("", "", "task.train=nowhere.jsonl", "nowhere.jsonl model"),

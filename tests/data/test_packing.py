@@ -70,7 +70,7 @@ def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards)
     assert len({*places}) == len(work)
     batch = np.zeros(rows.total)
     batch[places] = work
-    # The rows of a device, and those of a micro-batch, as the train step takes them.
+    # The rows of a device and of a micro-batch, in the order of the train step.
     shares = batch.reshape(shards, micro // shards, -1).transpose(2, 0, 1)  # micro-batch, device, row
     used = -(-len(work) // micro)
     assert not shares[used:].any()

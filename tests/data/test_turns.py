@@ -46,7 +46,7 @@ NEW = [
 @pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "qwen3"])
 def test_conversation_tokens_match_the_rendered_template(name, tools):
-    """Whether a turn ended by its token or was cut off; Llama's template would trim what was sampled."""
+    """Whether a turn ended by its token or was cut off; Llama's template would trim sampled text."""
     chat, given = [{"role": "user", "content": "Guess."}], public(name)
     tokenizer, whole = given.tokenizer, public(name, **({"tools": tools} if tools else {}))
     ids = prompt_tokens(given, chat, tools)

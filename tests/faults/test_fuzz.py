@@ -1,7 +1,8 @@
 """Readers take any input or refuse it in one line, in time.
 
-`make test` tries the same twenty inputs of each kind every time, `make faults` thousands of new ones. Hypothesis
-makes the inputs, shows the smallest failing input, and tries it again in the next run. Left out: coverage as a guide.
+`make test` tries the same twenty inputs of each kind every time; `make faults` tries thousands of new inputs.
+Hypothesis makes the inputs, shows the smallest failing input, and tries it again in the next run. Left out: coverage as
+a guide.
 """
 
 import copy
@@ -35,7 +36,7 @@ from mllm.rewards.functions import exact_match, flexible_match, think_answer_for
 ROOT = Path(__file__).parents[2]
 DAILY = 20
 
-# Inputs that are near to valid ones: trees and texts with a few changes
+# Inputs near to valid inputs: trees and texts with a few changes
 
 TRAPS = (
     *("", " ", "\n", "null", "~", "true", "no", "=", "<<", "1e5", ".inf", "-.nan", "0x", "1:30", "010", "2024-01-01"),

@@ -1,6 +1,6 @@
 """The oracle: the head's right answer in float64 NumPy with full logits, and how near an answer has to come.
 
-docs/head.md has the formulas. Rows that don't count are never read. It shares no code with an engine.
+docs/head.md has the formulas. Rows that don't count are never read. The oracle shares no code with an engine.
 
 Suffixes: R rows that count, V tokens of the vocabulary, D features. p is the student's softmax, q the teacher's.
 """
@@ -61,10 +61,10 @@ class Exact(NamedTuple):
     resolution: Answer
     """A number each: how far a result moves, at most, with float32's roundings of products and results.
 
-    They are 4, or the root of a product's number of terms: a sum is rounded as often as it has terms, up and down.
+    The number of roundings is 4, or the root of a product's number of terms: each term of a sum is rounded, up or down.
     """
     rounded: tuple[Float[np.ndarray, "N D"], Float[np.ndarray, "V D"]]
-    """Both gradients from operands and results that were rounded to the products' dtype and their own."""
+    """Both gradients, with operands rounded to the products' dtype and results to the gradients' dtypes."""
 
 
 class ExactLoss(NamedTuple):
@@ -74,7 +74,7 @@ class ExactLoss(NamedTuple):
 
 
 Objective = Callable[..., jax.Array]
-"""(logprob, entropy, *operands) of a token to its part of the loss. It gets the other arguments that it names."""
+"""(logprob, entropy, *operands) of a token to its part of the loss. Keyword arguments are passed by name."""
 
 
 class Model(NamedTuple):
@@ -105,9 +105,11 @@ def exact(
     """The head's outputs, and the gradients of the scalar that has these slopes by them.
 
     Args:
-        hidden: [N, D] of any dtype, as `weight` [V, D]; labels: [N] integers.
-        where: [N], the rows that count; None: every row.
-        dtype: that of the products' operands.
+        hidden: [N, D], of any dtype.
+        weight: [V, D], of any dtype.
+        labels: [N] integers.
+        where: [N], the rows that count. None: every row.
+        dtype: the dtype of the products' operands.
     """
     live = np.flatnonzero(np.ones(len(labels)) if where is None else where)
     columns = vocabulary or min(len(x) for x in (weight, weight if teacher is None else teacher.weight))

@@ -1,16 +1,23 @@
 """Runs Pallas Mosaic GPU kernels on the CPU under JAX's interpreter (jax 0.12), and raises for each mistake.
 
-Mistakes are a read outside of an array (but by TMA, which fills with zeros), two accesses of the same memory that
-nothing orders (a race), and a barrier that is never completed. Memory that was never written is NaN; integers have
-their largest value. This adds to the interpreter, in its internals:
+Mistakes are:
 
-- A warpgroup's product is computed as it is waited for: operands that were overwritten until then give other numbers.
+- a read outside of an array, except by TMA, which fills with zeros;
+- a race: two accesses of the same memory without an order;
+- a barrier that is never completed.
+
+Memory that was never written is NaN; integers have their largest value. Changes to the interpreter's internals:
+
+- A warpgroup's product is computed at the wait for it: operands that were overwritten until then give other numbers.
 - TMA stores that add: the sum is written to the copy's source ahead of the copy.
 - Speed: threads share compiled programs, and callbacks get NumPy arrays.
 
-Left out are meshes, on which jax 0.12 sees races where there are none; and, as only a GPU can test it: layouts of
-registers and shared memory, fences, and reordering by the hardware; multicast (each block makes its own copy); clusters
-that run at the same time (they run one after the other).
+Left out:
+
+- meshes: jax 0.12 reports races on them where there are none;
+- layouts of registers and shared memory, fences, and reordering by the hardware, which only a GPU can test;
+- multicast: each block makes its own copy;
+- concurrent clusters: they run one after the other.
 """
 
 import contextlib

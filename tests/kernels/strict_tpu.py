@@ -1,15 +1,22 @@
 """Runs Pallas TPU kernels on the CPU under JAX's interpreter, and raises for every mistake that it can find.
 
-Mistakes are a read or write outside of an array or a window, a block that is visited again after others, two accesses
-of the same memory that nothing orders (a race), and a copy that nobody waits for. Memory that was never written is NaN:
-windows, scratch, outputs, and the part of a block past the end of its array; integers have their largest value.
+Mistakes are:
 
-JAX's interpreter (`jax._src.pallas.mosaic.interpret`) by itself is less strict than this, and than a TPU:
+- a read or write outside of an array or a window;
+- a block that is visited again after other blocks;
+- a race: two accesses of the same memory without an order;
+- a copy without a wait.
 
-- At a race, jax 0.10.2 prints a message and goes on; 0.12 raises. At a copy that nobody waits for, both only print.
+Memory that was never written is NaN: windows, scratch, outputs, and the part of a block past the end of its array.
+Integers have their largest value.
+
+JAX's interpreter (`jax._src.pallas.mosaic.interpret`) by itself is less strict than a TPU:
+
+- At a race, jax 0.10.2 prints a message and goes on; 0.12 raises. At a copy without a wait, both only print.
 - Its clocks distinguish only two copies by default.
 - It keeps the contents of an output's window when the window moves to the next block; a TPU switches to another buffer.
-- It pads an operand to whole blocks, and forgets that where a result takes the operand's place.
+- It pads an operand to whole blocks, and forgets the padding where a result takes the operand's place.
+
 
 Left out: blocks that a TPU fetches too early. Here an input's block is fetched as its step begins.
 """
@@ -35,8 +42,8 @@ def strict_interpreter(cores: int = 1, copies: Literal["eager", "on_wait"] = "ea
     Nothing else may print meanwhile: the interpreter's complaints are recognised by being printed.
 
     Args:
-        cores: number of cores that share the "parallel" dimensions of a grid, each with its own scratch and windows.
-        copies: whether copies are made as soon as they start, or only when something waits for them.
+        cores: number of cores that share the "parallel" dimensions of a grid. Each has its own scratch and windows.
+        copies: whether a copy is made at its start or only at the wait for it.
     """
     strict = pltpu.InterpretParams(
         out_of_bounds_reads="raise",

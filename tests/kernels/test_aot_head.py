@@ -1,6 +1,6 @@
 """The head's TPU kernels through the real TPU compiler, for TPUs that aren't there (`make aot` installs it).
 
-Sizes are those of models of 135M to 70B at 8192 tokens, with the vocabulary whole, odd, and in shards over 2 and 8
+The sizes are of models of 135M to 70B parameters, at 8192 tokens. The vocabulary is whole, odd, or sharded over
 devices. By default each kernel is compiled once; `-m "aot and slow"` adds every way on every chip. That a program
 compiles shows that its tiles fit the chip. Temporaries are by the compiler's account of HBM.
 

@@ -1,8 +1,8 @@
 """`token_loss` by every engine against float64: any objective, workspace, mask, teacher and incoming cotangent.
 
-Sizes are those of engines.py. A workspace of 0 leads to logits that are computed twice, and a large workspace to a
-single pass. A small workspace leads to several waves of rows with logits or exponentials that are kept (on Hopper one
-tile of three). Full logits ignore it.
+Sizes are in engines.py. A workspace of 0 leads to logits that are computed twice, and a large workspace to a single
+pass. A small workspace leads to several waves of rows with logits or exponentials that are kept (on Hopper one tile of
+three). Full logits ignore it.
 """
 
 import dataclasses

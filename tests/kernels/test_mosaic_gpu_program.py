@@ -83,7 +83,7 @@ def test_the_head_compiles_in_remat_and_in_loops_over_a_mesh() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"vocabulary": 131072}, id="plain"),  # what was compiled before leaves no report
+        pytest.param({"vocabulary": 131072}, id="plain"),  # a program compiled before leaves no report
         pytest.param({"features": 896, "entropy": True}, id="entropy"),
         pytest.param({"features": 3584, "softcap": 30.0, "entropy": True}, id="softcap"),
         pytest.param({"workspace": 640 * MIB, "softcap": 30.0}, id="some kept"),

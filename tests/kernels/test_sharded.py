@@ -172,7 +172,7 @@ class Exchange(NamedTuple):
     """The exchanges of devices along fsdp, except numbers of tokens."""
 
     words: int  # a device's rows of W
-    side: list[Any]  # what they gather
+    side: list[Any]  # the gathered arrays
     merged: str  # the axes over which a token's softmax is spread
     in_step: list[Any]  # before waves
     sums: list[Any]

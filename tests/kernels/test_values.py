@@ -1,7 +1,7 @@
 """Statistics and gradients of token_logprobs by every engine against float64.
 
-oracle.py has the right answers and the tolerances. strict_tpu.py and strict_gpu.py have the strict interpreters.
-engines.py has the shapes off the tiles. Losses are in test_losses.py.
+The right answers and the tolerances are in oracle.py, the strict interpreters in strict_tpu.py and strict_gpu.py.
+Shapes off the tiles are in engines.py, and losses in test_losses.py.
 """
 
 from typing import Any
@@ -146,7 +146,7 @@ def test_likelihoods_have_gradients_without_entropy_on_tpus(engine: Engine) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [parameter(TPU_F32), parameter(TPU, nightly=True)])
 def test_a_near_certain_label_keeps_its_gradient_on_tpus(engine: Engine) -> None:
-    """dh is (1 - p) (W[label] - the others' mean of W); a 1 - p from a rounded sum has an error of 1e-2."""
+    """dh is (1 - p) (W[label] - the mean of W's other rows). With a rounded sum, 1 - p has an error of 1e-2."""
     hidden, weight, labels = engine.problem(1.0)
     at_label = weight[labels].astype(F32)
     lse = jax.nn.logsumexp(hidden.astype(F32) @ weight.T.astype(F32), axis=1)

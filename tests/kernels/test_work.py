@@ -1,8 +1,8 @@
 """The head's costs for every engine: matrix products, sizes of values, blocks visited; and the choice of an engine.
 
-The precision of products is that of a model's dtype, in a whole run, whatever JAX's configuration says.
+In a whole run the precision of products follows the model's dtype, and not JAX's configuration.
 
-test_aot_head.py and test_mosaic_gpu_program.py have the programs of the compilers for TPUs and GPUs.
+Compiled programs for TPUs and GPUs are in test_aot_head.py and test_mosaic_gpu_program.py.
 """
 
 import functools

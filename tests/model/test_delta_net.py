@@ -1,6 +1,6 @@
 """The gated delta rule against a recurrence in float64, borders of documents, states, and its layers in a decoder.
 
-tests/model/test_model.py has the logits of a whole model against transformers'.
+The logits of a whole model against transformers are in tests/model/test_model.py.
 """
 
 import re

@@ -1,6 +1,6 @@
-"""Adapters in PEFT's format: peft's own compute the same here, ours are written alike, and the rest is refused.
+"""Adapters in PEFT's format: peft's adapters compute the same here, exports are written alike, others are refused.
 
-tests/fixtures/peft, peft_gemma3 and peft_qwen3_5 were written by peft (tests/fixtures/README.md).
+The adapters in tests/fixtures (peft, peft_gemma3, peft_qwen3_5) were written by peft.
 """
 
 import json

@@ -121,7 +121,8 @@ def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
         assert of(dithered, params).tobytes() == of(nearest, copies).tobytes() != of(nearest, params).tobytes()
 
 
-# The cast, against NumPy: 16 bits that belong to a weight are added, 16 cut off. They are found from the copies alone
+# The cast, against NumPy: 16 bits that belong to a weight are added, 16 cut off. The added bits are found from the
+# copies alone
 
 SHAPE = (192, 256)
 DITHERED = Rounding(jnp.dtype("bfloat16"), dithered=True)
@@ -157,7 +158,7 @@ def assert_same_bits(one, other):
 
 
 def test_bfloat16_numbers_are_not_changed_by_rounding():
-    """All its numbers: both zeros, subnormal ones, the largest, and infinities; NaN stays NaN."""
+    """Every bfloat16 number: both zeros, subnormal numbers, the largest, and infinities. NaN stays NaN."""
     every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(256, 256)
     copies, number = copied(every), ~np.isnan(every)
     assert_same_bits(copies[number], every[number])

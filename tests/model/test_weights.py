@@ -79,7 +79,7 @@ def test_saved_tensors_match_transformers_to_the_bit(name: str, tmp_path: Path) 
 
 
 def test_exported_llama_positions_load_in_transformers_4() -> None:
-    """It knows no `rope_parameters`, but `rope_scaling`, as in the published config.json, and rope_theta on top."""
+    """As in the published config.json, `rope_scaling` and rope_theta stand in place of `rope_parameters`."""
     llama = PRESETS["meta-llama/Llama-3.2-1B"]
     exported = {key: value for key, value in llama.to_hf().items() if key != "rope_parameters"}
     published = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -132,7 +132,7 @@ def test_devices_exchange_no_keys_or_values(programs, name):
 
 
 def test_a_chunk_s_tail_reuses_the_memory_of_the_last_tail(programs):
-    """So the program is compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
+    """The program is thus compiled once. Each device holds its own slots and heads, and its own pages of the cache."""
     for info, one in zip(
         *map(jax.tree.leaves, (programs.decode.in_avals[0][3], programs.decode.input_shardings[0][3])), strict=True
     ):
@@ -254,7 +254,7 @@ def compute_copies(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [pytest.param((1, 8, 1), marks=pytest.mark.nightly), (2, 2, 2)])
 def test_compute_copies_match_one_device_to_the_bit(shape):
-    """The copies are those of the sampler and of the trainer."""
+    """The sampler and the trainer have copies."""
     sampler, (layers, embedded, head) = expected = compute_copies((1, 1, 1))
     of_both = (layers, embedded, head), (sampler.layers["layers"], *[sampler.outer["embed"][...]] * 2)
     for one, other in ((compute_copies(shape), expected), of_both):

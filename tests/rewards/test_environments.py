@@ -45,7 +45,7 @@ def call(name, **arguments):
 
 
 def test_a_class_with_step_gets_its_named_fields():
-    """It ends with its rewards and values."""
+    """The last step returns the rewards and values."""
     move = mover("Guess")
     (first,) = move(beginning(prompt="Guess.", largest=30, other=1))
     number = own_environments.random.Random(5).randint(1, 30)
@@ -74,7 +74,7 @@ def test_environments_close_at_a_restart_or_a_bad_reward(capsys):
 
 
 def test_a_trl_class_has_tools_and_its_errors_are_answers():
-    """Its tools stand beside functions."""
+    """Tools of the class are added to the functions."""
     move = mover("Echo", "double")
     (player,) = players("own_environments:Echo", ["own_environments:double"], 5.0)
     assert [schema["function"]["name"] for schema in player.tools] == ["double", "step"]

@@ -1,5 +1,6 @@
-"""Every completion is scored by every function, in processes without JAX; a function that fails, hangs or ends its
-process is counted, and costs its own completion.
+"""Every completion is scored by every function, in processes without JAX.
+
+A function that fails, hangs or ends its process is counted, and only its own completion is lost.
 """
 
 import math

@@ -49,7 +49,7 @@ def following(first, folder, algorithm="sft", **model):
 @pytest.mark.slow
 @pytest.mark.parametrize(("step", "number"), [("newest", 8), ("best", 4), (4, 4)])
 def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypatch, step, number):
-    """Its masters are taken in the run's own dtype and mesh, with the source's stop tokens."""
+    """The source's masters are loaded in the run's own dtype and mesh, with the source's stop tokens."""
     copy = changed(killed_after(first, 8, tmp_path / "first"), checkpoint={"keep_best": True})
     run_dir.write(RunStore(copy.run_dir), copy)
     monkeypatch.setattr(RunStore, "best_step", lambda self, steps: min(steps))

@@ -80,7 +80,7 @@ def test_an_error_of_a_run_in_a_bucket_names_the_setting_once(server, url):
 
 
 def test_no_url_leads_out_of_the_folder_of_copies(server, url, tmp_path):
-    """It may stand in the config.yaml of a stranger's run."""
+    """The URL may come from the config.yaml of a stranger's run."""
     (mine := tmp_path / "mine").mkdir()
     outside = "../" * 20 + str(mine)[1:]
     for name in (outside, "..", "a/../b", "a//b", "a\\b", ".a"):

@@ -90,7 +90,7 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.yaml"))
 @pytest.mark.nightly
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_documented_template_examples_reach_their_accuracy(path, tmp_path):
-    """It begins with a model that can answer, so that a few steps are enough."""
+    """The run begins with a model that can answer, so a few steps are enough."""
     options = [f"run_dir={tmp_path / 'run'}", *["task.heldout=16"] * ("heldout:" in path.read_text())]
     options += ["model.init=pretrained", "model.architecture=null", "steps=4", "optimizer.warmup_steps=0"]
     options += [f"model.source={ROOT / 'tests' / 'fixtures' / 'tiny_sft'}", "model.tokenizer=bytes", "batch_size=32"]

@@ -238,7 +238,7 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
 
 @pytest.mark.slow
 def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, monkeypatch):
-    """Texts end completions in the first chunk and later ones, before and behind a stop token or the limit."""
+    """Texts end completions in the first chunk and in later chunks, before and behind a stop token or the limit."""
     options, given = (
         RolloutConfig(max_prompt_length=12, max_completion_length=160),
         {"stops": (3,), "room": DecodeLimits(16)},
@@ -267,7 +267,7 @@ def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, mon
 
 
 def test_a_stop_text_may_be_part_of_a_token_or_character():
-    """It is found once a character's bytes are complete."""
+    """The text is found once a character's bytes are complete."""
     sampler = Sampler(None, Renderer(bytes_tokenizer()), (0,), OPTIONS, 0, stop_texts=("\u00e9!", "THE END"))
     across = "a" * (CHUNK - 6) + "THE END" + "a" * (CHUNK - 1), CHUNK + 1  # one token of seven lies in the last chunk
     for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("T" * 90 + "THE ENDT", 97), across, ("", None)):

@@ -80,7 +80,7 @@ def test_top_p_keeps_the_tokens_of_sorted_logits_and_ties(scale, top_p):
     probability = np.exp(descending - descending[:, :1])
     probability /= probability.sum(1, keepdims=True)
     before = np.cumsum(probability, axis=1) - probability
-    # float32 sums of 30,000 probabilities are off by some 1e-7, as those of sorted ones are
+    # float32 sums of 30,000 probabilities are off by some 1e-7, as are sums of sorted probabilities
     fewest, most = (
         np.where(before < x, descending, np.inf).min(1, keepdims=True) for x in (top_p - 1e-6, top_p + 1e-6)
     )

@@ -22,7 +22,7 @@ def test_a_column_changes_only_head_and_adapters():
 
 
 def test_head_memory_is_the_peak_over_an_update_without_a_head(tmp_path, monkeypatch, capsys):
-    """What does not fit stands in brackets."""
+    """Peaks that do not fit are in brackets."""
     _, devices = find_devices(tiny.config("sft"), None)
     monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
     # An update without a head, then each column's update and its head. Adapters have their own update without a head.

@@ -1,8 +1,8 @@
 """A whole update of a model of each family, compiled by the real TPU compiler for eight chips that aren't there.
 
-Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128. Model with all layers, head, objective, backward pass
-and optimizer are those of train.py, with the configuration's own settings except for model and mesh. Parameters are
-only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
+Qwen2.5-0.5B and Llama 3.2 1B have heads of 64, Qwen3-0.6B of 128. The update is train.py's: all layers, head,
+objective, backward pass and optimizer. Only the settings of model and mesh differ from the configuration's. Parameters
+are only shapes. Leaves out results, which test_train_step.py checks on CPUs, and times, which only a TPU can tell.
 """
 
 import math

@@ -1,6 +1,6 @@
 """The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and updates of bfloat16 numbers.
 
-bfloat16 parameters move as far as float32 ones do, though an update is far below the distance of their numbers.
+bfloat16 parameters move as far as float32 parameters, though an update is far below the distance of bfloat16 numbers.
 """
 
 from functools import partial

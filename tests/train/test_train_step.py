@@ -188,7 +188,7 @@ def measured():
     params, hidden_of = policy.initial_params(), jax.jit(forward_of(policy.graphdef, mesh, one).states)
     tokens = RNG.integers(0, 260, (COUNT, 20)).astype(np.int32)
     places = np.tile(np.arange(20, dtype=np.int32), (COUNT, 1))
-    for place in range(1, 21):  # the last logits are those of the documents as they are
+    for place in range(1, 21):  # the last logits are of the whole documents
         batch = Batch(tokens, places, np.ones_like(tokens), tokens, np.ones(tokens.shape, np.float32))
         hidden, weight, _ = hidden_of(params, shard_batch(mesh, batch))
         logits = np.asarray(hidden, np.float64) @ np.asarray(weight, np.float64).T
