@@ -63,8 +63,8 @@ def token_logprobs(
 
     Args:
         hidden: bfloat16 or float32, as `weight`; they may differ.
-        labels: rows of `weight`. A traced label can't be checked: if it counts and is out of range, its logprob and
-            the gradients under its cotangent are NaN.
+        labels: rows of `weight`. A traced label can't be checked. If it counts and is out of range, its logprob and the
+            gradients under its cotangent are NaN.
         where: the rows that count. Other rows cost (almost) nothing, give 0, get no gradient and may have any label.
         weights: rows of weight 0 don't count, as for `token_loss`; the weights have no other effect.
         ignore_index: rows with this label don't count (PyTorch's default is -100); None: no label is special.
@@ -133,24 +133,24 @@ def token_loss(
 
     Errors and further arguments are as for `token_logprobs`:
         objective: any differentiable function of one token's scalars (it runs under `jax.vmap`). Values that differ
-            from token to token are operands: floating, integer or boolean. A keyword-only argument `lse` (for z-loss),
-            `mean_logit` (the mean of z over the vocabulary, for label smoothing) or `divergence` (from the teacher's
-            distribution) is passed if the objective declares it, with or without a default.
+            from token to token are operands: floating, integer or boolean. A keyword-only argument is passed if the
+            objective declares it, with or without a default: `lse` (for z-loss), `mean_logit` (the mean of z over the
+            vocabulary, for label smoothing) or `divergence` (from the teacher's distribution).
         weights: each token's weight in the loss; rows of weight 0 don't count. None: 1 everywhere.
         teacher_hidden, teacher_weight: bfloat16 or float32, of any width; they get no gradient. Both softmaxes are over
             the first `vocabulary` rows; None: the rows that both weights have.
         kind: "reverse_kl", KL(student || teacher); "forward_kl", KL(teacher || student); or "jsd", the generalised
             Jensen-Shannon divergence beta KL(teacher || m) + (1 - beta) KL(student || m), with
             m = beta teacher + (1 - beta) student (Agarwal et al. 2023, arXiv:2306.13649).
-        beta: the teacher's share of jsd. As in TRL, 0 means forward_kl and 1 reverse_kl, the limits of jsd / beta and
-            jsd / (1 - beta).
+        beta: the teacher's share of jsd. As in TRL, 0 means forward_kl, the limit of jsd / beta. 1 means reverse_kl,
+            the limit of jsd / (1 - beta).
         teacher_temperature, teacher_softcap: the teacher's; default: the student's.
         workspace: bytes that the loss may take beside the gradients and a few tiles. Logits are kept for a wave of as
             many tokens as fit: 3 matrix products. If the smallest wave doesn't fit, logits are computed twice: 4
             products. If the weight's gradient is narrower than float32, its float32 sum over several waves is workspace
             as well. None: a wave of 1024 tokens (mosaic_gpu: 2048; xla on a CPU: 256), without such a sum except for
-            xla on GPUs. mosaic_tpu keeps nothing if the weight is frozen, the objective uses the entropy, or several
-            waves would take longer. chunked_logits takes a chunk of at least 64 tokens; full_logits ignores it.
+            xla on GPUs. mosaic_tpu keeps nothing if the weight is frozen, if the objective uses the entropy, or if
+            several waves would take longer. chunked_logits takes a chunk of at least 64 tokens; full_logits ignores it.
     """
     if (teacher_hidden is None) != (teacher_weight is None):
         raise ValueError("teacher_hidden and teacher_weight must be given together")

@@ -170,9 +170,9 @@ def checked_options(
     workspace: Any = None,
     teacher: TeacherArguments | None = None,
 ) -> Options:
-    """The options. Products' operands have `dtype`, or by default the widest dtype of the operands.
+    """The options. Products' operands have `dtype`; default: the widest dtype of the operands.
 
-    dh and dW get the dtypes of `differentiated`, or by default the inputs' dtypes.
+    dh and dW get the dtypes of `differentiated`; default: the inputs' dtypes.
     """
     if teacher is not None:
         multiplied = *multiplied, teacher.hidden, teacher.weight

@@ -1,8 +1,8 @@
 """The head with the logits of one chunk of tokens at a time, recomputed for the gradients: the low-memory baseline.
 
-It is the best form of rematerialisation in a scan over tokens. A chunk has as many tokens as the fused head's default
-wave, or as fit into the workspace; chunks without a token that counts are skipped. It is xla.py's program for blocks of
-a chunk's rows and one tile of all columns. dW is summed in float32.
+This is the best form of rematerialisation in a scan over tokens. A chunk has as many tokens as the fused head's default
+wave, or as fit into the workspace. Chunks without a token that counts are skipped. The program is xla.py's, for blocks
+of a chunk's rows and one tile of all columns. dW is summed in float32.
 """
 
 from typing import Any

@@ -190,8 +190,8 @@ def outputs_of(softmax: Softmax, inputs: Inputs, options: Options) -> Any:
 def weighted_sum(live: Bool[Array, "N"], statistics: Slopes, terms: Terms) -> Float[Array, ""]:
     """`sum_i weights_i * objective(*statistics_i, *operands_i)` over the rows that count.
 
-    An objective may be NaN at a row that doesn't count: neither the sum nor a gradient sees it, except the gradients of
-    arrays (not scalars) that the rows share. That takes a `where` before the objective as well as after it.
+    An objective may be NaN at a row that doesn't count. The NaN reaches neither the sum nor a gradient, except the
+    gradients of arrays (not scalars) that the rows share. This takes a `where` before and after the objective.
     """
 
     def guard(x: jax.Array, live: jax.Array = live) -> jax.Array:

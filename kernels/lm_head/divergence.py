@@ -21,9 +21,9 @@ def divergence_loss(
 ) -> tuple[Float[Array, ""], Float[Array, "*N"]]:
     """`sum_i weights_i * divergence_i`, and the divergences; loss, dh and dW in one pass.
 
-    It takes 3 + r matrix products of 2 N V D flops, with r = E / D, if `workspace` has room for a wave of both models'
-    logits; else 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below 1e-6 they are rounding. Options
-    (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
+    With r = E / D, the loss takes 3 + r matrix products of 2 N V D flops if `workspace` has room for a wave of both
+    models' logits. Otherwise it takes 4 + 2 r (jsd: 5 + 3 r). Divergences are 0 for equal models; below 1e-6 they are
+    rounding. Options (`kind`, `beta`, `weights`, ...) and errors are as for `token_loss`.
     """
     labels: Any = np.zeros(np.shape(hidden)[:-1], np.int32)
     teacher: Any = {"teacher_hidden": teacher_hidden, "teacher_weight": teacher_weight}

@@ -1,8 +1,8 @@
 """Statistics of logits and their gradient on TPUs: two Pallas kernels; each reads the logits once.
 
 The grid is (blocks of rows, tiles of columns), tiles innermost. Within a tile a few rows are taken at a time, in pieces
-of 128 columns: every lane has sums of its own, which XLA adds up. A block without a row that counts fetches one tile
-and reads no tile. Columns past the last are masked.
+of 128 columns. Every lane has its own sums, which XLA adds up. A block without a row that counts fetches one tile and
+reads no tile. Columns past the last are masked.
 
 Suffixes: R rows, L the 128 lanes, C pieces of a tile. `y` is a logit; z = scale * y.
 """

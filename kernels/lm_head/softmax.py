@@ -1,10 +1,10 @@
 """Softmax of rows of logits, computed a tile of columns at a time: statistics, and derivatives by the logits.
 
-Logits are z = scale * y, where y is h·W and the scale 1 / temperature, or, with a softcap, y is tanh(h·W / softcap) and
-the scale softcap / temperature. Maxima and their operands are in units of y: XLA may contract a
-product and a difference to one rounding, and `scale * y - scale * y` would then not be 0.
+Logits are z = scale * y: y is h·W, and scale is 1 / temperature. With a softcap, y is tanh(h·W / softcap), and scale is
+softcap / temperature. Maxima and their operands are in units of y. XLA may contract a product and a difference to one
+rounding, and `scale * y - scale * y` would then not be 0.
 
-docs/head.md has the formulas and their sources. Suffixes: R rows, T columns of a tile, which are dim `dim` of a tile.
+Formulas and sources are in docs/head.md. Suffixes: R rows, T columns of a tile, which are dim `dim` of a tile.
 """
 
 from typing import Any, NamedTuple

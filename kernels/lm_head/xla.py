@@ -1,9 +1,8 @@
 """The head in plain XLA, a tile of logits at a time: the CPU's engine and every other backend's fallback.
 
-Rows that count are moved to the front, and a `while_loop` takes them in blocks. docs/head.md describes the two ways to
-the gradients: recomputation (4 matrix products) and waves (3). A teacher of E features adds r = E / D products each
-time that logits are computed; jsd without kept logits computes them once more, since the mixture needs both
-normalisers.
+Rows that count are moved to the front, and a `while_loop` takes them in blocks. The two ways to the gradients are in
+docs/head.md: recomputation (4 matrix products) and waves (3). A teacher of E features adds r = E / D products each time
+that logits are computed. Without kept logits, jsd computes them once more, since the mixture needs both normalisers.
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features; V vocabulary, C tiles of T columns.
 `y` is in the units of softmax.py, a tuple of the student's and, if given, the teacher's.

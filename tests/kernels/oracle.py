@@ -205,8 +205,8 @@ def exact_loss(
 def assert_as_accurate_as_rounding(got: Answer, right: Exact, largest: float = SLACK) -> None:
     """The criterion: of each of the results, the root-mean-square and the largest error.
 
-    Neither may be larger than the error of the rounded gradients and the resolution. NaN anywhere in `got` fails. By
-    the factor `largest` the largest error may be larger than theirs; 0: it is not judged.
+    Neither may be larger than the error of the rounded gradients and the resolution. NaN anywhere in `got` fails. The
+    largest error may exceed the limit by the factor `largest`. 0: the largest error is not checked.
     """
     rounded = right.answer._replace(hidden=right.rounded[0], weight=right.rounded[1])
     for name, ours in got._asdict().items():

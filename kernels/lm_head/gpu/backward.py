@@ -42,9 +42,9 @@ def logit_gradient(
     size: tuple[int, int],
     sizes: Sizes,
 ) -> Float[Array, "B C"]:
-    """dy of a block of rows and a chunk, in all tiles with a row and a column that count; 0 at columns that don't.
+    """dy of a block of rows and a chunk, in all tiles with a row and a column that count.
 
-    dy has the rows and columns `size`, whole tiles.
+    dy has the rows and columns `size`, whole tiles. It is 0 at columns that don't count.
     """
     tiles, softcap = sizes.tiles, options.softcap
 

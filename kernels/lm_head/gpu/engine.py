@@ -1,8 +1,8 @@
-"""The head on Hopper GPUs: which kernel runs when; forward, and backward over blocks of rows and chunks of columns.
+"""The head on Hopper GPUs: forward, and backward over blocks of rows and chunks of columns.
 
-docs/head.md describes the passes and their number of products. In `token_loss` the forward pass keeps the logits of as
-many columns as fit into the workspace, or of all columns of some rows, in waves that add to a float32 dW. `make_plan`
-chooses the way with less work.
+The passes and their number of products are in docs/head.md. In `token_loss` the forward pass keeps the logits of as
+many columns as fit into the workspace. Or it keeps all columns of some rows, in waves that add to a float32 dW.
+`make_plan` chooses the way with less work.
 
 Suffixes: N rows, M rows in the kernels' order, R of a wave, B of a block of them; V vocabulary, D features; C columns
 of a chunk, K columns kept of each of P parts; U tiles of columns, T columns of a tile.

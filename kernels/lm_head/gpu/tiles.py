@@ -37,7 +37,7 @@ _CHUNKS = {
 }
 """For up to so many features, the tiles of columns that a chunk may have: dW's then keep 66 clusters busy to the end.
 
-An H200 ran 16 tiles at 2048 features (docs/log.md); with 17, a round more of few tiles, it took 5 % longer.
+An H200 ran 16 tiles at 2048 features (docs/log.md). A 17th tile, which takes one more round, made it 5 % slower.
 """
 _STAGE = 64 * 128  # bytes of a piece of a tile that is being stored: 64 rows of 128 bytes
 STAGES = 2  # number of pieces that a warpgroup stores at a time

@@ -4,8 +4,8 @@ dW's kernel sums a tile in float32 on the chip while the blocks of hidden states
 W hᵀ, so that dW = dyᵀ h needs no transpose. dh's kernel mirrors the forward kernel. With kept exponentials dW is the
 third product of the single pass.
 
-Suffixes as in `forward.py`. With p = exp(log p), log p = scale (y - top) - log_sum_e, all kernels compute dy, the
-derivatives by products, as `RowFactors` says; `top` is the maximum of y over the whole vocabulary.
+Suffixes as in `forward.py`. All kernels compute dy, the derivatives by products, by the formula of `RowFactors`. There
+p = exp(log p) and log p = scale (y - top) - log_sum_e; `top` is the maximum of y over the whole vocabulary.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""The head on TPUs: which kernel runs when.
+"""The head on TPUs: the choice and order of kernels.
 
-Rows that count are moved to the front, block by block (`live_rows.py`). docs/head.md describes the orders of work. All
-sums leave out the label's column (`forward.py`), and so do E_q[W] and the kept exponentials, so a probability near 1
-loses no digits to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the dh kernel,
+Rows that count are moved to the front, block by block (`live_rows.py`). The orders of work are in docs/head.md. The
+sums, E_q[W] and the kept exponentials leave out the label's column (`forward.py`). A probability near 1 thus loses no
+digits to rounding. A loss that uses the entropy, or the mean logit under a softcap, needs the dh kernel,
 because dh doesn't follow from E_q[W].
 
 Suffixes: N rows, M rows rounded up to whole blocks, R rows of a block; D features, V vocabulary.

@@ -1,20 +1,20 @@
 """The forward kernel for TPUs: statistics, and on request E_q[W] or the exponentials for a later product.
 
 A block of R rows of hidden states stays on the chip while the weight passes by in tiles. The kernel takes S columns of
-a tile at a time, transposed as in dW's kernel, so that a row's sums lie along lanes and cost no reduction across them:
-y = W hᵀ, then the sums of `Running`, then the sum of e W, where e = exp(z - maximum so far), rescaled when
-the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next S columns of y
-meanwhile. Where there is no second product, a tile's last columns wait for the next tile's products.
+a tile at a time, transposed as in dW's kernel. A row's sums thus lie along lanes and cost no reduction across them. The
+order is: y = W hᵀ, then the sums of `Running`, then the sum of e W, where e = exp(z - maximum so far). The sum is
+rescaled when the maximum rises, as in FlashAttention (arXiv:2205.14135, section 3.1). The MXU computes the next S
+columns of y meanwhile. Where there is no second product, a tile's last columns wait for the next tile's products.
 
-The label's column is left out of all sums but `sum_y`, and of `top`, which is FLOOR where there is no other; its logit
-is a product with the gathered row of W, FLOOR where the label is in none of these columns. Where the label's p is near
-1, the sum of the other columns' exponentials keeps its digits, which a sum with the label's column loses. So 1 - p is
-as exact as the logits. Blocks past the rows that count cost nothing.
+The label's column is left out of `top` and of all sums but `sum_y`. `top` is FLOOR if there is no other column. The
+label's logit is a product with the gathered row of W; it is FLOOR if the label is in none of these columns. If the
+label's p is near 1, the sum of the other columns' exponentials keeps its digits, which a sum with the label's column
+loses. So 1 - p is as exact as the logits. Blocks past the rows that count cost nothing.
 
 Suffixes: R rows of a block, T columns of a tile, S columns of a step, C groups of 8 columns, 8 or 1 sublanes, L the 128
 lanes; M all rows, D features, V vocabulary. A row's sums are repeated in all sublanes or spread over them, and added up
-at the end. `y` is in the units of softmax.py; z is never formed: exponents are scale (y - top).
-q is the softmax over all columns but the label's.
+at the end. `y` is in the units of softmax.py. z is never formed: exponents are scale (y - top). q is the softmax over
+all columns but the label's.
 """
 
 import functools
@@ -243,9 +243,9 @@ def kernel_call(
 ) -> dict[str, Array]:
     """The results of a kernel over blocks of rows (rows that count come first) and tiles of the weight.
 
-    Its refs are two arrays of scalars (how many rows and how many columns count; the scale), hidden states, `streamed`
-    (by default the weight), labels, `others`, outputs by name, and scratch by name: with `hidden` and `weight` for a
-    block and a tile in the products' dtype, where the arguments have another.
+    The kernel's refs are, in order: two arrays of scalars (how many rows and how many columns count; the scale), hidden
+    states, `streamed` (default: the weight), labels, `others`, outputs by name, and scratch by name. If an argument has
+    another dtype, scratch has `hidden` or `weight` in the products' dtype, for a block or a tile.
     """
     hidden, work = inputs.hidden, case.tokens * case.vocabulary
     height, features = tile.rows, hidden.shape[1]

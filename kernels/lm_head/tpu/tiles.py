@@ -167,8 +167,8 @@ def choose(case: Case) -> Tiles:
 def candidates(case: Case, capacity: int) -> list[Tiles]:
     """All tilings that fit `capacity` bytes, none larger than the case itself; the best first.
 
-    It has steps that fill a matrix unit, moves about the least, and hides the softmax best: it has large operands, and
-    two steps, so that a softmax hides behind the other step's products.
+    The best tiling has steps that fill a matrix unit, moves about the least bytes, and hides the softmax best. It has
+    large operands, and two steps: a softmax hides behind the other step's products.
     """
     # Cores share out the blocks of rows, in the kernels of dW the tiles of columns.
     rows_needed = round_up(-(-case.tokens // cores()) if case.by_rows else case.tokens, LANES)
