@@ -4,11 +4,19 @@
 
 The same command again resumes from the newest checkpoint in run_dir, and ends as a run that was never stopped.
 
-Several processes train one model over their devices if each gets --coordinator HOST:PORT (of process 0),
---processes and --process, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment, or
---cluster where JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes). They share run_dir, and end together.
-Exit codes: 0 done; 1 a bug, with a traceback; 2 an error that you can mend, in one line; 75 or 134 another process was
-lost: start again; 143 or 130 saved and stopped by SIGTERM or SIGINT.
+Several processes train one model over their devices. They share run_dir, and end together. Each process needs one of:
+
+    --coordinator HOST:PORT (of process 0), --processes and --process
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment
+    --cluster, if JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes)
+
+Exit codes:
+
+    0            done
+    1            a bug, with a traceback
+    2            an error that you can mend, in one line
+    75 or 134    another process was lost: start again
+    143 or 130   saved and stopped by SIGTERM or SIGINT
 """
 
 # Nothing heavy is imported here: --help, --print-config and errors in the configuration must not wait for JAX.

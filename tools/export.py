@@ -1,11 +1,11 @@
 """Writes a run's newest parameters as a Hugging Face folder: python tools/export.py RUN [--step N] [--dtype bfloat16]
 
-RUN/export, or the folder --out, then holds config.json, generation_config.json, safetensors and the tokenizer;
-transformers loads it, and so does another run as its `model.source`. The adapters of a run with `model.lora` are merged
-into the model, or written by themselves (--adapter) as RUN/adapter in PEFT's format, which another run takes as its
-`model.lora.source`. With bfloat16, matrices are rounded as the run rounds them: dithered, unless it says otherwise. An
-earlier export is replaced whole, or not at all. RUN and FOLDER may be in buckets. There an export that was cut off
-has no config.json, so it is no model.
+RUN/export, or the folder --out, then has config.json, generation_config.json, safetensors and the tokenizer.
+transformers loads the folder, and so does another run as its `model.source`. The adapters of a run with `model.lora`
+are merged into the model. With --adapter they are written alone as RUN/adapter, in PEFT's format, which another run
+takes as its `model.lora.source`. With bfloat16, matrices are rounded as the run rounds them: dithered, unless it says
+otherwise. An earlier export is replaced whole, or not at all. RUN and FOLDER may be in buckets. There an export that
+was cut off has no config.json, so it is no model.
 """
 
 import os

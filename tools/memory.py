@@ -1,12 +1,12 @@
-"""Compares the memory of an update with full logits, with chunks of them, with the fused head, and that with LoRA.
+"""Compares the memory of updates: with full logits, chunks of logits, the fused head, and the fused head with LoRA.
 
     python tools/memory.py --config NAME [--target v6e:2x4] [--out FILE]
 
-The first three columns are the same update of all parameters but for the head: full logits (head.impl=full_logits),
-chunks of them that are made again for the gradients (head.impl=chunked_logits), and the fused head. In the last,
-adapters are trained, as model.lora says, or of rank 32 without it. For micro-batches of 1 to 64 sequences a shard (a
-device or, with tp, the devices that share its rows), the table and the picture show a device's peak (in brackets where
-it does not fit) by part:
+The first three columns update all parameters, and differ only in the head: full logits (head.impl=full_logits), chunks
+that are computed again for the gradients (head.impl=chunked_logits), and the fused head. In the last column the
+adapters of model.lora are trained, or adapters of rank 32. Micro-batches have 1 to 64 sequences a shard: a device or,
+with tp, the devices that share its rows. The table and the picture show a device's peak by part, in brackets if it does
+not fit:
 
     parameters, optimizer, gradients   by shapes
     activations   the rest of the peak of an update without a head: its loss is a sum of hidden states

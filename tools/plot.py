@@ -1,6 +1,6 @@
 """Draws the curves of runs side by side: python tools/plot.py RUN [RUN ...] [--out FILE.png]
 
-One panel for each topic that the runs have, one color for each run: reward, accuracy with its 95 % interval, loss and
+Each topic of the runs has a panel, and each run a color. Topics: reward, accuracy with its 95 % interval, loss and
 validation loss, entropy, KL, completions' lengths from the shortest to the longest, speed. Without --out the picture
 goes to the first run's curves.png.
 """

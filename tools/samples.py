@@ -3,11 +3,11 @@
     python tools/samples.py --config NAME [key.sub=value ...]
     python tools/samples.py RUN
 
-With --config the first examples are printed before any training, with learned tokens between ⟦ and ⟧: whole examples
-of SFT and distillation, pairs of DPO, prompts of GRPO without the additions of environments and tools.
+With --config the first examples are printed before any training, with learned tokens between ⟦ and ⟧. SFT and
+distillation have whole examples, DPO pairs, and GRPO prompts without the additions of environments and tools.
 
-Of a GRPO run RUN/samples.html is written, one page without anything from the network: filtered by step, reward and
-text, sorted, and a prompt's completions side by side between steps.
+For a GRPO run RUN/samples.html is written, one page without anything from the network. Completions can be filtered by
+step, reward and text, sorted, and compared side by side between steps.
 """
 
 import json

@@ -3,11 +3,11 @@
     python tools/tune.py --shape 8192,2048,151936
 
 A row is the line of `tools/bench head` for a call that runs the kernel with these tiles: its time over the bare
-products', and its errors. A failing row names the reason. On a TPU the other kernels keep their
-tiles; on a GPU all kernels have the same tiles, and then chunks of the vocabulary of several sizes are tried. Nothing
-is noted: sizes that win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py, with the table beside the change.
+products', and its errors. A failing row names the reason. On a TPU the other kernels keep their tiles. On a GPU all
+kernels have the same tiles, and then chunks of the vocabulary of several sizes are tried. Nothing is noted: sizes that
+win belong into kernels/lm_head/tpu/tiles.py or gpu/tiles.py.
 
-bfloat16 only; not tried are several devices, and rows that don't count. Exit codes: 0 done, 2 an error in one line.
+Only bfloat16, one device, and rows that all count are tried. Exit codes: 0 done, 2 an error in one line.
 """
 
 import sys

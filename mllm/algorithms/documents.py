@@ -96,7 +96,7 @@ def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool 
 def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents], list[Documents]]:
     """Split each source into training documents and a held-out `share`.
 
-    Equal documents are on the same side, also those of several sources.
+    Equal documents are on the same side, also if they are from several sources.
     """
     hashes = [source.hashes for source in sources if source.hashes is not None]  # a task's has none, and no share
     chosen = np.concatenate([first_hashes(each, share) for each in hashes])

@@ -2,7 +2,7 @@
 
 Each process samples and scores its own rows, then gathers the rewards of all processes. One rollout serves
 `grpo.updates_per_generation` batches, each `grpo.num_iterations` times; a checkpoint must fall between rollouts.
-Completions without a gradient (advantage 0, no KL penalty, no entropy bonus) are left out of the batch; the weights of
+Completions without a gradient (advantage 0, no KL penalty, no entropy bonus) are left out of the batch. The weights of
 the remaining completions don't change.
 """
 

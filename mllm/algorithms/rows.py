@@ -1,7 +1,7 @@
 """Packs examples into the rows of batches, in Grain's order.
 
-A batch is determined by its first position in the order. Every process plans the whole batch from the documents' sizes,
-so the denominator of the loss and the data order don't depend on the number of processes. A process reads only the
+A batch is determined by its first position in the order. Every process plans the whole batch from the documents' sizes.
+The loss's denominator and the data order thus don't depend on the number of processes. A process reads only the
 documents of its own rows. Packing is first-fit: an example that fits in no row of a batch opens the next batch.
 """
 

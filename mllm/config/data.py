@@ -54,7 +54,7 @@ class DataConfig(Section):
     """The examples that SFT trains on; under DPO an example is a pair."""
 
     source: str
-    """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://); a hub id; or
+    """A file or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket (gs://); or a hub id.
     `task`: the task's solutions, and for DPO also its `rejected` completions. A list of sources, each a name or a
     mapping with a `weight`, sets `mix`."""
     mix: tuple[SourceConfig, ...] | None = None

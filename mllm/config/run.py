@@ -86,8 +86,8 @@ class RunConfig(Section, ABC):
     A multiple of `mesh.dp` * `mesh.fsdp`."""
     micro_batch_size: PositiveInt | None = None
     """Rows in one forward and backward pass; the gradient does not depend on it. None: as many as fit by the memory
-    plan, at most the whole batch, or under GRPO a sixteenth of the largest number of packed rows. The choice is written
-    to the run's config.yaml, and a resume keeps it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and DPO it divides
+    plan. The limit is the whole batch; under GRPO a sixteenth of the most packed rows. The choice is written to the
+    run's config.yaml, and a resume keeps it. A multiple of `mesh.dp` * `mesh.fsdp`; under SFT and DPO it divides
     `batch_size`."""
     model: ModelConfig
     """The model that is trained."""

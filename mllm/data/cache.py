@@ -130,8 +130,8 @@ def make(cache: Path, origin: Origin, encoded: Iterator[Encoded]) -> Found:
 def write_documents(path: Path, origin: Origin, encoded: Iterator[Encoded]) -> Found:
     """Write the documents.
 
-    Returns their sizes and hashes, and a summary: a hash of all documents, how many are texts or were cut, and how many
-    were skipped for each reason.
+    Returns the documents' sizes and hashes, and a summary. The summary has a hash of all documents and the numbers of
+    texts, of cut documents, and of skipped records by reason.
     """
     content, skipped, cut, texts = hashlib.sha256(), Counter[str](), 0, 0
     sizes, hashes = array("i"), array("Q")

@@ -67,7 +67,7 @@ def spread_rows(work: Num[np.ndarray, "R"], shape: BatchShape) -> Int[np.ndarray
     """The index of each packed row in a batch that the train step splits into micro-batches over the devices.
 
     The rows fill as few micro-batches as possible, from the first. Rows go to the devices in order of decreasing work,
-    back and forth, so two devices differ by at most one row and by at most the work of one row.
+    back and forth. Two devices thus differ by at most one row and its work.
     """
     shares = max(1, -(-len(work) // shape.micro)) * shape.shards
     turn, share = np.divmod(np.arange(len(work)), shares)

@@ -165,8 +165,8 @@ def file_paths(source: str, key: str) -> list[Path]:
 def open_file(path: Path, key: str, damaged: type[Exception] = csv.Error, compressed: bool = False) -> Iterator[Any]:
     """The file, open and decompressed (`.gz`) unless it is to be `compressed`.
 
-    UserError, which names the setting `key`, is raised if the file can't be opened or read, or if the body of the
-    `with` statement raises `damaged`.
+    UserError is raised if the file can't be opened or read, or if the body of the `with` statement raises `damaged`.
+    The error names the setting `key`.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe may never return
         raise UserError(f"{key}: {path} is no regular file: give {FORMATS}")

@@ -66,7 +66,7 @@ class Documents:
 
 
 def joined(sources: Sequence[Documents]) -> Documents:
-    """The documents of several sources, one after the other; those of one source as they are."""
+    """The documents of several sources, one source after the other; the documents of a single source unchanged."""
     if len(sources) == 1:
         return sources[0]
     parts = tuple(map(len, sources))

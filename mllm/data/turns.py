@@ -79,8 +79,10 @@ def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: b
 
 
 def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, int, int]:
-    """The text that the template puts after an answer and before the next one, with `messages` between them, and the
-    span of the answer's end token in it (0, 0 without an end token)."""
+    """The template's text between an answer and the next answer, if `messages` are between them.
+
+    Also the span of the answer's end token in the text; 0, 0 without an end token.
+    """
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     added = [readable(renderer.tokenizer, message) for message in messages]
     text = render(renderer, [*chat, *added], add_generation_prompt=True).partition(ANSWER)[2]

@@ -2,8 +2,8 @@
 
 JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, compute a block of scores at a time (FlashAttention,
 arXiv:2205.14135, section 3.1). Splash attention supports segments; cuDNN's needs a mask, B T T numbers, for packed
-rows. JAX can also pass document offsets to cuDNN, but until jax-ml/jax pull request 39521 cuDNN then reads the wrong
-keys if several query heads share a key head. No test of the cuDNN path has run on a GPU.
+rows. JAX can also pass document offsets to cuDNN. Until jax-ml/jax pull request 39521, cuDNN then reads the wrong keys
+if several query heads share a key head. No test of the cuDNN path has run on a GPU.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ COMMON = 128
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention; the largest that divides the sequence is taken.
 
-Rows are padded to a multiple of the smallest, which splash attention needs. cuDNN with a mask refuses odd lengths, and
-its gradients were not finite for a length of 64 more than such a multiple (pytorch/pytorch issue 196678).
+Rows are padded to a multiple of the smallest, which splash attention needs. cuDNN with a mask refuses odd lengths. Its
+gradients were not finite for a length of 64 more than such a multiple (pytorch/pytorch issue 196678).
 """
 BLOCK_SIZES = ("block_q", "block_kv", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq")
 """Splash attention's names for the size of a block, in its forward and its two backward kernels."""

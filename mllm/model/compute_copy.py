@@ -6,8 +6,8 @@ dithered copy is rounded up if the weight's fraction between its two neighbours 
 [0, 1). So the share of the weights that change is the distance that they have moved. A number that bfloat16 can
 represent is not changed, so a run begins with exactly the published model.
 
-A threshold is a hash of the parameter's name and of the weight's layer, row and column, so every process, mesh, resumed
-run and tool makes the same copy. Vectors (norms, biases) are read in float32.
+A threshold is a hash of the parameter's name and of the weight's layer, row and column. Every process, mesh, resumed
+run and tool thus makes the same copy. Vectors (norms, biases) are read in float32.
 """
 
 import zlib

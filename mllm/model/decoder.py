@@ -1,11 +1,11 @@
 """Qwen, Llama, Gemma and kin in Flax NNX: token ids of whole sequences to hidden states; `decoding.py` takes one token.
 
-The parameters of all layers of a kind are stacked along a first dim L and applied by one `jax.lax.scan`, so that a deep
-model compiles as fast as a shallow one. Matrices keep Hugging Face's layout, [out, in]. Follows Qwen2.5
-(arXiv:2412.15115, section 2), Qwen3 (arXiv:2505.09388, section 2), Llama 3 (arXiv:2407.21783, section 3.2), Gemma 3
-(arXiv:2503.19786, section 2), OLMo 2 (arXiv:2501.00656, section 2), rotary positions (arXiv:2104.09864), RMSNorm
-(arXiv:1910.07467), grouped queries (arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202). The delta nets that Qwen3.5
-has in place of most attention are in delta_net.py.
+The parameters of all layers of a kind are stacked along a first dim L and applied by one `jax.lax.scan`. A deep model
+thus compiles as fast as a shallow model. Matrices keep Hugging Face's layout, [out, in]. Models: section 2 of Qwen2.5
+(arXiv:2412.15115), Qwen3 (arXiv:2505.09388), Gemma 3 (arXiv:2503.19786) and OLMo 2 (arXiv:2501.00656), and section 3.2
+of Llama 3 (arXiv:2407.21783). Parts: rotary positions (arXiv:2104.09864), RMSNorm (arXiv:1910.07467), grouped queries
+(arXiv:2305.13245), SwiGLU and GeGLU (arXiv:2002.05202). The delta nets that Qwen3.5 has in place of most attention are
+in delta_net.py.
 
 Letters: B batch, T time, D hidden size, V vocabulary, L layers, H size of a head, N query heads, K key and value heads,
 R = H/2 rotated pairs; I and O the input and output size of a product.
@@ -105,9 +105,9 @@ class Decoder(nnx.Module):
     ) -> Float[jax.Array, "B T D"]:
         """Hidden states after the last norm, in the compute dtype.
 
-        A query attends to a key if they have the same nonzero segment, and the key is not later and inside the layer's
-        window, if any. Positions count within each document. Segments count a row's documents from 1; segment 0 is
-        padding with finite, meaningless hidden states. A token id beyond the vocabulary gives NaN.
+        A query attends to a key of the same nonzero segment that is not later, and inside the layer's window, if any.
+        Positions count within each document. Segments count a row's documents from 1; segment 0 is padding with finite,
+        meaningless hidden states. A token id beyond the vocabulary gives NaN.
         """
         hidden, _ = self.apply_layers(tokens, positions, segments)
         return constrain(self.layout, self.last_norm(hidden), HIDDEN_STATES)
@@ -121,8 +121,8 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[jax.Array, "B T D"], Any]:
         """The residual stream after the last layer; with `keep` also the layers' keys, values and states.
 
-        By stack: under `layers` keys and values, [L, B, K, T, H] each, in the compute dtype; under
-        `delta` the `DeltaState` after each row's last token, [L, B, ...]. The arguments are as for a call.
+        `layers` has keys and values, [L, B, K, T, H] each, in the compute dtype. `delta` has the `DeltaState` after
+        each row's last token, [L, B, ...]. The arguments are as for a call.
         """
         attend = self.attention or masked_attention
         config, layout, time = self.config, self.layout, positions.shape[1]
@@ -161,8 +161,8 @@ class Decoder(nnx.Module):
             hidden = constrain(layout, layer.add_feed_forward(constrain(layout, hidden, HIDDEN_STATES)), HIDDEN_STATES)
             return hidden, kept if keep else None
 
-        # Each device looks up its own columns of the embedding for all rows of its replica, and the devices exchange
-        # the results, far fewer numbers than the embedding has.
+        # Each device looks up its own columns of the embedding for all rows of its replica. The devices exchange the
+        # results, which are far smaller than the embedding.
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
         steps: dict[Any, Callable] = {key: partial(step, name=key[0], place=key[1]) for key in order}
@@ -215,8 +215,8 @@ def rotary(positions: Int[jax.Array, "B T"], kind: LayerKind, dims: int) -> Floa
 
     `dims` is 2R, the number of a head's dims that are rotated. Where nothing is rotated, cosines are 1 and sines 0.
     Llama 3.1 divides frequencies by a factor if their wavelengths fit less than `low_freq_factor` times into the
-    context that it was first trained with; from there to `high_freq_factor` times the division fades out linearly
-    (arXiv:2407.21783, section 3.4.2, and its published reference code).
+    context of its first training. From there to `high_freq_factor` times the division fades out linearly
+    (arXiv:2407.21783, section 3.4.2, and the published reference code).
     """
     exponents = -jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
     frequencies = jnp.zeros_like(exponents) if kind.rope_theta is None else kind.rope_theta**exponents

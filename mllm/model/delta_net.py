@@ -2,8 +2,8 @@
 
 A head has a memory S [D, E] (Yang et al. 2024, arXiv:2412.06464, equation 10). Each token updates it by
 S <- exp(decay) S, then S <- S + beta k (v - S^T k)^T; the output is S^T q. `recurrent` computes this token by token.
-`chunked` takes 64 tokens at a time: the updates of a chunk are the solution of a triangular system, and only the memory
-passes from one chunk to the next (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3).
+`chunked` takes 64 tokens at a time (section 3.3 there; Yang et al. 2024, arXiv:2406.06484, section 3). The updates of a
+chunk are the solution of a triangular system, and only the memory passes from one chunk to the next.
 
 Documents packed in a row are separated exactly: no decay, product or convolution input crosses a border.
 
@@ -141,7 +141,7 @@ def recurrent(
     def step(carry: tuple[jax.Array, jax.Array], token: Rule) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
         memory, document = carry
         factor = jnp.exp(token.decay) * (token.documents == document)[:, None, None]
-        # Sums instead of matrix products: XLA for CPUs would transpose the memory for these.
+        # Sums instead of matrix products: XLA for CPUs would transpose the memory for matrix products.
         query, key = (x[:, :, None, :, None] for x in (token.queries, token.keys))
         memory = memory * factor[..., None, None]
         error = token.values - jnp.sum(memory * key, axis=-2)

@@ -198,8 +198,8 @@ def turn_start(renderer: Renderer, messages: Sequence[Message], turn: int, text:
             return len(opening)
     if turn == 0:
         raise UserError(MIXED_TURNS)
-    # Earlier messages are rendered otherwise than in a prompt, but the text after the last message is the same, except
-    # for the thought that a prompt may open, unless the content itself begins with a thought.
+    # Earlier messages are rendered otherwise than in a prompt, but the text after the last message is the same. A
+    # thought that the prompt opens may be missing, unless the content itself begins with a thought.
     last = content_span(renderer, messages, turn - 1, text).end
     behind = before[content_span(renderer, messages[:turn], turn - 1, before, prompts=True).end :]
     for opening in (behind, behind.partition("<think>")[0]):

@@ -48,9 +48,9 @@ def local_folder(
 ) -> Path:
     """The folder that `source` names, or the local cache's copy of a hub id or a bucket, fetched if need be.
 
-    From the hub (at a `revision`) or a bucket, only files that match `patterns` are fetched. UserError, which names the
-    setting `key` and the `last_resort`, is raised if there is no such folder, and neither the hub nor its local cache
-    has the id.
+    From the hub (at a `revision`) or a bucket, only files that match `patterns` are fetched. UserError is raised if
+    there is no such folder, and neither the hub nor its local cache has the id. The error names the setting `key` and
+    the `last_resort`.
     """
     if is_bucket(source):
         return fetch_folder(source, patterns, key)

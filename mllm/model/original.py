@@ -1,6 +1,6 @@
 """Exports a vision-language model whose text part was trained, with the original names and untrained parameters.
 
-A server can load the export like the original: settings and tensors of the vision network, and of the network that
+A server can load the export like the original. Settings and tensors of the vision network, and of the network that
 predicts further tokens, are copied unchanged.
 """
 

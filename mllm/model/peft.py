@@ -37,8 +37,8 @@ NOT_COMPUTED = {
 def resolve(config: LoraConfig, architecture: Architecture) -> tuple[Lora, Path | None]:
     """The configured adapters, and the folder to read them from, if any.
 
-    UserError is raised if the folder is missing, or its adapters aren't supported, differ from the configuration, or
-    belong to products that the model doesn't have.
+    UserError is raised if the folder is missing, or if its adapters aren't supported or differ from the configuration.
+    An adapter of a product that the model doesn't have is an error as well.
     """
     stacks = {stack for stack, _ in architecture.stack_of_layer}
     has = {name.split(".")[-1] for name in MATRICES if name == "head" or name.split(".")[0] in stacks}

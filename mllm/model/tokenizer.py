@@ -93,8 +93,8 @@ class MessagesError(UserError):
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a folder or hub id, or `bytes`; UserError if it is missing or can't be read.
 
-    Only tokenizer.json is read. `AutoTokenizer` reads older formats as well, may run a folder's code, and replaces the
-    normalizer and pre-tokenizer of a tokenizer.json beside a Qwen2 config.json by Qwen's.
+    Only tokenizer.json is read. `AutoTokenizer` also reads older formats and may run a folder's code. Beside a Qwen2
+    config.json, it replaces the normalizer and pre-tokenizer of tokenizer.json by Qwen's.
     """
     if source == "bytes":
         return bytes_tokenizer()
@@ -175,9 +175,9 @@ def bytes_tokenizer() -> Tokenizer:
 def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[str] = ()) -> tuple[int, ...]:
     """The ids that end a completion, without duplicates.
 
-    They are the tokenizer's end of sequence, the ids in the folder's generation_config.json, the control token with
-    which the chat template closes the assistant's turn, and the texts `stop` that are a single token. UserError is
-    raised if generation_config.json is unreadable, or there are no ids.
+    The ids are the tokenizer's end of sequence, the ids in the folder's generation_config.json, and the texts `stop`
+    that are a single token. The control token with which the chat template closes the assistant's turn is one more id.
+    UserError is raised if generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if folder is not None and (path := folder / "generation_config.json").is_file():

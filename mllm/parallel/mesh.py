@@ -1,6 +1,6 @@
 """The device mesh, and the one table, `RULES`, that maps logical names of dims to mesh axes.
 
-dp replicates the parameters, fsdp shards them along the hidden size and gathers them at use, tp shards heads, the
+dp replicates the parameters. fsdp shards them along the hidden size and gathers them at use. tp shards heads, the
 feed-forward layer and the vocabulary.
 """
 

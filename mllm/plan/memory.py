@@ -1,9 +1,9 @@
 """Plans a run's memory before the run takes any: python train.py --config NAME --plan [--target v6e:2x4].
 
-The run's programs are made from shapes (programs.py) and compiled, for the devices at hand or for devices that aren't
-there (targets.py); the figures are the compiler's. The head is the compiler's figure for the head's temporaries,
-compiled alone for a micro-batch, or the logits that tokens are sampled from; activations are whatever else the peak
-holds. All lengths are at their limits. Time, the host's memory and fragmentation are left out.
+The run's programs are made from shapes (programs.py) and compiled, for the devices at hand or for other targets
+(targets.py). The figures are the compiler's. In an update, the head is the head's temporaries, compiled alone for a
+micro-batch; in decoding it is the logits. Activations are the rest of the peak. All lengths are at their limits. Time,
+the host's memory and fragmentation are left out.
 """
 
 import time

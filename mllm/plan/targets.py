@@ -1,12 +1,13 @@
 """Devices of this machine and other target devices, and the memory of a program on them, by the compiler.
 
-A target is a TPU, as in `v6e`, or a slice of them, as in `v6e:2x4`, compiled for by libtpu (the extra `tpu`); or the
-H100s or H200s of a host, as in `h100` and `h200:8`, compiled for by XLA's CUDA plugin (`make .venv/aot-gpu`). The
-plugin is in a folder of its own: if JAX found it without a driver, every program would complain.
+A target is a TPU, such as `v6e`, or a slice, such as `v6e:2x4`; its compiler is libtpu (the extra `tpu`). Or a target
+is the H100s or H200s of a host, such as `h100` and `h200:8`; its compiler is XLA's CUDA plugin (`make .venv/aot-gpu`).
+The plugin is in a folder of its own: if JAX found it without a driver, every program would complain.
 
 Without a GPU nothing can be timed, so XLA keeps its first choice for each matrix product, a Triton kernel, which may
-not exist. With one, it may find cuBLAS faster, and then the operations before a product are stored first, which takes
-more memory (docs/log.md): a plan has cuBLAS for all (`CUBLAS`). Memory that cuBLAS takes for itself is left out.
+not exist. With a GPU, XLA may find cuBLAS faster. The operations before a product are then stored first, which takes
+more memory (docs/log.md). So a plan has cuBLAS for every product (`CUBLAS`). Memory that cuBLAS takes for itself is
+left out.
 """
 
 import importlib

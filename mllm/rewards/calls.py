@@ -219,7 +219,7 @@ def bind(name: str, args: Mapping[str, Any], fields: Sequence[str], limit: int) 
 
 
 def bind_all(named: Sequence[tuple[str, Mapping[str, Any]]], *arguments: Any) -> list[Reward]:
-    """`bind` for each name and its `args`; the other arguments are those of `bind`."""
+    """`bind` for each name and its `args`; the other arguments are as for `bind`."""
     return [bind(name, args, *arguments) for name, args in named]
 
 

@@ -141,7 +141,7 @@ class Checkpoints:
     def check_dependencies(self, document: Mapping[str, Any]) -> None:
         """UserError if frozen parameters or other dependencies have changed since the save.
 
-        Only entries on both sides are compared: a change of the loss may add or remove a reference, and another version
+        Only entries on both sides are compared. A change of the loss may add or remove a reference, and another version
         of this program may record more about a model.
         """
         if any(self.frozen.get(name, sums) != sums for name, sums in document["frozen"].items()):

@@ -2,8 +2,8 @@
 
 The cache is mllm/xla in $XDG_CACHE_HOME or ~/.cache. On GPUs it also has XLA's autotuning results for each product, so
 a slightly changed program gets the same kernels. Several processes use no cache unless JAX_COMPILATION_CACHE_DIR names
-a shared folder: only process 0 writes to it, and if the processes tune a program together, a process that reads the
-program from its own cache would keep the other processes waiting.
+a shared folder. Only process 0 writes to it. If the processes tune a program together, a process that reads the program
+from its own cache would keep the other processes waiting.
 """
 
 import functools

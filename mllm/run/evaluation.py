@@ -34,8 +34,8 @@ def make_evaluation(
 ) -> Callable[[Params, int], dict[str, float]]:
     """A function (parameters, step) -> metrics that evaluates on the problems.
 
-    It completes each problem greedily, and k = `options.samples` times at the rollout's temperature. Metrics begin with
-    `prefix`; sampled completions have `sampled_` in front of the name:
+    Each problem is completed greedily, and k = `options.samples` times at the rollout's temperature. Metrics begin with
+    `prefix`; for sampled completions `sampled_` follows:
 
         reward                  the mean reward; a failed reward counts as 0, or as the lowest reward if it is less
         rewards/NAME/...        each reward function's metrics

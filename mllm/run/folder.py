@@ -131,8 +131,10 @@ def check_changes(
 
 
 def fixed(key: str, before: Any, after: Any) -> bool:
-    """Whether a setting may never change: a section that is added or removed, a setting in `FIXED`, or
-    `optimizer.max_grad_norm` from or to null, which changes the optimizer's arrays."""
+    """Whether a setting may never change: a section that is added or removed, or a setting in `FIXED`.
+
+    `optimizer.max_grad_norm` may not change from or to null, since the optimizer's arrays would change.
+    """
     section = isinstance(before, dict) or isinstance(after, dict)
     clips = key == "optimizer.max_grad_norm" and None in (before, after)
     return section or clips or any(f"{key}.".startswith(f"{name}.") for name in FIXED)

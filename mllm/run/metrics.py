@@ -1,6 +1,6 @@
 """The log of a run: metrics.jsonl, timings.jsonl, samples.jsonl, TensorBoard, Weights & Biases, and the terminal.
 
-metrics.jsonl and samples.jsonl are byte-identical however often the run was killed and resumed; machine-dependent
+metrics.jsonl and samples.jsonl are byte-identical however often the run was killed and resumed. Machine-dependent
 numbers are in timings.jsonl. Process 0 writes all files: metrics, samples and tokens/s are of all processes, seconds
 and memory of process 0. A line that can't be written is a UserError.
 """

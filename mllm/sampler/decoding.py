@@ -2,7 +2,7 @@
 
 Parameters and cache are one array per layer, because XLA for GPUs would copy slices of stacked arrays at every token.
 The cache is a pool of pages, each with consecutive tokens of one row, so memory follows the rows' own lengths (Kwon et
-al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages: a page's queries are its row's queries,
+al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages. A page's queries are its row's queries,
 and the pages' softmaxes are merged by row (Dao et al. 2023, Flash-Decoding). So every key is read once, in place, by
 plain batched products, and shapes depend only on the number of pages. Recent tokens that are not in a page yet are in
 the tail, where all rows write at the same place. A layer with a delta net has one state per row instead of keys and

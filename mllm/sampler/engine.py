@@ -9,7 +9,7 @@ In a conversation, a sequence keeps its pages while it waits for a reply, and th
 delta nets it also keeps its slot, which has its states. Numbers of slots and pages come from few buckets.
 
 Scheduling depends on counts of tokens and turns only, so runs are reproducible. The rest of the batch changes a token
-only by rounding (int8 weights add theirs, since prefill has none). Each device has its own prompts and slots.
+only by rounding (int8 weights add a rounding, since prefill has none). Each device has its own prompts and slots.
 """
 
 import time

@@ -69,9 +69,9 @@ def sample(
 ) -> Draw:
     """One token for each row; `positions` are the places in completions.
 
-    The temperature divides the logits. In this order: `top_k` keeps the k likeliest tokens, 0 every token; `top_p`
-    keeps the fewest likeliest tokens with this probability together, 1 every token; `min_p` keeps tokens with at least
-    this share of the largest probability.
+    The temperature divides the logits. Then `top_k` keeps the k likeliest tokens; 0 keeps every token. Then `top_p`
+    keeps the fewest likeliest tokens with this probability together; 1 keeps every token. Then `min_p` keeps tokens
+    with at least this share of the largest probability.
     """
     logits = logits / options.temperature
     kept = exclude(logits, options.top_k, options.top_p)
@@ -97,8 +97,8 @@ def check_logprobs(logprobs: Float[np.ndarray, "..."]) -> None:
 def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
     """-log(-log(u)) with u = (bits + 1/2) / 2^32, up to 22.9.
 
-    `jax.random.gumbel` takes u from 23 of the 32 bits, and its noise ends at 16: it draws a token of probability p with
-    p exp(-2^-23 / p) only. Here 1 - u is computed, which keeps all bits where noise is large.
+    `jax.random.gumbel` takes u from 23 of the 32 bits, and its noise ends at 16. It draws a token of probability p with
+    probability p exp(-2^-23 / p) only. Here 1 - u is computed, which keeps all bits where noise is large.
     """
     beyond = (jnp.invert(bits).astype(jnp.float32) + 0.5) * 2.0**-32
     return -jnp.log(-jnp.log1p(-jnp.minimum(beyond, 1 - 2.0**-24)))

@@ -1,5 +1,6 @@
-"""Sizes of a rollout: the assignment of prompts to devices, the few batches and caches with compiled programs, and, by
-arithmetic on shapes, how many sequences fit beside training; `--plan` has the compiler check that number.
+"""Sizes of a rollout: the assignment of prompts to devices, and the few batches and caches with compiled programs.
+
+The number of sequences that fit beside training is computed from shapes. `--plan` has the compiler check that number.
 """
 
 from collections import deque
@@ -87,9 +88,9 @@ def pool_pages(model: Decoder, options: RolloutConfig, slots: int, tokens: int |
 def slot_buckets(most: int, vocabulary: int, weights: int, answered: bool = False) -> list[int]:
     """The numbers of slots that a shard may have: the most, and where rows cost time its half and its quarter.
 
-    They do on CPUs. Elsewhere a step takes as long as its bytes: empty rows cost less than more programs where
-    logits have less than an eighth of the weights' bytes, `weights`. Sequences that are `answered`
-    have two programs for each number, and so no quarter.
+    Rows cost time on CPUs. Elsewhere a step takes as long as its bytes. There empty rows cost less than more programs
+    if logits have less than an eighth of the weights' bytes, `weights`. Sequences that are `answered` have two programs
+    for each number, and so no quarter.
     """
     free = jax.default_backend() != "cpu" and 8 * LOGITS * 4 * vocabulary * most < weights
     return [most] if free else sorted({-(-most // 2**power) for power in range(2 if answered else 3)})

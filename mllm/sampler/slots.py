@@ -169,8 +169,8 @@ def decode(
 ) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache, States]:
     """Decode at most `steps` tokens of a chunk in each slot, from the chunk's step `begun` on.
 
-    Returns the drawn tokens [B, C], the step after the last one, the tail, and the states. It stops early if all or
-    `stop_after` sequences have ended. Drawn tokens before `begun`, after a stop token, or after the last step are
+    Returns the drawn tokens [B, C], the step after the last one, the tail, and the states. The loop stops early if all
+    or `stop_after` sequences have ended. Drawn tokens before `begun`, after a stop token, or after the last step are
     garbage. `pages` has, for each kind of layers, the contents of the cache before the chunk; `slots` counts these
     tokens. A slot's states don't change after a stop token. The memory of `tail` and `states` is donated.
     """

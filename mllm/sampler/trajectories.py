@@ -112,7 +112,7 @@ def group_rewards(
 ) -> Float[np.ndarray, "G n"]:
     """The reward of each completion, as in `totals`, by groups of `group` one after the other.
 
-    Raises StepError where the rewards of more than the share `most_failed` of the completions failed; it quotes the
+    Raises StepError if the rewards of more than the share `most_failed` of the completions failed. The error quotes the
     first failure of the most frequent function and kind.
     """
     rewards, failed = totals([trajectory.rewards for trajectory in trajectories], functions.weights)

@@ -1,7 +1,7 @@
 """The optimizer: clipping, AdamW (Loshchilov and Hutter 2019), a schedule, and updates of bfloat16 numbers.
 
 Updates of bfloat16 numbers are computed in float32 and rounded up or down at random, so that their mean is exact. A
-learning rate of 1e-6 moves a weight by much less than half the distance of two bfloat16 numbers: with rounding to
+learning rate of 1e-6 moves a weight by much less than half the distance of two bfloat16 numbers. With rounding to
 nearest the weight would never move. The optimizer's moments, which would stall with b2 near 1, are rounded in the same
 way. docs/log.md has the figures.
 

@@ -1,8 +1,8 @@
 """The methods that `python tools/bench head` compares: this project's engines, plain JAX, and libraries if installed.
 
-Libraries run with their default options. tokamax takes no weights: rows that don't count reach it as zeros, each of
-which adds log V to the loss and nothing to a gradient. google-tunix is its Qwen2 model's head and its trainer's default
-loss.
+Libraries run with their default options. tokamax takes no weights: rows that don't count are zeros there. Each such row
+adds log V to the loss and nothing to a gradient. google-tunix stands for the head of its Qwen2 model with its trainer's
+default loss.
 """
 
 import importlib.util

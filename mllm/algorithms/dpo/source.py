@@ -1,7 +1,7 @@
 """DPO's source of data: pairs of completions, each with the reference's log-probability.
 
-A pair's sequences are neighbours in one row, so its loss needs only sums over a row's segments, in any micro-batch;
-their common prompt is computed in each. The reference's log-probabilities are computed before training, at every start.
+A pair's sequences are neighbours in one row, so its loss needs only sums over a row's segments, in any micro-batch. The
+common prompt is computed twice. The reference's log-probabilities are computed before training, at every start.
 """
 
 from collections.abc import Callable, Mapping

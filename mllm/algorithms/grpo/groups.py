@@ -39,9 +39,10 @@ def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarra
 def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G n"]:
     """Each completion's advantage over the mean reward of its group, for G prompts with n completions each.
 
-    `scale` names the divisor: the sample standard deviation (n - 1, plus 1e-4, as in TRL) of the `group` (DeepSeekMath,
-    section 4.1.2) or of the whole `batch`, the group's `mean` (MaxRL), or 1 (`none`, Dr. GRPO). A failed reward is NaN
-    and gets 0. A group of equal rewards gets exactly 0. StepError is raised for a reward below 0 with `mean`.
+    `scale` names the divisor. `group` (DeepSeekMath, section 4.1.2) and `batch`: the sample standard deviation of the
+    group or the batch, with n - 1, plus 1e-4, as in TRL. `mean`: the group's mean (MaxRL). `none`: 1 (Dr. GRPO). A
+    failed reward is NaN and gets 0. A group of equal rewards gets exactly 0. StepError is raised for a reward below 0
+    with `mean`.
     """
     return group_deviations(rewards)[0] / divisors(rewards, scale)
 
@@ -51,9 +52,9 @@ def token_advantages(
 ) -> list[Float[np.ndarray, " _"]]:
     """Each token's advantage over the optimal token baseline; `norms` has one array for each of the G * n completions.
 
-    The baseline of token t is the weighted mean reward of the group's completions with t tokens or more: sum_i W_it r_i
-    / sum_i W_it, where W_it is the sum of completion i's `norms` up to t. It minimises the variance of the gradient
-    with respect to the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
+    The baseline of token t is the weighted mean reward of the group's completions with t tokens or more. It is sum_i
+    W_it r_i / sum_i W_it, where W_it is the sum of completion i's `norms` up to t. This baseline minimises the variance
+    of the gradient with respect to the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
     """
     lengths = np.array([len(part) for part in norms]).reshape(rewards.shape)
     sums = np.zeros((*rewards.shape, lengths.max()))  # W_it; 0 behind a completion's end, and for a failed reward

@@ -69,9 +69,9 @@ class GrpoConfig(Section):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     scale_rewards: RewardScale | None = None
-    """The divisor of the advantages. `group`: standard deviation of the group's rewards; `mean`: their mean (MaxRL; for
-    rewards of 0 or more); `batch`: standard deviation of the rollout's rewards; `none`: 1. Default: `group`; `none`
-    with `dr_grpo`."""
+    """The divisor of the advantages. `group`: standard deviation of the group's rewards. `mean`: mean of the group's
+    rewards, which must be 0 or more (MaxRL). `batch`: standard deviation of the rollout's rewards. `none`: 1. Default:
+    `group`; `none` with `dr_grpo`."""
     baseline: Literal["group", "token"] = "group"
     """The baseline of a completion's reward. `group`: the group's mean reward. `token`: at each token a mean weighted
     by the uncertainty of the tokens so far (the optimal token baseline)."""

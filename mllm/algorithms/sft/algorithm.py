@@ -63,10 +63,9 @@ class DocumentBatches(RowBatches):
 def make_validation(forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]) -> Evaluate:
     """SFT's validation: the function (parameters, step) -> metrics of `batches`, which have each document once.
 
-    The metrics are `validation/loss` (the mean negative log-probability of a learned token, in nats),
-    `validation/perplexity` (its exponential) and `validation/token_accuracy` (the share of learned tokens that are
-    the likeliest at their place; ties count). All processes call `poll` between two batches; its exceptions end
-    the validation.
+    `validation/loss` is the mean negative log-probability of a learned token, in nats, and `validation/perplexity` its
+    exponential. `validation/token_accuracy` is the share of learned tokens that are the likeliest at their place; ties
+    count. All processes call `poll` between two batches; its exceptions end the validation.
     """
 
     @jax.jit(in_shardings=(None, sharding(forward.mesh, ("batch",))))

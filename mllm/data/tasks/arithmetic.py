@@ -34,9 +34,9 @@ def arithmetic(config: TaskConfig) -> Task:
 def permute_index(index: int, size: int, key: str = "") -> int:
     """The image of `index` under a pseudo-random permutation of range(size), keyed by `key`; nothing is stored.
 
-    `size` has no limit; Grain's shuffle is limited to 2**63. Four Feistel rounds permute the next power of four; they
-    are repeated until the result is in range (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
-    section 3).
+    `size` has no limit; Grain's shuffle is limited to 2**63. Four Feistel rounds permute the next power of four, and
+    are repeated until the result is in range. Source: Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains",
+    section 3.
     """
     half = (max(size - 1, 1).bit_length() + 1) // 2
     mask = (1 << half) - 1

@@ -87,9 +87,9 @@ def split_task(
 ) -> Task:
     """The task that trains on `problems`, without its test set's problems and `heldout` held-out problems.
 
-    Problems with the smallest hashes of their prompts are held out: the same in every run and in every order of the
-    list, and almost the same when problems are added. Problems with the same prompt are held out together; if `fields`,
-    only problems with the same prompt, answer and fields. UserError is raised if nothing is left to train on.
+    Problems with the smallest hashes of their prompts are held out. They are the same in every run and in every order
+    of the list, and almost the same when problems are added. Problems with the same prompt are held out together; if
+    `fields`, only problems with the same prompt, answer and fields. UserError is raised if nothing is left to train on.
     """
     tested = {prompt_hash(example, fields) for example in test or ()}
     hashes = [prompt_hash(example, fields) for example in problems]
