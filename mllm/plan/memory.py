@@ -206,8 +206,9 @@ def remedy(planned: Sequence[Phase], micro: int, slots: int, devices: Devices, r
     if state > memory:
         return f"mesh: parameters and optimizer take {size(state)} a device ({missing}); raise mesh.fsdp"
     if worst.name in ("prefill", "decode", "answers"):
-        mesh = devices.mesh.shape
-        lower = "lower it, or " if slots > mesh["dp"] * mesh["fsdp"] else ""  # else a device has one slot
+        mesh, used = devices.mesh.shape, worst.parts["parameters"] + worst.parts["optimizer"]
+        # Fewer slots don't help if a device has one, or has no room for the parameters.
+        lower = "lower it, or " if slots > mesh["dp"] * mesh["fsdp"] and used < memory else ""
         return f"rollout.max_slots: {slots} do not fit ({missing}); {lower}raise mesh.tp"
     way_out = f"about {rows} would" if rows else "nor does a smaller one: raise mesh.fsdp, or take model.lora"
     return f"micro_batch_size: {micro} does not fit ({missing}); {way_out}"

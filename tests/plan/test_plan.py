@@ -116,8 +116,10 @@ def test_a_memory_error_names_the_setting_and_the_excess(shapes, phase, mib, mis
     devices = targets.Devices("some", shapes.model.layout.mesh, 8, 100 * MIB)
     advice = memory.remedy([largest], 4, 8, devices, rows)
     assert advice.startswith(message.replace("MISSING", f"{missing}.0 MiB too much in {phase}"))
-    if phase == "decode":  # with one slot a device there is none to spare
+    if phase == "decode":  # with one slot a device, or without room for the sampler's copy, fewer slots don't help
         assert memory.remedy([largest], 4, shapes.shape.shards, devices, rows).endswith("in decode); raise mesh.tp")
+        full = memory.Phase(phase, in_bytes | {"parameters": 110 * MIB})
+        assert memory.remedy([full, largest], 4, 8, devices, rows).endswith("in decode); raise mesh.tp")
 
 
 def test_the_command_ends_with_the_error_line_and_code_2(tmp_path, monkeypatch, capsys):
