@@ -204,8 +204,8 @@ class Architecture:
         """The sizes in a config.json, given its content; `where` names it in errors.
 
         If it is `closed`, as a user's settings are, an unknown key is an error. UserError is raised for another
-        architecture, a missing key, a value of the wrong type, sizes that don't fit together, and a setting that this
-        model doesn't have.
+        architecture, a missing key, or a value of the wrong type. Sizes that don't fit together, and settings that this
+        model doesn't have, are errors as well.
         """
         for key in sorted(settings.keys() - KNOWN_KEYS) if closed else ():
             close = difflib.get_close_matches(key, KNOWN_KEYS, n=1)

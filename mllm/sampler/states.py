@@ -1,7 +1,7 @@
 """The states of delta nets of the sequences that are decoded, one a slot, and which sequence has which.
 
 A state stands for all tokens of its sequence but the last, as the sequence's pages do. A state is as large as the keys
-and values of many tokens, so there is one array of states, which decode steps change in place. A sequence keeps its
+and values of many tokens. So there is one array of states, and decode steps change it in place. A sequence keeps its
 slot while its turn is answered. No token can be taken back from a state. If a stop text ends before the last decoded
 token, the sequence is prefilled once more.
 """

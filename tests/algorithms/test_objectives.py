@@ -147,7 +147,7 @@ def numerical_gradient(f, x, step=1e-6):
         ("dapo", "token_truncate", 1),
     ],
 )
-def test_loss_and_gradients_are_those_of_the_paper(loss_type, mode, updates):
+def test_loss_and_gradients_match_the_paper(loss_type, mode, updates):
     mask, logprob, entropy, operands = make_sequences()
     config = make_config(loss_type, mode)
     if updates == 1:  # the current policy has a ratio of 1

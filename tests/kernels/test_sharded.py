@@ -157,7 +157,7 @@ def test_kernels_for_tpus_match_float64(shape, objective, interpreted):
 
 
 @pytest.mark.slow
-def test_collision_over_tpus_is_that_of_all_shards(interpreted: None) -> None:
+def test_collision_over_tpus_sums_over_all_shards(interpreted: None) -> None:
     ask = functools.partial(token_logprobs, impl="mosaic_tpu", collision=True, sharding=over((1, 2, 2)))
     np.testing.assert_allclose(jax.jit(ask)(*PROBLEM).collision, exact(*PROBLEM).answer.collision, rtol=1e-4)
 

@@ -110,7 +110,7 @@ def test_a_product_is_rounded_once_after_bias_and_adapter(target):
 
 
 @pytest.mark.slow
-def test_a_dithered_model_is_that_of_its_copies_to_the_bit():
+def test_a_dithered_model_equals_its_copies_to_the_bit():
     """Trainer, sampler and validation read nothing else of the matrices."""
     params = model().policy.initial_params()
     copies = map_parameters(

@@ -159,7 +159,7 @@ LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_h
 LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
 
 
-def test_exported_bos_and_eos_ids_are_those_of_the_tokenizer(tmp_path):
+def test_exported_bos_and_eos_ids_match_the_tokenizer(tmp_path):
     """The class of the configuration has other defaults."""
     architecture = Architecture.from_hf(LLAMA, "config.json")
     for bos, ends, eos in ((3, (4,), 4), (None, (4, 7), [4, 7])):

@@ -136,7 +136,7 @@ LINES = [json.dumps({"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i 
 
 
 @pytest.mark.nightly
-def test_a_run_in_a_bucket_equals_that_of_local_files(tmp_path, monkeypatch, capsys):
+def test_a_run_in_a_bucket_equals_a_run_of_local_files(tmp_path, monkeypatch, capsys):
     """Tools and other runs read it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = tmp_path / "files"

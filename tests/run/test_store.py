@@ -24,7 +24,7 @@ google = pytest.mark.parametrize("place", ["gs"], indirect=True)
 # Files
 
 
-def test_files_are_written_whole_and_read_by_others(store):
+def test_files_are_written_whole_and_readable_by_tools(store):
     assert (store.entries(), store.is_run()) == ([], False)
     with lock_run(store):
         for name in ("skipped/step_2.npz", CONFIG):

@@ -306,7 +306,7 @@ OTHERS = ("qwen3", "grouped_bfloat16", "smollm3", "olmo2", "qwen3_5")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", *(pytest.param(name, marks=pytest.mark.nightly) for name in OTHERS)])
-def test_greedy_completions_are_those_of_transformers(name):
+def test_greedy_completions_match_transformers(name):
     """The completions of tests/fixtures: seven prompts of several lengths, two stop tokens."""
     folder = FIXTURES / name
     architecture, expected = weights.read_config(folder), np.load(folder / "expected.npz")

@@ -39,10 +39,9 @@ def group_deviations(rewards: Float[np.ndarray, "G n"]) -> tuple[Float[np.ndarra
 def advantages(rewards: Float[np.ndarray, "G n"], scale: RewardScale) -> Float[np.ndarray, "G n"]:
     """Each completion's advantage over the mean reward of its group, for G prompts with n completions each.
 
-    `scale` names the divisor. `group` (DeepSeekMath, section 4.1.2) and `batch`: the sample standard deviation of the
-    group or the batch, with n - 1, plus 1e-4, as in TRL. `mean`: the group's mean (MaxRL). `none`: 1 (Dr. GRPO). A
-    failed reward is NaN and gets 0. A group of equal rewards gets exactly 0. StepError is raised for a reward below 0
-    with `mean`.
+    `scale` names the divisor. `group` (DeepSeekMath, section 4.1.2) and `batch`: the standard deviation of the group or
+    the batch with n - 1, plus 1e-4, as in TRL. `mean`: the group's mean (MaxRL). `none`: 1 (Dr. GRPO). A failed reward
+    is NaN and gets 0. A group of equal rewards gets exactly 0. StepError is raised for a reward below 0 with `mean`.
     """
     return group_deviations(rewards)[0] / divisors(rewards, scale)
 
