@@ -142,7 +142,7 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECT
 def fetch(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
     """The objects directly below a URL that match a pattern, and a tokenizer's further templates, in order of name.
 
-    They are copied to files below `root`. UserError is raised as by `fetch_files`.
+    The objects are copied to files below `root`. UserError is raised as by `fetch_files`.
     """
     folder, wanted = local_place(url, root), dict[Path, epath.Path]()
     with naming(key), failing(f"{url}: can't be had"):

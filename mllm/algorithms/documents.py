@@ -53,7 +53,7 @@ def load_documents(
         return joined(kept), joined(heldout)
     if validation.source is not None:
         origin, columns = origin_of("data.validation.source", validation.source), None
-    else:  # another split of what data.source is the name of
+    else:  # another split of data.source
         origin = Origin("data.validation.split", mix[0].source, mix[0].subset, validation.split)
         columns = mix[0].columns
     training, validating = joined(sources), load(origin, columns)

@@ -66,8 +66,8 @@ def messages_of(record: Record, needs_answer: bool = True) -> list[dict[str, Any
 def turns(record: Record, key: str) -> list[dict[str, Any]]:
     """The messages in `record[key]`, objects with role and content, or with ShareGPT's from and value.
 
-    Other fields, as the assistant's `tool_calls`, go to the template, but for null ones. Content beside tool calls, or
-    of a tool, may be null. An assistant's message with `weight: 0` or `train: false` is not learned.
+    Other fields go to the template, such as the assistant's `tool_calls`, unless they are null. Content beside tool
+    calls, or of a tool, may be null. An assistant's message with `weight: 0` or `train: false` is not learned.
     """
     messages = record[key]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):

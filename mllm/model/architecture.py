@@ -164,7 +164,7 @@ class Architecture:
     def stack_of_layer(self) -> tuple[tuple[str, int], ...]:
         """The stack that each layer's parameters are in, and their index there, by the names in layout.py.
 
-        It is `layers`, or `delta` where the layer is a delta net.
+        The stack is `layers`, or `delta` for a delta net.
         """
         names = ["delta" if kind == LINEAR else "layers" for kind in self.layer_types]
         names = names or ["layers"] * self.num_hidden_layers

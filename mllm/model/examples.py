@@ -123,7 +123,7 @@ def turn_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[
 
 
 def marked_spans(renderer: Renderer, messages: Sequence[Message], turns: Sequence[int], text: str) -> Iterator[Span]:
-    """The parts of `text` that the template marks with `{% generation %}` in these of the assistant's messages."""
+    """The parts of `text` that the template marks with `{% generation %}` in the assistant's messages `turns`."""
     _, (marked,) = render_marked(renderer, messages, return_assistant_tokens_mask=True)
     controls, limits = control_tokens(renderer.tokenizer), []
     for turn in (turn for turn, message in enumerate(messages) if message["role"] == "assistant"):

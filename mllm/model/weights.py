@@ -58,11 +58,11 @@ def load(
 ) -> nnx.State:
     """Read the parameters, as the tree of `nnx.split(model)[1]`; all names and shapes are checked first.
 
-    They get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an `Int8Matrix`
-    of them. They are read from `tensors`, or else from all of the folder's; errors name `described`, which needs them.
-    UserError is raised for a file that is missing, damaged or outside the folder. It is also raised for a tensor that
-    is missing, surplus, quantized, of the wrong shape or not finite. A tied model's head is surplus unless it equals
-    the embedding.
+    The parameters get the dtypes and mesh shardings of `abstract`, the same tree with `jax.ShapeDtypeStruct`s or an
+    `Int8Matrix` of them. They are read from `tensors`; default: all tensors of the folder. Errors name `described`, the
+    file that needs the tensors. UserError is raised for a file that is missing, damaged or outside the folder. It is
+    also raised for a tensor that is missing, surplus, quantized, of the wrong shape or not finite. A tied model's head
+    is surplus unless it equals the embedding.
     """
     tensors = open_tensors(folder) if tensors is None else tensors
     texts = texts_part(tensors)

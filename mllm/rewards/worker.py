@@ -1,8 +1,9 @@
 """Processes for reward functions and environments: a function that hangs or exits costs one call.
 
 Pebble starts the processes, limits the time of each call, and replaces a process that times out or exits. A process is
-a fresh interpreter without JAX, since forking the trainer's threads may deadlock. It leads a session, so that its child
-processes are killed with it. Answers are strict JSON. Memory is not limited, and functions have the user's rights.
+a fresh interpreter without JAX, since forking the trainer's threads may deadlock. The process leads a session, so its
+child processes are killed with it. Answers are strict JSON. Memory is not limited, and functions have the user's
+rights.
 """
 
 import multiprocessing

@@ -107,7 +107,7 @@ def gumbel_noise(bits: UInt32[jax.Array, "*V"]) -> Float32[jax.Array, "*V"]:
 def greedy(logits: Float[jax.Array, "B V"], options: RolloutConfig) -> Draw:
     """The likeliest token of each row; its log-probability is 0, since no other could have been drawn.
 
-    It is NaN where the logits are no numbers: argmax takes the first NaN.
+    The log-probability is NaN if the logits have a NaN: argmax takes the first NaN.
     """
     tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     largest = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
@@ -132,10 +132,9 @@ def exclude(logits: Float[jax.Array, "B V"], top_k: int, top_p: float) -> Float[
 
 
 def kept_by_top_p(z_NV: Float[jax.Array, "N V"], top_p: float) -> Bool[jax.Array, "N V"]:
-    """Which logits top-p keeps: a logit is kept if all larger ones together have less than `top_p` of the probability.
+    """Which logits top-p keeps: a logit is kept if all larger logits have less than `top_p` of the probability in sum.
 
-    It takes 30 sums over the logits; logits that differ by less than 1e-7, as float32 probabilities do, may count as
-    equal.
+    The search takes 30 sums over the logits. Logits that differ by less than 1e-7 may count as equal.
     """
 
     def mass(kept_NV: jax.Array | bool) -> Float[jax.Array, "N 1"]:

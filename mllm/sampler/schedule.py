@@ -37,7 +37,7 @@ class DecodeLimits(NamedTuple):
     slots: int
     """Sequences, at least one on each device."""
     tokens: int | None = None
-    """Their tokens, where pages that they have begun to fill count as full; None: as many as they may have."""
+    """The sequences' tokens; a page with one token counts as full. None: as many as the sequences may have."""
 
 
 class TypicalBatch(NamedTuple):
@@ -105,7 +105,7 @@ def prompts_a_batch(model: Decoder, needed: int, width: int) -> int:
 def round_size(missing: int, whole: int, shards: int) -> int:
     """The number of prompts in a round of dynamic sampling, with `missing` of a rollout's `whole` prompts missing.
 
-    It is the whole, a half or a quarter; the latter two only where the devices' `shards` of rows divide them.
+    The size is the whole, a half or a quarter. A half or a quarter must be divisible by the devices' `shards` of rows.
     """
     sizes = (-(-whole // parts) for parts in (4, 2))
     return bucket(missing, [*(size for size in sizes if size % shards == 0), whole])

@@ -203,8 +203,8 @@ def loop(
 ) -> tuple[Carry, Any]:
     """Scan over micro-batches of `rows` rows; returns the last `carry`, and `outputs` [B, T] with all results.
 
-    It ends with the last micro-batch that has a token with a weight. This is decided at run time, so one program serves
-    batches of all sizes. A micro-batch takes every M-th row, so that rows stay on their devices.
+    The loop ends with the last micro-batch that has a token with a weight. This is decided at run time, so one program
+    serves batches of all sizes. A micro-batch takes every M-th row, so that rows stay on their devices.
     """
     micro_batches = jax.tree.map(lambda x: x.reshape(rows, -1, *x.shape[1:]), batch)
     number = 1 + jnp.arange(len(batch.tokens) // rows)

@@ -19,7 +19,7 @@ from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Account
 
 
-def test_memory_refusals_give_the_need_and_other_refusals_are_errors():
+def test_memory_refusals_give_the_need_and_other_faults_raise():
     message = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (56.06G) exceeds available HBM (31.25G)."  # noqa: E501
 
     def refused(text):

@@ -12,7 +12,7 @@ fails is named with the reason.
                the largest magnitude there; for the general backward, "loss" compares logprob and lse
 
 Methods named "float32 master" are the trainer's case: the weight is the bfloat16 copy of a float32 master, which gets a
-float32 gradient. The others' gradient has the weight's dtype.
+float32 gradient. In other methods the gradient has the weight's dtype.
 
 Leaves out several devices. Exit codes: 0 done, 2 an error that one line explains.
 """

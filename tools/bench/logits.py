@@ -30,7 +30,7 @@ LARGE, SMALL = (2048, 151643), (64, 4096)
 """Rows and vocabulary: a first GRPO kernel's, and a CPU's."""
 BLOCKS = (16, 64, 256, 512)
 LOGPROB, GRADIENT = 1e-4, 2**-7
-"""What --check allows: in nats at logits of 10, and of the largest gradient, which is bfloat16."""
+"""The errors that --check allows: in nats at logits of 10, and as a share of the largest gradient, in bfloat16."""
 Call = Callable[..., Any]
 
 

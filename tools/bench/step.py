@@ -1,7 +1,7 @@
 """Times a run's update, and its rollout's programs, by part: python tools/bench step [--config NAME] [--model HUB_ID]
 
-The programs are the ones that training compiles, with random parameters and tokens; no checkpoint and no data are read.
-Where `micro_batch_size` or `model.remat` is open, the memory plan chooses. A part is a program, or a difference of two:
+The programs are those of training, with random parameters and tokens. No checkpoint and no data are read. Where
+`micro_batch_size` or `model.remat` is open, the memory plan chooses. A part is a program, or a difference of two:
 
     forward     the embedding and all layers, with their dithered copies
     head        the head with its gradients, times the micro-batches
@@ -12,8 +12,8 @@ Where `micro_batch_size` or `model.remat` is open, the memory plan chooses. A pa
     decode      one decode step, with half of the longest sequences' tokens in each slot; on GPUs also its kernels
 
 MFU counts 6 N operations a token, N without the embedding that is looked up but with the head; the products of causal
-attention stand beside it. What is computed again doesn't count. Noise can make a small difference negative. Leaves out
-several processes, data and rewards.
+attention stand beside it. Operations of recomputation don't count. Noise can make a small difference negative. Leaves
+out several processes, data and rewards.
 """
 
 import re
@@ -121,7 +121,7 @@ def filled(tree: Any, value: float = 1) -> Any:
 
 
 def update_calls(shapes: Programs, documents: int) -> tuple[Calls, int]:
-    """What runs the update, parts of it and the log-prob pass; and the bytes of the update."""
+    """The calls of the update, its parts and the log-prob pass; and the bytes of the update."""
     policy, forward, micro_rows = shapes.policy, shapes.forward, shapes.shape.micro
     function, (_, like, _, *teacher) = shapes.update()
     params = policy.initial_params()
@@ -163,7 +163,7 @@ def update_calls(shapes: Programs, documents: int) -> tuple[Calls, int]:
 
 
 def decode_calls(rollouts: RolloutPrograms) -> tuple[Calls, int]:
-    """What runs the prefill and a chunk of decode steps; and the kernels of a step, 0 for other devices than GPUs."""
+    """The calls of the prefill and of a chunk of decode steps; and a step's kernels, 0 except on GPUs."""
     longest, size = rollouts.rollout.total_length, rollouts.cache()[0].keys.shape[2]
     prefill, (_, *prompts) = rollouts.prefill()
     function, (weights, tail, states, cache, pages, slots, stream, *numbers) = rollouts.decode()

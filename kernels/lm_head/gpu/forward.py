@@ -2,8 +2,8 @@
 
 A cluster takes a block of rows and a strip of the vocabulary, tile by tile, with the running sums of `softmax.py` in
 registers. XLA combines the strips. On request the kernel stores, for backward, how far each logit is below its row's
-maximum in the tile, in float16. The relative error of a probability is then 2^-12 next to the maximum. It grows to
-2^-9, as in bfloat16, at a distance of 8, and to 2^-8 at 16. No probability underflows.
+maximum in the tile, in float16. The relative error of a probability is then 2^-12 next to the maximum. The error grows
+to 2^-9, as in bfloat16, at a distance of 8, and to 2^-8 at 16. No probability underflows.
 
 Suffixes: M all rows, R rows of a warpgroup; V vocabulary, C columns of a tile, P of a piece of it; W warpgroups' groups
 of rows, U tiles of the vocabulary, I integers with a bit for each of 32 of them; S strips; K columns that are kept of

@@ -1,11 +1,11 @@
 """The skeleton of every Hopper kernel: computes C = A B tile by tile, and hands each finished tile to an epilogue.
 
 The kernels are persistent: as many thread blocks as there are multiprocessors run to the end. One warpgroup of a block
-loads: TMA brings slabs of A and B into a ring of slots in shared memory. It works ahead of the slabs' use and across
-the ends of tiles. Two warpgroups multiply, each one half of a tile's rows, by WGMMA with float32 sums in registers, and
-then run the epilogue on the sums. Two blocks form a cluster. Their tiles are neighbours along the rows, and a slab of B
-is read once and multicast to both. TMA reads zeros beyond an array, and drops stores beyond it. Pallas requires sizes
-that are multiples of 8 and 64.
+loads: TMA brings slabs of A and B into a ring of slots in shared memory. The warpgroup works ahead of the slabs' use
+and across the ends of tiles. Two warpgroups multiply, each one half of a tile's rows, by WGMMA with float32 sums in
+registers, and then run the epilogue on the sums. Two blocks form a cluster. Their tiles are neighbours along the rows,
+and a slab of B is read once and multicast to both. TMA reads zeros beyond an array, and drops stores beyond it. Pallas
+requires sizes that are multiples of 8 and 64.
 
 The design is CUTLASS's cooperative persistent kernel. The hardware's part: PTX ISA, `wgmma.mma_async`,
 `cp.async.bulk.tensor`, `mbarrier`.

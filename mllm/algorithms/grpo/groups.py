@@ -51,9 +51,10 @@ def token_advantages(
 ) -> list[Float[np.ndarray, " _"]]:
     """Each token's advantage over the optimal token baseline; `norms` has one array for each of the G * n completions.
 
-    The baseline of token t is the weighted mean reward of the group's completions with t tokens or more. It is sum_i
-    W_it r_i / sum_i W_it, where W_it is the sum of completion i's `norms` up to t. This baseline minimises the variance
-    of the gradient with respect to the logits. `scale`, and the completions with advantage 0, are as in `advantages`.
+    The baseline of token t is the weighted mean reward of the group's completions with t tokens or more. The formula is
+    sum_i W_it r_i / sum_i W_it, where W_it is the sum of completion i's `norms` up to t. This baseline minimises the
+    variance of the gradient with respect to the logits. `scale`, and the completions with advantage 0, are as in
+    `advantages`.
     """
     lengths = np.array([len(part) for part in norms]).reshape(rewards.shape)
     sums = np.zeros((*rewards.shape, lengths.max()))  # W_it; 0 behind a completion's end, and for a failed reward
