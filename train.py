@@ -4,13 +4,10 @@
 
 The same command again resumes from the newest checkpoint in run_dir, and ends as a run that was never stopped.
 
-Several processes train one model over their devices. They share run_dir, and end together. Each process needs one of:
-
-    --coordinator HOST:PORT (of process 0), --processes and --process
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in its environment
-    --cluster, if JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes)
-
-Exit codes:
+Several processes train one model over their devices. They share run_dir, and end together. Each process gets
+--coordinator HOST:PORT (of process 0), --processes and --process. Or its environment has JAX_COORDINATOR_ADDRESS,
+JAX_NUM_PROCESSES and JAX_PROCESS_ID. If JAX knows the cluster (TPU pods, Slurm, Open MPI, Kubernetes), --cluster is
+enough. Exit codes:
 
     0            done
     1            a bug, with a traceback

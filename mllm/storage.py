@@ -140,10 +140,8 @@ def fetch_folder(url: str, patterns: Sequence[str], key: str, root: str = OBJECT
 
 
 def fetch(url: str, patterns: Sequence[str], key: str, root: str = OBJECTS) -> list[Path]:
-    """The objects directly below a URL that match a pattern, and a tokenizer's further templates, in order of name.
-
-    The objects are copied to files below `root`. UserError is raised as by `fetch_files`.
-    """
+    """The objects directly below a URL that match a pattern, and a tokenizer's further templates. They become files
+    below `root`, in order of name. UserError is raised as by `fetch_files`."""
     folder, wanted = local_place(url, root), dict[Path, epath.Path]()
     with naming(key), failing(f"{url}: can't be had"):
         for part in ("", f"/{TEMPLATES}"):

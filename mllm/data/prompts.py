@@ -32,10 +32,7 @@ class Prompt(NamedTuple):
 
 
 def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: Form | None) -> Renderer:
-    """The renderer of a task's prompts, in the form that the model was trained on.
-
-    UserError is raised if the chat template does not use an entry of `task.template_args`.
-    """
+    """The renderer of a task's prompts, in the form that the model learned. UserError: an unused template argument."""
     args = config.template_args or {}
     for name in args:
         if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":

@@ -79,10 +79,8 @@ def observation_tokens(renderer: Renderer, messages: Sequence[Message], ended: b
 
 
 def after_answer(renderer: Renderer, messages: Sequence[Message]) -> tuple[str, int, int]:
-    """The template's text between an answer and the next answer, if `messages` are between them.
-
-    Also the span of the answer's end token in the text; 0, 0 without an end token.
-    """
+    """The template's text from an answer over `messages` to the next answer. Also the span of the answer's end token in
+    the text; 0, 0 without an end token."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     added = [readable(renderer.tokenizer, message) for message in messages]
     text = render(renderer, [*chat, *added], add_generation_prompt=True).partition(ANSWER)[2]

@@ -55,10 +55,8 @@ class Policy:
     adapters: Path | None = None
     """The folder with the initial adapters; None: new adapters that don't change the model."""
     learned: Form | None = None
-    """The form of the data that the model was trained on. None: random parameters.
-
-    The model's run or export says the form; otherwise it is chats if there is a template.
-    """
+    """The form of the data that the model was trained on: as its run or export says, else chats if there is a template.
+    None: random parameters."""
 
     def split(self, params: Params) -> tuple[Params, Params]:
         """The trained and the frozen parameters; `join` undoes it."""

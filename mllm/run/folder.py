@@ -131,12 +131,9 @@ def check_changes(
 
 
 def fixed(key: str, before: Any, after: Any) -> bool:
-    """Whether a setting may never change: a section that is added or removed, or a setting in `FIXED`.
-
-    `optimizer.max_grad_norm` may not change from or to null, since the optimizer's arrays would change.
-    """
+    """Whether a setting may never change: `FIXED`, a section's existence, and whether `max_grad_norm` is null."""
     section = isinstance(before, dict) or isinstance(after, dict)
-    clips = key == "optimizer.max_grad_norm" and None in (before, after)
+    clips = key == "optimizer.max_grad_norm" and None in (before, after)  # other arrays
     return section or clips or any(f"{key}.".startswith(f"{name}.") for name in FIXED)
 
 
