@@ -18,7 +18,7 @@ from mllm.plan.programs import Programs
 from mllm.plan.targets import CHIPS, Devices, at_hand
 
 FILLED = 0.97
-"""The share of the memory that a choice of rows may fill. The rest is for fragmentation; the fewest rows may need it."""
+"""The share of the memory that a choice of rows may fill. Fragmentation needs the rest; the fewest rows may fill it."""
 
 
 def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
