@@ -17,6 +17,9 @@ from mllm.plan.memory import Phase, fitting_micro_batches, size, update_phase
 from mllm.plan.programs import Programs
 from mllm.plan.targets import CHIPS, Devices, at_hand
 
+FILLED = 0.97
+"""The share of the memory that a choice of rows may fill. Fragmentation needs the rest; the fewest rows may fill it."""
+
 
 def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
     """The configuration for the devices of a mesh, with a number of rows; UserError as `with_micro_batch`."""
@@ -42,11 +45,11 @@ def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True
     def fits(rows: int) -> bool:
         if rows not in tried:
             tried[rows] = compiled_update(config.model_copy(update={"micro_batch_size": rows}), devices, with_head)
-        return tried[rows].peak <= devices.memory
+        return tried[rows].peak <= (devices.memory if rows == choices[0] else FILLED * devices.memory)
 
     rows = choices[-1]
     if not fits(rows):
-        estimated = fitting_micro_batches(tried[rows], shape, devices.memory)
+        estimated = fitting_micro_batches(tried[rows], shape, int(FILLED * devices.memory))
         rows = max((number for number in estimated if number in choices), default=choices[0])
         while not fits(rows) and rows > choices[0]:
             rows = choices[choices.index(rows) - 1]

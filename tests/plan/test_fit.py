@@ -48,7 +48,7 @@ def peak(config):
 
 
 def devices_with(mib):
-    return at_hand(make_mesh(ONE.mesh))._replace(memory=mib * 2**20)
+    return at_hand(make_mesh(ONE.mesh))._replace(memory=int(mib * 2**20))
 
 
 @pytest.fixture
@@ -68,9 +68,15 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize(("rows", "tried"), [(8, [8]), (2, [8, 2, 4]), (1, [8, 1, 2])])
 def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     most = changed(ONE, micro_batch_size=rows)
-    fitted, update = fit.with_micro_batch(ONE, devices_with(peak(most)))
+    fitted, update = fit.with_micro_batch(ONE, devices_with(peak(most) / fit.FILLED + 0.01))
     assert (fitted, update.peak, compiled) == (most, peak(most) * 2**20, tried)
     assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
+
+
+@pytest.mark.parametrize(("full", "rows"), [(8, 4), (1, 1)])
+def test_only_the_fewest_rows_may_fill_the_memory(compiled, full, rows):
+    found, _ = fit.with_micro_batch(ONE, devices_with(peak(changed(ONE, micro_batch_size=full))))
+    assert found.micro_batch_size == rows
 
 
 def test_a_start_compiles_the_update_and_no_head_apart(monkeypatch):
