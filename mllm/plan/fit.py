@@ -97,4 +97,4 @@ def changes_that_fit(config: RunConfig, update: Phase, devices: Devices) -> Iter
             ((section, values),) = settings.items()
             yield ", ".join(f"{section}.{name}={value}" for name, value in values.items()).replace("'", "")
     cards = sorted((chip.memory, chip.kind) for chip in CHIPS.values())
-    yield from (f"a {kind}" for memory, kind in cards if memory >= update.peak)
+    yield from (f"{'an' if kind[0] == 'N' else 'a'} {kind}" for memory, kind in cards if memory >= update.peak)
