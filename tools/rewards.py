@@ -18,13 +18,13 @@ from mllm.config import load as configs
 from mllm.config.model import ModelConfig
 from mllm.config.task import ChatTemplate
 from mllm.data.formats import text
+from mllm.data.prompts import prompt_of
 from mllm.data.records import Origin, Record, read_records, sound_records
 from mllm.data.tasks.answers import STATED
 from mllm.data.tasks.load import load as load_task
 from mllm.data.tasks.task import Example, Task
-from mllm.data.turns import opens_thought
 from mllm.errors import UserError, printable
-from mllm.model.tokenizer import Renderer, Tokenizer, bytes_tokenizer, encode, encode_prompt
+from mllm.model.tokenizer import Renderer, Tokenizer, bytes_tokenizer, encode
 from mllm.rewards.calls import Sample
 from mllm.rewards.runner import RewardRunner
 from mllm.rewards.scores import FAILURES, reward_metrics, totals
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples = []
     for example, completion in pairs:
         ids = [*encode(tokenizer, completion), tokenizer.eos_token_id or 0]
-        thinks = rule == "always" and opens_thought(renderer, encode_prompt(renderer, example.prompt))
+        thinks = rule == "always" and prompt_of(renderer, example).thinks
         samples.append(Sample(example, completion, array("i", ids[:most]), len(ids) > most, thinks))
     with RewardRunner(config.task, task, most, lambda: None) as rewards:
         answers = rewards.score(samples)

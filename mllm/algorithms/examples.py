@@ -51,7 +51,7 @@ class ExampleSource(Generic[Rows]):
             excess = f"a batch holds {examples} examples, and there are {len(training)}"
             log.warning("data.source: %s: each is learned several times in an update; lower batch_size", excess)
         if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
-            raise UserError(f"steps: set them: the task has {len(training)} problems, too many to count the batches of")
+            raise UserError(f"steps: set them: the task's {len(training)} problems have more batches than are counted")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
         self.steps = batches.count(steps or LARGEST_NUMBER)
         passes = f"data.epochs: {data.epochs} passes over the {len(training)} examples are {self.steps} batches"

@@ -62,7 +62,7 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         try:
             self.read(0)
         except StopIteration:
-            fault = f"{self.config.source} has {size} examples, too few for one batch in {self.config.epochs} epochs"
+            fault = f"{self.config.source} has {size} examples, not enough for one batch in {self.config.epochs} epochs"
             raise UserError(f"data.source: {fault}: lower batch_size, or raise data.epochs") from None
         return DataIterator(self, self.order, size, self.config.epochs, self.documents.content)
 

@@ -199,7 +199,8 @@ def choose(
 def cudnn_refusal(config: Architecture, packed: bool) -> str:
     """The error of compiling cuDNN's attention with its gradient for this model's heads; empty if it compiles.
 
-    Support depends on the GPU and on the library's version. JAX checks the forward pass alone.
+    Support depends on the GPU and on the library's version. JAX's own checks allow gradients that cuDNN may lack. A
+    missing library raises RuntimeError, as it does for other heads.
     """
 
     def total(queries: jax.Array, keys: jax.Array, segments: jax.Array) -> jax.Array:
@@ -211,7 +212,7 @@ def cudnn_refusal(config: Architecture, packed: bool) -> str:
     try:
         program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
         program.compile()
-    except (NotImplementedError, RuntimeError) as error:  # from JAX's checks; from cuDNN, or without its library
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # JAX's checks refuse; cuDNN refuses
         return brief(error)
     return ""
 

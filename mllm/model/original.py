@@ -1,4 +1,4 @@
-"""Exports a vision-language model whose text part was trained, with the original names and untrained parameters.
+"""Exports the trained text part of a vision-language model, with the original names and untrained parameters.
 
 A server can load the export like the original. Settings and tensors of the vision network, and of the network that
 predicts further tokens, are copied unchanged.

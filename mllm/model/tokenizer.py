@@ -176,7 +176,7 @@ def stop_ids(tokenizer: Tokenizer, folder: Path | None = None, stop: Sequence[st
     """The ids that end a completion, without duplicates.
 
     The ids are the tokenizer's end of sequence, the ids in the folder's generation_config.json, and the texts `stop`
-    that are a single token. The control token with which the chat template closes the assistant's turn is one more id.
+    that are a single token. The chat template's control token at the end of the assistant's turn is one more id.
     UserError is raised if generation_config.json is unreadable, or there are no ids.
     """
     ids: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

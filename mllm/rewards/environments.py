@@ -88,7 +88,7 @@ class Player:
             raise UserError(f"{'task.environment' if self.methods else 'task.tools'}: {error}") from None
         self.functions = {function.__name__: function for function in functions}
         self.file = file_of(cls if environment else functions[0])
-        """The source file whose lines error messages quote."""
+        """The source file. Error messages quote its lines."""
         names = [function.__name__ for function in described]
         if twice := [name for name in names if names.count(name) > 1]:
             raise UserError(f"task.tools: two tools are named {twice[0]}: rename one")

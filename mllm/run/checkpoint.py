@@ -70,8 +70,8 @@ class Checkpoints:
     def __init__(self, store: RunStore, config: CheckpointConfig, frozen: Any, known: Mapping[str, Any]) -> None:
         """Removes the remains of unfinished saves.
 
-        `frozen` are parameters whose checksums are saved in place of the parameters: the base of adapters, a reference
-        or a teacher. `known` is JSON: the run's other dependencies, by their names for the user.
+        Only checksums of the parameters `frozen` are saved: the base of adapters, a reference or a teacher. `known` is
+        JSON: the run's other dependencies, by their names for the user.
         """
         self.store, self.config, self.known = store, config, json.loads(json.dumps(known))
         self.frozen = checksums(by_name(frozen)) if frozen else {}

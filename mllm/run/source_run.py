@@ -54,7 +54,7 @@ def load_own_policy(store: RunStore, config: RunConfig, mesh: Mesh) -> Policy:
 
 
 def pin(model: ModelConfig) -> dict[str, Any]:
-    """The settings that pin a model whose source may change: its step or commit, and its adapters' rank and scale."""
+    """The settings that pin a model: the step or commit of its source, and the rank and scale of its adapters."""
     pinned: dict[str, Any] = {}
     if model.lora and model.lora.source:
         stored = asdict(peft.chosen(model.lora, ())[0])

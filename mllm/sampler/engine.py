@@ -83,7 +83,7 @@ class RolloutEngine:
         self.steps_a_call = 1
         self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
-        """Sequences whose turn ended in the last chunk."""
+        """Sequences with a turn that ended in the last chunk."""
         self.answered: list[deque[int]] = [deque() for _ in range(self.shards)]
         """Sequences with a reply to prefill."""
         self.cached: dict[int, int] = {}

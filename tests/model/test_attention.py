@@ -184,11 +184,30 @@ def test_xla_is_chosen_where_a_kernel_can_not_run(kernel, change, setting, reaso
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_cudnn_takes_heads_of_256_if_their_gradient_compiles(packed, on, monkeypatch):
-    """XLA stands for a cuDNN that has it; without a GPU there is none."""
+    """XLA stands for a cuDNN that has the gradient."""
     on("gpu")
     monkeypatch.setattr(attention, "cudnn_attention", partial(attention.cudnn_attention, implementation="xla"))
     wide = dataclasses.replace(SMALL, head_dim=256)
     assert chosen(architecture=wide, packed=packed) == (Attention("cudnn", make_mesh(ONE), packed), "")
+
+
+@pytest.mark.parametrize("refusal", [NotImplementedError, jax.errors.JaxRuntimeError])
+def test_xla_is_chosen_where_cudnn_refuses_heads_of_256(refusal, on, monkeypatch):
+    def refuse(*_, **__):
+        raise refusal("not here")
+
+    on("gpu")
+    monkeypatch.setattr(attention, "cudnn_attention", refuse)
+    choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=256))
+    reason = "it has no gradient for heads of 256 on this GPU: not here"
+    assert choice == (None, f"cudnn can't be used: {reason}")
+
+
+def test_a_missing_library_is_no_refusal(monkeypatch):
+    """Without a GPU there is no cuDNN."""
+    monkeypatch.setattr(attention, "platform", lambda mesh: "gpu")
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        chosen(architecture=dataclasses.replace(SMALL, head_dim=256))
 
 
 def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
@@ -206,7 +225,7 @@ def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
 def test_cudnn_matches_masked_attention_on_gpus(packed, head_dim, time):
     choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=head_dim), packed=packed)
-    if head_dim > attention.COMMON and choice.attention is None:  # cuDNN may lack the gradient on this GPU
-        pytest.skip(choice.reason)
-    assert choice.attention is not None, choice.reason
-    check_against_masked(choice.attention, (2, time, 14, 2, head_dim, jnp.bfloat16), 2e-2)
+    largest = 256 if float(jax.devices()[0].compute_capability) >= 9 else attention.COMMON  # as JAX's checks
+    assert (choice.attention is not None) == (head_dim <= largest), choice.reason
+    if choice.attention is not None:
+        check_against_masked(choice.attention, (2, time, 14, 2, head_dim, jnp.bfloat16), 2e-2)

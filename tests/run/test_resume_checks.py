@@ -176,7 +176,7 @@ TOKENIZER = "model/tokenizer_config.json"
 
 @pytest.mark.slow
 def test_a_model_written_down_otherwise_is_the_same(place, caplog):
-    """The same holds for a model whose folder was deleted."""
+    """The same holds after the model's folder was deleted."""
     settings = beginning(place, steps=1)
     assert run(settings) == 0
     edit(place / TOKENIZER, local_files_only=True, is_local=True)  # a hub's answer about itself
