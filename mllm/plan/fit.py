@@ -13,7 +13,7 @@ from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.load import Policy
 from mllm.parallel.mesh import bytes_on_device
-from mllm.plan.memory import Phase, fitting_micro_batches, size, update_phase
+from mllm.plan.memory import Phase, fitting_micro_batches, held_in_update, phase, size, update_peak
 from mllm.plan.programs import Programs
 from mllm.plan.targets import CHIPS, Devices, at_hand
 
@@ -26,15 +26,14 @@ def fit(config: RunConfig, policy: Policy, mesh: Mesh) -> RunConfig:
     devices = at_hand(mesh)
     if config.micro_batch_size is not None or sure_to_fit(policy, config.batch_shape, devices.memory):
         return config.model_copy(update={"micro_batch_size": config.batch_shape.micro})
-    return with_micro_batch(config, devices, with_head=False)[0]
+    return with_micro_batch(config, devices)[0]
 
 
-def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True) -> tuple[RunConfig, Phase | None]:
+def with_micro_batch(config: RunConfig, devices: Devices) -> tuple[RunConfig, int | None]:
     """The configuration with the largest micro-batch that fits on the devices, if `micro_batch_size` is None.
 
-    The second result is the compiled phase of its update, None if nothing was compiled. If not `with_head`, the head is
-    not compiled by itself, and the phase's activations include it. UserError is raised if not even the fewest rows fit;
-    it names the smallest change that would fit.
+    The second result is the peak of its update in bytes, None if nothing was compiled. UserError is raised if not even
+    the fewest rows fit; it names the smallest change that would fit.
     """
     if config.micro_batch_size is not None:
         return config, None
@@ -44,7 +43,7 @@ def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True
 
     def fits(rows: int) -> bool:
         if rows not in tried:
-            tried[rows] = compiled_update(config.model_copy(update={"micro_batch_size": rows}), devices, with_head)
+            tried[rows] = compiled_update(config.model_copy(update={"micro_batch_size": rows}), devices)
         return tried[rows].peak <= (devices.memory if rows == choices[0] else FILLED * devices.memory)
 
     rows = choices[-1]
@@ -59,12 +58,13 @@ def with_micro_batch(config: RunConfig, devices: Devices, with_head: bool = True
             raise UserError(f"micro_batch_size: nothing fits on {devices.name} ({missing}); {change} would")
         while fits(more := choices[choices.index(rows) + 1]):
             rows = more
-    return config.model_copy(update={"micro_batch_size": rows}), tried[rows]
+    return config.model_copy(update={"micro_batch_size": rows}), tried[rows].peak
 
 
-def compiled_update(config: RunConfig, devices: Devices, with_head: bool = False) -> Phase:
-    """The memory of an update, by the compiler."""
-    return update_phase(Programs(config, devices.mesh), devices, with_head)
+def compiled_update(config: RunConfig, devices: Devices) -> Phase:
+    """The memory of an update, by the compiler. The activations include the head's, which a plan compiles by itself."""
+    shapes = Programs(config, devices.mesh)
+    return phase("update", update_peak(shapes, devices), held_in_update(shapes), 0)
 
 
 def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:

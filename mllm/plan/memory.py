@@ -62,10 +62,11 @@ def subject(shapes: Programs) -> Iterator[str]:
     yield f"checkpoint: {size(nbytes)}; run_dir has up to {most} at a time, {size(nbytes * most)}"
 
 
-def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase | None = None) -> None:
+def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: int | None = None) -> None:
     """Print the run's description, the memory of each phase, and whether all phases fit.
 
-    A known `update` is not compiled again. UserError is raised if a phase does not fit; it names a setting that would.
+    A known peak of the `update` is not compiled again. UserError is raised if a phase does not fit; it names a setting
+    that would.
     """
     shape = ", ".join(f"{axis} {size}" for axis, size in devices.mesh.shape.items())
     memory = size(devices.memory)
@@ -99,9 +100,11 @@ def plan(config: RunConfig, devices: Devices, tell: Tell = print, update: Phase 
 
 
 def phases(
-    shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell, update: Phase | None = None
+    shapes: Programs, rollouts: RolloutPrograms | None, devices: Devices, tell: Tell, update: int | None = None
 ) -> list[Phase]:
-    """The phases prefill, decode, answers and log-prob, if the run has them, and last the `update`.
+    """The phases prefill, decode, answers and log-prob, if the run has them, and last the update.
+
+    The peak of the `update` is compiled if it is not known.
 
     A line is printed after each phase is compiled.
     """
@@ -142,19 +145,16 @@ def phases(
             head = account_of(*shapes.head_of_logprob(), devices).temporaries
             beside = reference + teacher + known["optimizer"]
             add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
-    if update is None:
-        add(update_phase(shapes, devices))
-        return planned
-    return [*planned, update]
+    head = account_of(*shapes.head_of_update(), devices).temporaries
+    add(phase("update", update or update_peak(shapes, devices), held_in_update(shapes), head))
+    return planned
 
 
-def update_phase(shapes: Programs, devices: Devices, with_head: bool = True) -> Phase:
-    """The phase of the update; without its head, which is compiled by itself, the activations include the head's."""
+def update_peak(shapes: Programs, devices: Devices) -> int:
+    """The bytes on each device at the peak of an update."""
     reference, teacher = frozen_beside(shapes)
-    update = account_of(*shapes.update(), devices)
-    head = account_of(*shapes.head_of_update(), devices).temporaries if with_head else 0
     beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
-    return phase("update", update.peak + beside, held_in_update(shapes), head)
+    return account_of(*shapes.update(), devices).peak + beside
 
 
 def held_in_update(shapes: Programs) -> dict[str, int]:

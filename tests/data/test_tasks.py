@@ -99,7 +99,7 @@ SUM = {"prompt": "2+2=", "level": ["easy", 2]}
         ({"prompt": [ASKED], "messages": [ASKED, SAID]}, {}, [ASKED], None, None),
     ],
 )
-def test_a_record_is_a_problem_whose_other_fields_rewards_get(tmp_path, record, settings, prompt, answer, solution):
+def test_rewards_get_the_other_fields_of_a_record(tmp_path, record, settings, prompt, answer, solution):
     example = first(tmp_path, record, **settings)
     assert (example.prompt, example.answer, example.solution) == (prompt, answer, solution)
     assert example.answer_form == settings.get("answer_form", "whole")

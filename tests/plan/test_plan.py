@@ -133,7 +133,7 @@ def test_the_command_ends_with_the_error_line_and_code_2(tmp_path, monkeypatch, 
     assert not (tmp_path / "run").exists()
 
 
-def test_an_update_whose_rows_were_just_chosen_is_compiled_once(tmp_path, monkeypatch, capsys):
+def test_an_update_with_newly_chosen_rows_is_compiled_once(tmp_path, monkeypatch, capsys):
     compiled = []
     monkeypatch.setattr(memory, "account_of", lambda *program: compiled.append(program) or Account(0, MIB))
     run = changed(tiny.config("sft", rollout=None, eval=None, task={"heldout": 0}), run_dir=str(tmp_path / "run"))

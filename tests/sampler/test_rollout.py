@@ -107,7 +107,7 @@ def check(model, prompts, results, length=132):
 
 
 @pytest.mark.parametrize("greedy", [False, True])
-def test_a_model_whose_logits_are_no_numbers_ends_the_rollout(greedy, model, prompts):
+def test_a_model_with_nan_logits_ends_the_rollout(greedy, model, prompts):
     """argmax would take token 0 of all of them."""
     graphdef, params = nnx.split(model)
     params = jax.tree.map(lambda leaf: leaf, params)
