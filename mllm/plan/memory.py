@@ -146,8 +146,11 @@ def phases(
             beside = reference + teacher + known["optimizer"]
             add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
     head = account_of(*shapes.head_of_update(), devices).temporaries
-    add(phase("update", update or update_peak(shapes, devices), held_in_update(shapes), head))
-    return planned
+    last = phase("update", update or update_peak(shapes, devices), held_in_update(shapes), head)
+    if update is None:
+        add(last)
+        return planned
+    return [*planned, last]
 
 
 def update_peak(shapes: Programs, devices: Devices) -> int:
