@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     claim_gpu_memory()
     if options.plan:
-        from mllm.plan.fit import with_micro_batch
+        from mllm.plan.fit import fitted
         from mllm.plan.memory import plan
         from mllm.plan.targets import find_devices
 
         config, devices = find_devices(config, options.target)
-        config, update = with_micro_batch(config, devices)
+        config, update = fitted(config, devices)
         plan(config, devices, update=update)
         return 0
 

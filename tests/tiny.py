@@ -55,7 +55,7 @@ def config(algorithm: str = "grpo", **sections) -> RunConfig:
         "run_dir": "unused",
         "steps": 4,
         "batch_size": 8,
-        "model": {"init": "random", "architecture": ARCHITECTURE, "dtype": "float32", "remat": "none"},
+        "model": {"init": "random", "architecture": ARCHITECTURE, "dtype": "float32"},
         "optimizer": {"learning_rate": 1e-2},
         "mesh": {"fsdp": 1},
         "task": {"name": "arithmetic", "heldout": 16},

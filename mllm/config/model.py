@@ -74,8 +74,10 @@ class ModelConfig(Section):
     """How float32 parameters are rounded to bfloat16 for matrix products. `nearest` hides updates until a weight has
     moved by half the distance between two bfloat16 numbers. `dithered` rounds a weight up if its fraction of that
     distance exceeds the weight's fixed threshold. Only with dtype bfloat16, and float32 parameters or `lora`."""
-    remat: Literal["none", "full"] = "full"
-    """Activations of a layer that the backward pass recomputes: none, or all (`full`)."""
+    remat: Literal["auto", "products", "full"] = "auto"
+    """Activations of a layer that the backward pass recomputes: all (`full`), or all but the results of matrix
+    products (`products`). `auto`: `products` if they fit in memory, else `full`; on TPUs always `full`. The choice is
+    written to the run's config.yaml, and a resume keeps it."""
     lora: LoraConfig | None = None
     """Train low-rank adapters. The model's own parameters are frozen, in `dtype` or `lora.base`."""
     attention: Literal["xla"] | None = None

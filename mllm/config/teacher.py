@@ -34,6 +34,5 @@ class TeacherConfig(Section):
             revision=self.revision,
             dtype=self.dtype,
             param_dtype=self.dtype,
-            remat="none",
             attention=student.attention,
         )

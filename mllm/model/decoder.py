@@ -26,7 +26,7 @@ from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.delta_net import empty_state
 from mllm.model.int8 import Int8Matrix
-from mllm.model.layer import AttentionLayer, DeltaLayer, rms_norm
+from mllm.model.layer import PRODUCT, AttentionLayer, DeltaLayer, rms_norm
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_layer_float32
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -42,7 +42,7 @@ class Decoder(nnx.Module):
         dtype: DTypeLike = jnp.bfloat16,
         dithered: bool = False,
         param_dtype: DTypeLike = jnp.float32,
-        remat: Literal["none", "full"] = "none",
+        remat: Literal["products", "full"] = "products",
         attention: Attention | None = None,
         layout: Layout | None = None,
         lora: Lora | None = None,
@@ -51,9 +51,10 @@ class Decoder(nnx.Module):
 
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
-        float32. `remat` is `none`, or `full` to recompute each layer in the backward pass. Without `attention` XLA
-        computes attention; without `layout` there is one device, or XLA chooses shardings. `lora` names the products
-        with adapters, which are float32 zeros at first; vectors are then float32.
+        float32. The backward pass recomputes each layer; with `remat` `products` it keeps the results of the layer's
+        matrix products. Without `attention` XLA computes attention; without `layout` there is one device,
+        or XLA chooses shardings. `lora` names the products with adapters, which are float32 zeros at first; vectors
+        are then float32.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
@@ -151,7 +152,7 @@ class Decoder(nnx.Module):
             kept: Any
             if isinstance(layer, DeltaLayer):
                 state = empty_state(len(hidden), config.delta_net, self.dtype)
-                hidden, kept = layer.add_delta(hidden, segments, state, layout, self.remat != "none")
+                hidden, kept = layer.add_delta(hidden, segments, state, layout)
             else:
                 *projected, gate = layer.project(hidden, rotations[kind])
                 queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))
@@ -166,8 +167,7 @@ class Decoder(nnx.Module):
         hidden = self.look_up(constrain(layout, tokens, ("rows_of_replica", "time")))
         hidden = constrain(layout, hidden, ("rows_of_replica", "time", "embed"))
         steps: dict[Any, Callable] = {key: partial(step, name=key[0], place=key[1]) for key in order}
-        if self.remat != "none":
-            steps = {key: rematerialize(function, self.dtype) for key, function in steps.items()}
+        steps = {key: rematerialize(function, self.remat, self.dtype) for key, function in steps.items()}
 
         def run_period(hidden: jax.Array, params_and_number: tuple[Any, jax.Array]) -> tuple[jax.Array, Any]:
             params, number = params_and_number
@@ -248,8 +248,15 @@ def masked_attention(
         return jax.nn.dot_product_attention(queries, keys, values, mask=mask)
 
 
-def rematerialize(step: Callable[..., Any], dtype: DTypeLike) -> Callable[..., Any]:
-    """The step of a scan, computed again in the backward pass, which keeps its residual stream in `dtype`."""
+def rematerialize(step: Callable[..., Any], remat: Literal["products", "full"], dtype: DTypeLike) -> Callable[..., Any]:
+    """The step of a scan, computed again in the backward pass.
+
+    With `products` the pass keeps the step's input and the results of its matrix products. With `full` it keeps the
+    residual stream alone, in `dtype`.
+    """
+    if remat == "products":
+        policy = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        return jax.checkpoint(step, policy=policy, prevent_cse=False)  # the scan keeps the two passes apart
 
     def forward(hidden: jax.Array, *operands: Any) -> tuple[Any, tuple]:
         return step(hidden, *operands), (hidden.astype(dtype), *operands)

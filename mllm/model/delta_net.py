@@ -14,7 +14,6 @@ Letters: B rows, T tokens, S taps before the last, C channels; K key heads, G va
 a key and a value; N chunks, I and J tokens of a chunk.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -161,12 +160,9 @@ def row_major(memory: Float32[jax.Array, "B K G D E"]) -> Float32[jax.Array, "B 
 
 
 def chunked(
-    rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT, recomputed: bool = False
+    rule: Rule, memory: Float32[jax.Array, "B K G D E"], precisions: Precisions = EXACT
 ) -> tuple[Float32[jax.Array, "B T K G E"], Float32[jax.Array, "B K G D E"]]:
-    """The results of `recurrent`, computed chunk by chunk.
-
-    The backward pass recomputes each group of chunks, unless the whole layer is `recomputed`.
-    """
+    """The results of `recurrent`, computed chunk by chunk."""
     batch, time = rule.documents.shape
     chunks = -(-time // CHUNK)
     groups = -(-chunks // GROUP)
@@ -181,9 +177,7 @@ def chunked(
     parts = jax.tree.map(grouped, rule)
     ends = parts.documents[..., -1].reshape(-1, batch)
     entering = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]).reshape(groups, chunks_each, batch)
-    run: Callable[..., Any] = partial(run_group, precisions)
-    run = run if recomputed or groups == 1 else jax.checkpoint(run)
-    memory, outputs = jax.lax.scan(run, memory, (parts, entering))
+    memory, outputs = jax.lax.scan(partial(run_group, precisions), memory, (parts, entering))
     outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
     return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory
 

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
@@ -31,6 +32,9 @@ from mllm.model.delta_net import (
 from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
+
+PRODUCT = "product"
+"""The name of the products' results, by which a rematerialised layer can keep them."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +102,18 @@ class Layer(nnx.Module):
     def product(
         self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
     ) -> Float[jax.Array, "B T O"]:
-        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as by `linear`."""
+        """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as by `linear`.
+
+        The result has the name `PRODUCT` for `jax.checkpoint`.
+        """
         a = getattr(self, f"{name}_a", None)
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
         y = linear(x, weight, bias, dtype if a is None else jnp.float32)
-        if a is None:
-            return y
-        # Rounded once: the adapter's part is less than half the distance of two bfloat16 numbers at first.
-        low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
-        return (y + self.lora_scale * low).astype(dtype or x.dtype)
+        if a is not None:
+            # Rounded once: the adapter's part is less than half the distance of two bfloat16 numbers at first.
+            low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
+            y = (y + self.lora_scale * low).astype(dtype or x.dtype)
+        return checkpoint_name(y, PRODUCT)
 
     def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
@@ -201,13 +208,11 @@ class DeltaLayer(Layer):
         segments: Int[jax.Array, "B T"],
         before: DeltaState,
         layout: Layout | None = None,
-        recomputed: bool = False,
     ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
         """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
 
         The first document of a row continues from the state `before`. Tokens of segment 0 are padding: they don't
-        change the state, and their outputs are meaningless. `recomputed` says that the backward pass recomputes the
-        whole layer, so that this method need not rematerialize.
+        change the state, and their outputs are meaningless.
         """
         net, shape = self.config.delta_net, hidden.shape[:2]
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
@@ -235,7 +240,7 @@ class DeltaLayer(Layer):
         devices = "cpu" if layout is None else platform(layout.mesh)
         run: Callable[..., tuple[jax.Array, jax.Array]] = recurrent
         if shape[1] > SHORT_SEQUENCE:
-            run = partial(chunked, precisions=Precisions.of(self.dtype, devices), recomputed=recomputed)
+            run = partial(chunked, precisions=Precisions.of(self.dtype, devices))
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from mllm.config.task import Form
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.architecture import Architecture
-from mllm.model.attention import AttentionChoice, choose
+from mllm.model.attention import AttentionChoice, choose, platform
 from mllm.model.decoder import Decoder
 from mllm.model.folder import SMALL, local_folder, read_json
 from mllm.model.int8 import is_int8, quantize
@@ -69,6 +69,12 @@ class Policy:
     def complete(self, trained: Params) -> Params:
         """All parameters, from a checkpoint's trained parameters; UserError as for `stored_params`."""
         return trained if self.lora is None else self.join(trained, self.stored_params())
+
+    def rematerialized(self, remat: str) -> "Policy":
+        """The policy whose backward pass recomputes activations as `remat` says."""
+        model = nnx.merge(self.graphdef, self.params)
+        model.remat = remat
+        return replace(self, graphdef=nnx.split(model)[0])
 
     @property
     def trained(self) -> Params:
@@ -148,7 +154,8 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     lora, adapters = (None, None) if model.lora is None else peft.resolve(model.lora, architecture)
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
-    options = {"remat": model.remat, "attention": attention.attention, "layout": layout, "lora": lora}
+    remat = fastest_remat(mesh) if model.remat == "auto" else model.remat
+    options = {"remat": remat, "attention": attention.attention, "layout": layout, "lora": lora}
     dithered = model.compute_rounding == "dithered"
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))
     if count(params) > MAX_PARAMETERS:
@@ -171,6 +178,14 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
         adapters=adapters,
         learned=find_learned(model, folder, adapters, tokenizer),
     )
+
+
+def fastest_remat(mesh: Mesh) -> Literal["products", "full"]:
+    """The faster kind of rematerialisation on the mesh's devices.
+
+    Kept products save operations and move bytes. On TPUs the bytes cost more than the operations (docs/log.md).
+    """
+    return "full" if platform(mesh) == "tpu" else "products"
 
 
 def find_learned(model: ModelConfig, folder: Path | None, adapters: Path | None, tokenizer: Tokenizer) -> Form | None:

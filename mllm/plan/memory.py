@@ -55,7 +55,8 @@ def subject(shapes: Programs) -> Iterator[str]:
         limits = f"{rollout.max_prompt_length} + {rollout.total_length - rollout.max_prompt_length}"
         batch += f", {completions} completions in a rollout, {limits} tokens at most"
     steps = f"{config.steps} steps" if config.steps else "steps by data.epochs"
-    yield f"{batch}; micro_batch_size {rows.micro}, rows of {rows.length} tokens; {steps}"
+    rows_part = f"micro_batch_size {rows.micro}, rows of {rows.length} tokens, remat {config.model.remat}"
+    yield f"{batch}; {rows_part}; {steps}"
     nbytes, settings = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)), config.checkpoint
     # An older checkpoint is removed only when the new one is complete.
     most = 1 + (settings.keep + settings.keep_best if settings.every else 0)

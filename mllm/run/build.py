@@ -96,8 +96,9 @@ class Run:
         task = config.task and config.task.of_run(evaluates=config.eval is not None)
         self.task = load_task(task) if task else None
         self.rewards = self.make_rewards()
-        self.policy = policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
+        policy = self.find_policy(resumes := bool(from_writer(self.store.steps)))
         self.config = config = fit(config, policy, self.mesh)
+        self.policy = policy = policy.rematerialized(config.model.remat)
         self.teacher = teacher = load_teacher(config, self.mesh, policy.tokenizer)
         self.recipe, demands = (recipe := recipe_of(config)), recipe.demands
         self.forward = recipe.forward(config, policy.graphdef, self.mesh, None if teacher is None else teacher.graphdef)
@@ -248,7 +249,7 @@ class Run:
         if is_writer():
             config, policy = self.config, self.policy
             head = choose_head(config.head, config.model, config.batch_shape, policy.architecture, self.mesh)
-            lines = start_lines(self.mesh, policy, head, self.source.summary, config.changes, state.step)
+            lines = start_lines(self.mesh, policy, head, self.source.summary, config, state.step)
             print(lines, file=sys.stderr)
         steps, ends = self.source.steps, self.checkpoints.ends
         last_step = state.step - (state.pending_evaluation is not None)  # the last step with written lines

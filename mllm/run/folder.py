@@ -19,7 +19,7 @@ from mllm.parallel.processes import from_writer, is_writer
 from mllm.run.store import CONFIG, Damaged, RunStore, lock_run
 
 FREE = {
-    *("run_dir", "mesh", "micro_batch_size", "head", "checkpoint", "log", "changes"),
+    *("run_dir", "mesh", "micro_batch_size", "model.remat", "head", "checkpoint", "log", "changes"),
     *("grpo.row_length", "optimizer.max_skipped"),
     *("task.reward_workers", "data.cache"),
 }
@@ -138,10 +138,13 @@ def fixed(key: str, before: Any, after: Any) -> bool:
 
 
 def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
-    """The configuration with the run's step, commit, adapters and micro-batch in place of open settings."""
+    """The configuration with the run's step, commit, adapters, micro-batch and `remat` in place of open settings."""
     micro = old.get("micro_batch_size")
     if config.micro_batch_size is None and micro and micro % config.shards == 0:
         config = config.model_copy(update={"micro_batch_size": micro})
+    if config.model.remat == "auto":
+        model = config.model.model_copy(update={"remat": old["model"].get("remat", "auto")})
+        config = config.model_copy(update={"model": model})
     for name in ("model", "teacher"):
         section, old_section = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number

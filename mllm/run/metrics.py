@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from lm_head import EngineChoice
-from mllm.config.run import Change, RunConfig
+from mllm.config.run import RunConfig
 from mllm.model.layout import count
 from mllm.model.load import Policy
 from mllm.parallel.processes import is_writer
@@ -178,9 +178,7 @@ def at_k(records: Iterable[Mapping[str, Any]]) -> list[str]:
 # The terminal, at a run's start and end
 
 
-def start_lines(
-    mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, changes: Sequence[Change], step: int
-) -> str:
+def start_lines(mesh: Mesh, policy: Policy, head: EngineChoice, examples: str, config: RunConfig, step: int) -> str:
     """The first line of a run: devices, sizes, head and attention with reasons, and the first step; then changes."""
     attention, total, trained = policy.attention, count(policy.params), count(policy.trained)
     dtypes = "/".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(policy.params)}))
@@ -193,12 +191,15 @@ def start_lines(
             f"head {head.impl}" + f" ({head.reason})" * bool(head.reason),
             f"attention {attention.attention.kernel if attention.attention else 'xla'}"
             + f" ({attention.reason})" * bool(attention.reason),
+            f"{config.batch_shape.micro} rows at a time, remat {config.model.remat}",
             examples,
             f"resumed from step {step}" if step else "from the beginning",
         ]
     )
     later = [
-        f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}" for c in changes if c.step >= step
+        f"after step {c.step}: {c.key} {json.dumps(c.old)} -> {json.dumps(c.new)}"
+        for c in config.changes
+        if c.step >= step
     ]
     return "\n".join([first_line, *later])
 

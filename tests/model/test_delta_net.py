@@ -91,20 +91,6 @@ def test_many_chunks_in_groups_are_one_memory(monkeypatch: pytest.MonkeyPatch) -
         np.testing.assert_allclose(result, expected, rtol=0, atol=100 * EPSILON * np.abs(expected).max())
 
 
-@pytest.mark.parametrize(("groups", "recomputed", "again"), [(1, False, False), (2, True, False), (2, False, True)])
-def test_chunks_are_recomputed_by_group_or_by_layer_not_both(
-    groups: int, recomputed: bool, again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A single group is never computed again by itself."""
-    monkeypatch.setattr(delta_net, "GROUP", 4 // groups)
-    rule, memory = random_rule(segments_of(200)), jnp.zeros((1, 2, 2, 6, 5))
-
-    def total(values: jax.Array) -> jax.Array:
-        return jnp.sum(chunked(rule._replace(values=values), memory, recomputed=recomputed)[0])
-
-    assert ("remat" in str(jax.make_jaxpr(jax.grad(total))(rule.values))) == again
-
-
 def test_the_system_of_alike_keys_is_solved_without_cancellation() -> None:
     """One token again and again, written whole: the powers of the matrix have numbers up to 10^18, its inverse 1."""
     inverse = invert(jnp.tril(jnp.ones((64, 64)), -1))

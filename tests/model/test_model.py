@@ -6,9 +6,12 @@ tests/sampler/test_rollout.py what decode steps compute.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +23,7 @@ from tiny import ARCHITECTURE, config, load_weights, logits
 
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
-from mllm.model import weights
+from mllm.model import decoder, weights
 from mllm.model.architecture import SMALLEST, Architecture
 from mllm.model.decoder import Decoder
 from mllm.model.layer import rms_norm
@@ -48,17 +51,23 @@ def logits_of(config: Architecture, params: nnx.State, *inputs: Any) -> Any:
     return logits(nnx.split(Decoder.abstract(config, dtype=jnp.float32))[0], params, *inputs)
 
 
-@cache
-def gradients(name: str, *, remat: Any = "none", **dtypes: Any) -> nnx.State:
-    config, params, tokens, positions, _ = fixture(name)
-    graphdef, _ = nnx.split(Decoder.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat))
+def gradient(name: str, *, remat: Any = None, **dtypes: Any) -> Callable[[nnx.State], nnx.State]:
+    """The gradient of a loss as a function of the parameters. Without `remat` every activation is kept."""
+    config, _, tokens, positions, _ = fixture(name)
+    graphdef, _ = nnx.split(Decoder.abstract(config, **{"dtype": jnp.float32, **dtypes}, remat=remat or "full"))
 
     def loss(params: nnx.State) -> jax.Array:
         model = nnx.merge(graphdef, params)
-        hidden = model(tokens, positions, jnp.ones_like(tokens))
+        with nullcontext() if remat else patch.object(decoder, "rematerialize", lambda step, *_: step):
+            hidden = model(tokens, positions, jnp.ones_like(tokens))
         return jnp.mean(jnp.sin(hidden.astype(jnp.float32) @ model.head_weight.T))
 
-    return jax.jit(jax.grad(loss))(params)
+    return jax.grad(loss)
+
+
+@cache
+def gradients(name: str, **options: Any) -> nnx.State:
+    return jax.jit(gradient(name, **options))(fixture(name)[1])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -96,11 +105,21 @@ def test_the_residual_stream_is_summed_in_float32() -> None:
 
 
 @pytest.mark.slow
-def test_remat_keeps_the_gradient_of_each_parameter() -> None:
-    plain, again = (gradients("qwen3", remat=kind) for kind in ("none", "full"))
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "products"), ("qwen3", "full"), ("qwen3_5", "products")])
+def test_remat_keeps_the_gradient_of_each_parameter(name: str, kind: str) -> None:
+    plain, again = (gradients(name, remat=remat) for remat in (None, kind))
     for (path, expected), leaf in zip(tree_leaves_with_path(plain), jax.tree.leaves(again), strict=True):
         assert np.abs(expected).max() > 1e-6, parameter_name(path)
         np.testing.assert_allclose(leaf, expected, rtol=1e-5, atol=1e-7, err_msg=parameter_name(path))
+
+
+def test_kept_products_are_not_computed_again() -> None:
+    """Of a layer's nine products the backward pass recomputes attention's two, or all."""
+    kept, products, full = (
+        str(jax.make_jaxpr(gradient("qwen3", remat=remat))(fixture("qwen3")[1])).count("dot_general[")
+        for remat in (None, "products", "full")
+    )
+    assert (products - kept, full - kept) == (2, 9)
 
 
 @pytest.mark.slow
@@ -113,7 +132,7 @@ def test_bfloat16_gives_unrounded_float32_gradients() -> None:
         return np.concatenate([leaf.ravel() for leaf in leaves])
 
     exact = flat()
-    whole, kept = (np.linalg.norm(flat(remat=remat, dtype=jnp.bfloat16) - exact) for remat in ("none", "full"))
+    whole, kept = (np.linalg.norm(flat(remat=remat, dtype=jnp.bfloat16) - exact) for remat in (None, "full"))
     assert kept < 1.2 * whole < 0.1 * np.linalg.norm(exact)
 
 

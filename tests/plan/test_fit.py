@@ -1,13 +1,15 @@
-"""A configuration runs on any devices: the mesh takes every device, and the micro-batch the rows that fit."""
+"""A configuration runs on any devices: the mesh takes every device, and rows and rematerialisation fit in memory."""
 
 import jax
 import pytest
 import tiny
+from flax import nnx
 from runs import changed
 
 from mllm.config import load as configs
 from mllm.config.load import for_devices
 from mllm.errors import UserError
+from mllm.model import load
 from mllm.model.load import load_policy
 from mllm.parallel.mesh import make_mesh
 from mllm.plan import fit, memory
@@ -38,11 +40,12 @@ def test_unsuitable_devices_are_a_one_line_error(mesh, devices, message):
     assert str(error.value).startswith(message)
 
 
-ONE = changed(OPEN, mesh={"fsdp": 1})
+AUTO = changed(OPEN, mesh={"fsdp": 1})
+ONE = changed(AUTO, model={"remat": "products"})
 
 
 def peak(config):
-    """MiB of an update: activations by rows and tokens, twice as many where every activation is kept."""
+    """MiB of an update: activations by rows and tokens, more of them where more are kept."""
     kept = 1 if config.model.remat == "full" else 2
     return 10 + config.micro_batch_size * config.examples.max_length * kept
 
@@ -53,11 +56,11 @@ def devices_with(mib):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """The numbers of rows of the updates that would be compiled. Nothing is compiled; `peak` gives the memory."""
+    """`model.remat` and the rows of the updates that would be compiled. Nothing is; `peak` gives the memory."""
     tried = []
 
     def update(config, devices):
-        tried.append(config.micro_batch_size)
+        tried.append((config.model.remat, config.micro_batch_size))
         parts = dict.fromkeys(COLUMNS, 0) | {"parameters": 10 * 2**20, "activations": (peak(config) - 10) * 2**20}
         return Phase("update", parts)
 
@@ -68,14 +71,45 @@ def compiled(monkeypatch):
 @pytest.mark.parametrize(("rows", "tried"), [(8, [8]), (2, [8, 2, 4]), (1, [8, 1, 2])])
 def test_a_micro_batch_has_the_most_rows_that_fit(compiled, rows, tried):
     most = changed(ONE, micro_batch_size=rows)
-    fitted, update = fit.with_micro_batch(ONE, devices_with(peak(most) / fit.FILLED + 0.01))
-    assert (fitted, update, compiled) == (most, peak(most) * 2**20, tried)
-    assert fit.with_micro_batch(most, devices_with(0)) == (most, None)
+    fitted, update = fit.fitted(ONE, devices_with(peak(most) / fit.FILLED + 0.01))
+    assert (fitted, update, [rows for _, rows in compiled]) == (most, peak(most) * 2**20, tried)
+    assert fit.fitted(most, devices_with(0)) == (most, None)
+
+
+@pytest.mark.parametrize(
+    ("least", "memory", "chosen", "tried"),
+    [
+        (8, ("products", 8), ("products", 8), [("products", 8)]),
+        (2, ("products", 4), ("products", 4), [("products", 8), ("products", 4)]),
+        (4, ("full", 4), ("full", 4), [("products", 8), ("full", 8), ("full", 4)]),
+        (1, ("full", 1), ("full", 1), [("products", 8), ("full", 8), ("full", 1), ("full", 2)]),
+    ],
+)
+def test_auto_keeps_products_if_enough_rows_fit(compiled, monkeypatch, least, memory, chosen, tried):
+    monkeypatch.setattr(fit, "ENOUGH", least * AUTO.examples.max_length)
+    devices = devices_with(peak(fit.settled(AUTO, memory[1], memory[0])) / fit.FILLED + 0.01)
+    fitted, _ = fit.fitted(AUTO, devices)
+    assert (fitted.model.remat, fitted.micro_batch_size) == chosen
+    assert compiled == tried
+
+
+@pytest.mark.parametrize("kind", ["products", "full"])
+def test_auto_keeps_products_if_the_settings_rows_fit(compiled, kind):
+    two = changed(AUTO, micro_batch_size=2)
+    fitted, _ = fit.fitted(two, devices_with(peak(fit.settled(two, 2, kind)) / fit.FILLED + 0.01))
+    assert fitted == fit.settled(two, 2, kind)
+    assert compiled == [("products", 2)]
+
+
+def test_auto_recomputes_all_on_tpus(compiled, monkeypatch):
+    monkeypatch.setattr(load, "platform", lambda _: "tpu")
+    assert fit.fitted(AUTO, devices_with(10**6))[0] == fit.settled(AUTO, 8, "full")
+    assert compiled == [("full", 8)]
 
 
 @pytest.mark.parametrize(("full", "rows"), [(8, 4), (1, 1)])
 def test_only_the_fewest_rows_may_fill_the_memory(compiled, full, rows):
-    found, _ = fit.with_micro_batch(ONE, devices_with(peak(changed(ONE, micro_batch_size=full))))
+    found, _ = fit.fitted(ONE, devices_with(peak(changed(ONE, micro_batch_size=full))))
     assert found.micro_batch_size == rows
 
 
@@ -90,22 +124,22 @@ def test_a_start_compiles_the_update_and_no_head_apart(monkeypatch):
 def test_a_line_says_the_smallest_change_that_would_fit(compiled):
     least = peak(changed(ONE, micro_batch_size=1))
     with pytest.raises(UserError, match=r"micro_batch_size: nothing fits on .* too much .*; model.remat=full would"):
-        fit.with_micro_batch(ONE, devices_with(least - 1))
+        fit.fitted(ONE, devices_with(least - 1))
     half = changed(ONE, model={"remat": "full"})
     with pytest.raises(UserError, match=r"data\.max_length=16 would"):
-        fit.with_micro_batch(half, devices_with(peak(changed(half, micro_batch_size=1)) - 1))
+        fit.fitted(half, devices_with(peak(changed(half, micro_batch_size=1)) - 1))
     with pytest.raises(UserError, match="; a TPU v5 lite would"):
-        fit.with_micro_batch(ONE, devices_with(0))
+        fit.fitted(ONE, devices_with(0))
 
 
 @pytest.mark.slow
-def test_a_run_pins_its_micro_batch_and_resume_keeps_the_value(tmp_path, monkeypatch):
+def test_a_run_pins_its_rows_and_remat_and_resume_keeps_the_values(tmp_path, monkeypatch):
     settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
-    with Run.build(settings, False, fit.fit):
-        pass
+    with Run.build(settings, False, fit.fit) as run:
+        assert nnx.merge(run.policy.graphdef, run.policy.params).remat == "products"
     noted = configs.load_run(tool_run(settings.run_dir).folder / "config.yaml")
-    assert (noted.micro_batch_size, noted.mesh.fsdp) == (8, jax.device_count())
-    monkeypatch.setattr(fit, "with_micro_batch", lambda *_: pytest.fail("the rows are noted"))
+    assert (noted.micro_batch_size, noted.model.remat, noted.mesh.fsdp) == (8, "products", jax.device_count())
+    monkeypatch.setattr(fit, "compiled_update", lambda *_: pytest.fail("the rows are noted"))
     with Run.build(settings, False, fit.fit) as resumed:
-        assert resumed.config.micro_batch_size == 8
+        assert (resumed.config.micro_batch_size, resumed.config.model.remat) == (8, "products")

@@ -30,7 +30,7 @@ from mllm.config import load as configs
 from mllm.config.run import RunConfig
 from mllm.data.batch import Batch
 from mllm.model.layout import count
-from mllm.plan.fit import with_micro_batch
+from mllm.plan.fit import fitted
 from mllm.plan.memory import size
 from mllm.plan.programs import Programs, RolloutPrograms
 from mllm.plan.targets import Devices, as_jitted, find_devices, memory
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rows", type=positive(int), help="sequences in an update (batch_size)")
     add("--length", type=positive(int), help="tokens in a row (data.max_length)")
     add("--full", action="store_true", help=f"one document a row (data.packing=false); default: {DOCUMENTS}, packed")
-    add("--remat", choices=("none", "full"), help="model.remat")
+    add("--remat", choices=("products", "full"), help="model.remat")
     add("--repeats", type=positive(int), default=5, help="rounds timed, after one that is not (default 5)")
     add("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     options = parser.parse_intermixed_args(arguments)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = [f"{key}={value}" for key, value in chosen.items() if value is not None]
     config = configs.load(options.config, ["model.init=random", *settings, *options.overrides])
     config, devices = find_devices(config, None)
-    config, _ = with_micro_batch(config, devices)
+    config, _ = fitted(config, devices)
     print(report(config, devices, options.repeats, 1 if options.full else DOCUMENTS))
     return 0
 
