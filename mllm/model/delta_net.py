@@ -120,11 +120,11 @@ def convolve(
     documents = documents_of(segments)
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     input_documents = jnp.pad(documents, ((0, 0), (count, 0)))
-    y = jnp.zeros(x.shape, jnp.float32)
+    y: Any = 0.0
     for tap in range(count + 1):
         same = input_documents[:, tap : tap + time] == documents
         tap_inputs = inputs[:, tap : tap + time].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
-        y += jnp.where(same[..., None], tap_inputs, 0)
+        y += same[..., None] * tap_inputs
     length = jnp.max(jnp.where(segments != 0, jnp.arange(1, time + 1), 0), axis=1, keepdims=True)
     positions = length + jnp.arange(count)
     last_document = jnp.take_along_axis(input_documents, length + count - 1, axis=1)
@@ -197,13 +197,13 @@ def run_group(
     same = (documents[..., :, None] == documents[..., None, :])[:, :, None, None]
     # Sums of the decays between two tokens, each by itself: a difference of two sums from the chunk's begin would lose
     # small terms.
-    between = jnp.cumsum(jnp.where(later, decay[..., :, None], 0), axis=-2)
-    factor = jnp.where(same & (later | jnp.eye(CHUNK, dtype=bool)), jnp.exp(between), 0)  # from J to I
+    between = jnp.cumsum(later * decay[..., :, None], axis=-2)
+    factor = same * (later | jnp.eye(CHUNK, dtype=bool)) * jnp.exp(between)  # from J to I
     goes_on = (documents == entering[..., None])[:, :, None, None]
-    memory_factor = jnp.where(goes_on, jnp.exp(jnp.cumsum(decay, axis=-1)), 0)
+    memory_factor = goes_on * jnp.exp(jnp.cumsum(decay, axis=-1))
     end_factor = factor[..., -1, :]
     similarity = einsum("nbikd,nbjkd->nbkij", keys, keys)[:, :, :, None]
-    solve = invert(jnp.where(later, beta[..., None] * similarity * factor, 0), precisions.inverse)
+    solve = invert(later * beta[..., None] * similarity * factor, precisions.inverse)
     head_keys = jnp.moveaxis(keys, 2, 3)[:, :, :, None]  # N B K 1 I D
     writes = einsum("nbkgij,nbjkge->nbkgie", solve * beta[..., None, :], values)
     reads = einsum("nbkgij,nbkgjd->nbkgid", solve, (beta * memory_factor)[..., None] * head_keys)
@@ -229,13 +229,11 @@ def invert(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inv
     """
     size = below.shape[-1]
     index = jnp.arange(size)
-    inverse = jnp.broadcast_to(jnp.eye(size), below.shape)
-    width = 1
+    product = partial(jnp.matmul, precision=precision)
+    inverse, width = jnp.eye(size), 1
     while width < size:
         block = index // width
-        pair = (block[:, None] == block + 1) & (block % 2 == 0)
-        corner = jnp.where(pair, below, 0)
-        product = partial(jnp.matmul, precision=precision)
+        corner = (block[:, None] == block + 1) * (block % 2 == 0) * below
         inverse -= corner if width == 1 else product(product(inverse, corner), inverse)
         width *= 2
     return inverse
