@@ -71,7 +71,9 @@ class Policy:
         return trained if self.lora is None else self.join(trained, self.stored_params())
 
     def rematerialized(self, remat: str) -> "Policy":
-        """The policy whose backward pass recomputes activations as `remat` says."""
+        """The policy whose backward pass recomputes activations as `remat` says; `auto` changes nothing."""
+        if remat == "auto":
+            return self
         model = nnx.merge(self.graphdef, self.params)
         model.remat = remat
         return replace(self, graphdef=nnx.split(model)[0])

@@ -142,9 +142,8 @@ def with_pins(config: RunConfig, old: dict[str, Any]) -> RunConfig:
     micro = old.get("micro_batch_size")
     if config.micro_batch_size is None and micro and micro % config.shards == 0:
         config = config.model_copy(update={"micro_batch_size": micro})
-    if config.model.remat == "auto":
-        model = config.model.model_copy(update={"remat": old["model"].get("remat", "auto")})
-        config = config.model_copy(update={"model": model})
+    if config.model.remat == "auto" and (remat := old["model"].get("remat")) in ("products", "full"):
+        config = config.model_copy(update={"model": config.model.model_copy(update={"remat": remat})})
     for name in ("model", "teacher"):
         section, old_section = getattr(config, name, None), old.get(name) or {}
         if section and section.step in (None, "newest", "best"):  # the run began with the step of this number
