@@ -151,8 +151,6 @@ class Decoder(nnx.Module):
             layer = nnx.merge(split[name][0], gather_layer_float32(params, self.rounding, layout, index, name))
             kept: Any
             if isinstance(layer, DeltaLayer):
-                # Without the barrier XLA would compute the documents' masks before the loop, and keep them per channel.
-                segments, _ = jax.lax.optimization_barrier((segments, index))
                 state = empty_state(len(hidden), config.delta_net, self.dtype)
                 hidden, kept = layer.add_delta(hidden, segments, state, layout)
             else:

@@ -21,7 +21,7 @@ from flax import nnx
 from mllm.model import delta_net, weights
 from mllm.model.architecture import FULL, LINEAR, Architecture
 from mllm.model.decoder import Decoder
-from mllm.model.delta_net import Rule, chunked, convolve, documents_of, empty_state, invert, recurrent
+from mllm.model.delta_net import CHUNK, Rule, chunked, convolve, documents_of, empty_state, invert, recurrent
 from mllm.model.layout import parameter_name
 from mllm.parallel.mesh import AXES
 from mllm.plan import targets
@@ -152,6 +152,21 @@ def test_a_packed_row_matches_its_documents_alone(lengths: Sequence[int]) -> Non
         assert np.abs(expected).max() > 0 or parameter_name(path) in ("norm", "head")
         limit = 1e-5 * np.abs(expected).max()
         np.testing.assert_allclose(leaf, expected, rtol=0, atol=limit, err_msg=parameter_name(path))
+
+
+@pytest.mark.slow
+def test_layers_share_no_masks_of_chunks() -> None:
+    """Else XLA computes all masks before the loop over layers, and each use in a layer reads them from memory."""
+    sizes, params = made(LINEAR, FULL, LINEAR, FULL)
+    graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
+
+    def total(params: nnx.State, tokens: Any) -> jax.Array:
+        return jnp.sum(nnx.merge(graphdef, params)(tokens, tokens, tokens))
+
+    program = text(jax.jit(jax.grad(total)).lower(params, jnp.ones((1, 130), int)).compile())
+    loops = [arrays for arrays in re.findall(r" = (\(.*?\)) while\(", program) if "f32[2," in arrays]
+    assert len(loops) >= 2, "a loop for each pass"
+    assert not any(re.findall(rf"pred\[[\d,]+,{CHUNK},{CHUNK}\]", arrays) for arrays in loops)
 
 
 @pytest.mark.slow
