@@ -3,7 +3,8 @@
 The update is compiled with the most rows. If they don't fit, it is compiled with as many rows as the compiler's figures
 suggest. If not even the fewest rows fit, the smallest change that would fit is searched, also by compiling.
 
-Where `products` is the faster `model.remat`, it is taken if `ENOUGH` tokens fit. `full` takes less memory.
+Where `products` is the faster `model.remat`, it is taken if `ENOUGH` tokens fit. `full` takes less memory. XLA for GPUs
+repeats operations of a program that would fill the memory, which costs more than `products` save.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from mllm.config.run import BatchShape, RunConfig
 from mllm.errors import UserError
 from mllm.model.load import Policy, fastest_remat
 from mllm.parallel.mesh import bytes_on_device
-from mllm.plan.memory import Phase, fitting_micro_batches, held_in_update, phase, size, update_peak
+from mllm.plan.memory import Phase, fitting_micro_batches, held_in_update, phase, size, update_account
 from mllm.plan.programs import Programs
 from mllm.plan.targets import CHIPS, Devices, at_hand
 
@@ -46,7 +47,7 @@ def fitted(config: RunConfig, devices: Devices) -> tuple[RunConfig, int | None]:
         enough = [rows for rows in choices if rows * shape.length >= ENOUGH * shape.shards]
         some = [micro] if micro else enough or choices[-1:]
         rows, update = most_rows(settled(config, None, remat), devices, some, doubtful=False)
-        if update.peak <= FILLED * devices.memory:
+        if has_room(update, remat, devices):
             return settled(config, rows, remat), update.peak
     if micro:
         return settled(config, micro, last), None
@@ -72,6 +73,11 @@ def settled(config: RunConfig, rows: int | None, remat: str) -> RunConfig:
     return config.model_copy(update={"micro_batch_size": rows, "model": model})
 
 
+def has_room(update: Phase, remat: str, devices: Devices) -> bool:
+    """Whether an update leaves memory to spare; with `products` enough that XLA repeats no operations."""
+    return update.peak <= FILLED * devices.memory and not (remat == "products" and update.repeats)
+
+
 def most_rows(config: RunConfig, devices: Devices, choices: Sequence[int], doubtful: bool = True) -> tuple[int, Phase]:
     """The most rows of the `choices`, which ascend, that fit, and their update; if none fit, rows that don't.
 
@@ -82,7 +88,7 @@ def most_rows(config: RunConfig, devices: Devices, choices: Sequence[int], doubt
     def fits(rows: int) -> bool:
         if rows not in tried:
             tried[rows] = compiled_update(settled(config, rows, config.model.remat), devices)
-        return tried[rows].peak <= FILLED * devices.memory
+        return has_room(tried[rows], config.model.remat, devices)
 
     rows = choices[-1]
     if not fits(rows):
@@ -101,7 +107,8 @@ def most_rows(config: RunConfig, devices: Devices, choices: Sequence[int], doubt
 def compiled_update(config: RunConfig, devices: Devices) -> Phase:
     """The memory of an update, by the compiler. The activations include the head's, which a plan compiles by itself."""
     shapes = Programs(config, devices.mesh)
-    return phase("update", update_peak(shapes, devices), held_in_update(shapes), 0)
+    account = update_account(shapes, devices)
+    return phase("update", account.peak, held_in_update(shapes), 0)._replace(repeats=account.repeats)
 
 
 def sure_to_fit(policy: Policy, shape: BatchShape, memory: int) -> bool:

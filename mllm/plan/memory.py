@@ -18,7 +18,7 @@ from mllm.errors import UserError
 from mllm.model.layout import count
 from mllm.parallel.mesh import bytes_on_device
 from mllm.plan.programs import Programs, RolloutPrograms
-from mllm.plan.targets import Devices, account_of
+from mllm.plan.targets import Account, Devices, account_of
 from mllm.sampler.schedule import PREFILLED_BATCHES
 from mllm.training.decode_limits import fitting_limits
 
@@ -31,6 +31,8 @@ class Phase(NamedTuple):
 
     name: str
     parts: dict[str, int]
+    repeats: bool = False
+    """As in the program's `Account`."""
 
     @property
     def peak(self) -> int:
@@ -147,18 +149,19 @@ def phases(
             beside = reference + teacher + known["optimizer"]
             add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
     head = account_of(*shapes.head_of_update(), devices).temporaries
-    last = phase("update", update or update_peak(shapes, devices), held_in_update(shapes), head)
+    last = phase("update", update or update_account(shapes, devices).peak, held_in_update(shapes), head)
     if update is None:
         add(last)
         return planned
     return [*planned, last]
 
 
-def update_peak(shapes: Programs, devices: Devices) -> int:
-    """The bytes on each device at the peak of an update."""
+def update_account(shapes: Programs, devices: Devices) -> Account:
+    """The account of an update, with all that is in memory beside it."""
     reference, teacher = frozen_beside(shapes)
     beside = reference if shapes.demands.teacher_in_update else reference + teacher  # which its arguments lack
-    return account_of(*shapes.update(), devices).peak + beside
+    account = account_of(*shapes.update(), devices)
+    return account._replace(peak=account.peak + beside)
 
 
 def held_in_update(shapes: Programs) -> dict[str, int]:

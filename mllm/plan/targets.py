@@ -73,6 +73,7 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 """The compiler's options for a plan on GPUs."""
 GPU_CAVEAT = "by XLA's compiler without a GPU, with cuBLAS for all products, and never held against one (docs/log.md)"
 _TOTAL = re.compile(r"\(color=0\)\nTotal bytes: (\d+)")
+_REPEATED = re.compile(r"%[\w.-]+\.remat\d*(\.\d+)* = ")
 _REFUSED = re.compile(r"\((\d+\.\d+)([KMG])\) exceeds available HBM")
 
 
@@ -232,6 +233,8 @@ class Account(NamedTuple):
 
     temporaries: int
     peak: int
+    repeats: bool = False
+    """Whether XLA for GPUs computes operations of the program again, to save memory."""
 
 
 def account_of(function: Callable[..., Any], arguments: Sequence[Any], devices: Devices) -> Account:
@@ -254,7 +257,8 @@ def memory(program: jax.stages.Compiled) -> Account:
     """The account of a program by `memory_analysis()`; aliased arguments count once."""
     analysis: Any = program.memory_analysis()
     arguments = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return Account(analysis.temp_size_in_bytes, arguments + analysis.temp_size_in_bytes)
+    repeats = bool(_REPEATED.search(program.as_text() or ""))
+    return Account(analysis.temp_size_in_bytes, arguments + analysis.temp_size_in_bytes, repeats)
 
 
 def account(function: Callable[..., Any], arguments: Sequence[Any], mesh: Mesh) -> Account:

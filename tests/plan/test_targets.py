@@ -1,6 +1,7 @@
 """Devices that aren't there: their names, the compilers' account of memory, and their decode steps for v6e and H100."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import head_programs as head
 import jax
@@ -31,6 +32,23 @@ def test_memory_refusals_give_the_need_and_other_faults_raise():
     assert refused(message) == Account(int(56.06 * 2**30), int(56.06 * 2**30))
     with pytest.raises(UserError, match="a TPU at hand: the compiler refuses the program: INTERNAL: Mosaic"):
         refused("INTERNAL: Mosaic failed to compile")
+
+
+@pytest.mark.parametrize(
+    ("name", "repeats"), [("fusion.2.remat", True), ("fusion.remat.1.remat2", True), ("fusion.2", False)]
+)
+def test_repeated_operations_are_known_by_their_names(name, repeats):
+    class Program(jax.stages.Compiled):
+        __init__ = object.__init__
+
+        def memory_analysis(self):
+            kinds = ("temp", "argument", "output", "alias")
+            return SimpleNamespace(**{f"{kind}_size_in_bytes": 1 for kind in kinds})
+
+        def as_text(self):
+            return f'  %x.1 = f32[] add(%y), metadata={{op_name="rematted"}}\n  %{name} = f32[8]{{0}} fusion(%x)'
+
+    assert targets.memory(Program()) == Account(1, 2, repeats)
 
 
 def test_a_target_is_a_chip_a_slice_or_the_gpus_of_a_host():
@@ -131,6 +149,13 @@ class TestByTheGpuCompiler:
         logits = 4 * sizes["tokens"] * sizes["vocabulary"]
         assert fused < logits / 8  # waves of 2,048 rows
         assert 1.5 * logits < full < 2 * logits  # the gradient is bfloat16
+
+    @pytest.mark.parametrize(("remat", "repeats"), [("products", True), ("full", False)])
+    def test_xla_repeats_operations_of_a_program_that_would_fill_the_memory(self, remat, repeats):
+        mesh = targets.mesh("h200", (1, 1, 1), AXES)
+        settings = ["model.init=random", "micro_batch_size=16", f"model.remat={remat}"]
+        config = configs.load("qwen25_3b_grpo.yaml", settings)
+        assert targets.account(*Programs(config, mesh).update(), mesh).repeats == repeats
 
     @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
     def test_decoding_on_an_h100_copies_no_weights_or_cache(self, source, slots):
