@@ -135,6 +135,12 @@ def test_a_start_compiles_the_update_and_no_head_apart(monkeypatch):
     assert len(programs) == 1
 
 
+def test_a_compiled_update_says_whether_xla_repeats_operations(monkeypatch):
+    for repeats in (True, False):
+        monkeypatch.setattr(memory, "account_of", lambda *_, repeats=repeats: Account(0, 2**20, repeats))
+        assert fit.compiled_update(fit.settled(ONE, 8, "products"), devices_with(1)).repeats == repeats
+
+
 def test_a_line_says_the_smallest_change_that_would_fit(compiled):
     least = peak(changed(ONE, micro_batch_size=1))
     with pytest.raises(UserError, match=r"micro_batch_size: nothing fits on .* too much .*; model.remat=full would"):
@@ -150,10 +156,11 @@ def test_a_line_says_the_smallest_change_that_would_fit(compiled):
 def test_a_run_pins_its_rows_and_remat_and_resume_keeps_the_values(tmp_path, monkeypatch):
     settings = changed(OPEN, run_dir=str(tmp_path / "run"))
     monkeypatch.setattr(fit, "sure_to_fit", lambda *_: False)
+    monkeypatch.setattr(fit, "fastest_remat", lambda _: "full")  # not as the policy is loaded
     with Run.build(settings, False, fit.fit) as run:
-        assert nnx.merge(run.policy.graphdef, run.policy.params).remat == "products"
+        assert nnx.merge(run.policy.graphdef, run.policy.params).remat == "full"
     noted = configs.load_run(tool_run(settings.run_dir).folder / "config.yaml")
-    assert (noted.micro_batch_size, noted.model.remat, noted.mesh.fsdp) == (8, "products", jax.device_count())
+    assert (noted.micro_batch_size, noted.model.remat, noted.mesh.fsdp) == (8, "full", jax.device_count())
     monkeypatch.setattr(fit, "compiled_update", lambda *_: pytest.fail("the rows are noted"))
     with Run.build(settings, False, fit.fit) as resumed:
-        assert (resumed.config.micro_batch_size, resumed.config.model.remat) == (8, "products")
+        assert (resumed.config.micro_batch_size, resumed.config.model.remat) == (8, "full")

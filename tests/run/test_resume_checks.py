@@ -231,6 +231,7 @@ def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
     how = {
         "mesh": {"dp": 2},
         "micro_batch_size": 2,
+        "model": {"remat": "full"},
         "head": {"impl": "full_logits"},
         "checkpoint": {"every": 2, "keep": 5},
         "log": {"samples": 1},
