@@ -190,7 +190,7 @@ def choose(
     elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
         obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
     elif kernel == "cudnn" and config.head_dim > COMMON and (fault := cudnn_refusal(config, packed)):
-        obstacle = f"it has no gradient for heads of {config.head_dim} on this GPU: {fault}"
+        obstacle = f"its gradient for heads of {config.head_dim} does not compile on this GPU: {fault}"
     else:
         return AttentionChoice(Attention(kernel, mesh, packed, config.sliding_window), "")
     return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
@@ -212,7 +212,7 @@ def cudnn_refusal(config: Architecture, packed: bool) -> str:
     try:
         program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
         program.compile()
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # JAX's checks refuse; cuDNN refuses
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of JAX's checks, of the compiler
         return brief(error)
     return ""
 

@@ -52,9 +52,9 @@ class Decoder(nnx.Module):
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
         float32. The backward pass recomputes each layer; with `remat` `products` it keeps the results of the layer's
-        matrix products. Without `attention` XLA computes attention; without `layout` there is one device,
-        or XLA chooses shardings. `lora` names the products with adapters, which are float32 zeros at first; vectors
-        are then float32.
+        matrix products. Without `attention` XLA computes attention; without `layout` there is one device, or XLA
+        chooses shardings. `lora` names the products with adapters. Adapters are float32 zeros at first; vectors are
+        then float32.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)

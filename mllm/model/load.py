@@ -71,7 +71,7 @@ class Policy:
         return trained if self.lora is None else self.join(trained, self.stored_params())
 
     def rematerialized(self, remat: str) -> "Policy":
-        """The policy whose backward pass recomputes activations as `remat` says; `auto` changes nothing."""
+        """The policy with another `remat` of its backward pass; `auto` changes nothing."""
         if remat == "auto":
             return self
         model = nnx.merge(self.graphdef, self.params)

@@ -4,7 +4,7 @@ The update is compiled with the most rows. If they don't fit, it is compiled wit
 suggest. If not even the fewest rows fit, the smallest change that would fit is searched, also by compiling.
 
 Where `products` is the faster `model.remat`, it is taken if `ENOUGH` tokens fit. `full` takes less memory. XLA for GPUs
-repeats operations of a program that would fill the memory, which costs more than `products` save.
+repeats operations of a program that would fill the memory. The repetition costs more than `products` save.
 """
 
 from collections.abc import Iterator, Sequence

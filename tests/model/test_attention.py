@@ -171,7 +171,7 @@ def test_attention_is_told_whether_rows_are_packed(monkeypatch):
         ("splash", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
         ("splash", {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 2 kv_heads"),
         ("cudnn", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
-        ("cudnn", {"head_dim": 256}, {}, "it has no gradient for heads of 256 on this GPU"),
+        ("cudnn", {"head_dim": 256}, {}, "its gradient for heads of 256 does not compile on this GPU"),
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
     ],
 )
@@ -199,7 +199,7 @@ def test_xla_is_chosen_where_cudnn_refuses_heads_of_256(refusal, on, monkeypatch
     on("gpu")
     monkeypatch.setattr(attention, "cudnn_attention", refuse)
     choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=256))
-    reason = "it has no gradient for heads of 256 on this GPU: not here"
+    reason = "its gradient for heads of 256 does not compile on this GPU: not here"
     assert choice == (None, f"cudnn can't be used: {reason}")
 
 

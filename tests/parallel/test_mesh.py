@@ -224,8 +224,9 @@ def test_loss_gradients_and_log_probs_match_one_device(family, shape):
     loss, gradients, logprobs = compute_results(family, shape)
     expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    near = 1e-4 if family == "qwen3_5_text" else 2e-5  # delta nets: 4e-5 seen
     for leaf, other in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-4 * np.abs(other).max())
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=near * np.abs(other).max())
     np.testing.assert_allclose(logprobs, expected_logprobs, atol=2e-5)
 
 

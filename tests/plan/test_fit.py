@@ -45,7 +45,7 @@ ONE = changed(AUTO, model={"remat": "products"})
 
 
 def peak(config):
-    """MiB of an update: activations by rows and tokens, more of them where more are kept."""
+    """MiB of an update: 1 a token of activations with `full`, 2 with `products`."""
     kept = 1 if config.model.remat == "full" else 2
     return 10 + config.micro_batch_size * config.examples.max_length * kept
 
