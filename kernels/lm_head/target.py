@@ -28,11 +28,11 @@ def multiprocessors() -> int:
     return getattr(device, "core_count", None) or getattr(device, "num_cores", None) or 132
 
 
-def why_not_hopper() -> str | None:
-    """Why the target device is not a Hopper GPU, or None."""
-    if platform() != "gpu":
-        return f"it needs a Hopper GPU, and this is a {platform()}"
-    device = _device()
+def why_not_hopper(mesh: Mesh | None = None) -> str | None:
+    """Why the target device, or the mesh's, is not a Hopper GPU, or None."""
+    if (name := platform(mesh)) not in ("gpu", "cuda"):
+        return f"it needs a Hopper GPU, and this is a {name}"
+    device = _device() if mesh is None else mesh.devices.flat[0]
     capability, kind = getattr(device, "compute_capability", None), device.device_kind  # abstract devices have none
     if capability == "9.0" or (capability is None and any(name in kind for name in ("H100", "H200", "H800", "H20"))):
         return None

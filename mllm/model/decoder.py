@@ -44,6 +44,7 @@ class Decoder(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["products", "full"] = "products",
         attention: Attention | None = None,
+        decode_kernel: bool = True,
         layout: Layout | None = None,
         lora: Lora | None = None,
     ) -> None:
@@ -52,15 +53,16 @@ class Decoder(nnx.Module):
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
         float32. The backward pass recomputes each layer; with `remat` `products` it keeps the results of the layer's
-        matrix products. Without `attention` XLA computes attention; without `layout` there is one device, or XLA
-        chooses shardings. `lora` names the products with adapters. Adapters are float32 zeros at first; vectors are
-        then float32.
+        matrix products. Without `attention` XLA computes attention. `decode_kernel` allows a kernel for the attention
+        of decode steps. Without `layout` there is one device, or XLA chooses shardings. `lora` names the products with
+        adapters. Adapters are float32 zeros at first; vectors are then float32.
         """
         self.config = config
         self.dtype = jnp.dtype(dtype)
         self.rounding = Rounding(self.dtype, dithered)
         self.remat = remat
         self.attention = attention
+        self.decode_kernel = decode_kernel
         self.layout = layout
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)

@@ -2,11 +2,11 @@
 
 Parameters and cache are one array per layer, because XLA for GPUs would copy slices of stacked arrays at every token.
 The cache is a pool of pages, each with consecutive tokens of one row, so memory follows the rows' own lengths (Kwon et
-al. 2023, arXiv:2309.06180). Attention takes the whole pool as a batch of pages. A page's queries are its row's queries,
-and the pages' softmaxes are merged by row (Dao et al. 2023, Flash-Decoding). So every key is read once, in place, by
-plain batched products, and shapes depend only on the number of pages. Recent tokens that are not in a page yet are in
-the tail, where all rows write at the same place. A layer with a delta net has one state per row instead of keys and
-values.
+al. 2023, arXiv:2309.06180). On Hopper GPUs a kernel reads the pages of each row (paged_attention.py). Elsewhere
+attention takes the whole pool as a batch of pages. A page's queries are its row's queries, and the pages' softmaxes are
+merged by row (Dao et al. 2023, Flash-Decoding). So every key is read once, in place, by plain batched products, and
+shapes depend only on the number of pages. Recent tokens that are not in a page yet are in the tail, where all rows
+write at the same place. A layer with a delta net has one state per row instead of keys and values.
 
 Letters: B rows, Q new tokens of each, P pages, M pages that a row may have, T places of a page, C places of the tail, X
 shards of rows and pages; D hidden size, H size of a head, N query heads, K key and value heads, G = N/K queries that
@@ -45,6 +45,7 @@ from mllm.model.layout import (
     split_layers,
 )
 from mllm.model.lora import Lora, merge_adapters
+from mllm.sampler.paged_attention import RowView, can_run
 
 
 class LayerCache(NamedTuple):
@@ -102,7 +103,7 @@ def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
         return nnx.split(model)[0]
     config = replace(model.config, tie_word_embeddings=False)  # merged, the head is a matrix of its own
     lora = replace(model.lora, targets=tuple(name for name in model.lora.targets if name != "head"))
-    options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "layout")}
+    options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "decode_kernel", "layout")}
     return nnx.split(Decoder.abstract(config, dithered=model.rounding.dithered, lora=lora, **options))[0]
 
 
@@ -203,10 +204,13 @@ def apply_tokens(
     positions = lengths[:, None] + offsets
     rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
-    views = [
-        View.of(kind.window, contents, lengths, offsets, tail[0].keys.shape[2], cache[0], shards)  # pages have one size
-        for kind, contents in zip(config.kinds, pages, strict=True)
-    ]
+    views: list[View | RowView]
+    kinds = zip((kind.window for kind in config.kinds), pages, strict=True)
+    if tokens.shape[1] == 1 and can_run(model):
+        views = [RowView.of(window, x.of_row, x.starts, lengths, done, shards) for window, x in kinds]
+    else:
+        sizes = tail[0].keys.shape[2], cache[0], shards  # pages have one size
+        views = [View.of(window, x, lengths, offsets, *sizes) for window, x in kinds]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
     filled, changed = [], []
@@ -230,7 +234,7 @@ def apply_layer(
     params: nnx.State,
     hidden: Float[jax.Array, "B Q D"],
     rotation: Float[jax.Array, "2 B Q 1 R"],
-    view: "View",
+    view: "View | RowView",
     cache: LayerCache,
     tail: LayerCache,
     done: Int[Any, ""],
@@ -244,7 +248,7 @@ def apply_layer(
     write = partial(jax.lax.dynamic_update_slice_in_dim, start_index=done, axis=2)
     updated = (write(kept, new.swapaxes(1, 2)) for kept, new in zip(tail, (keys, values), strict=True))
     written = LayerCache(*(constrain(layout, x, CACHED_KEYS) for x in updated))
-    hidden = layer.add_attention(hidden, view.attend(queries, cache, written), gate)
+    hidden = layer.add_attention(hidden, view.attend(queries, cache, written, layout), gate)
     return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), written
 
 
@@ -310,7 +314,7 @@ class View(NamedTuple):
         return cls(jnp.where(rows < 0, lengths.shape[0] // shards, rows), of_row, seen, recent)
 
     def attend(
-        self, queries: Float[jax.Array, "B Q N H"], cache: LayerCache, tail: LayerCache
+        self, queries: Float[jax.Array, "B Q N H"], cache: LayerCache, tail: LayerCache, _: Layout | None = None
     ) -> Float[jax.Array, "B Q N H"]:
         """softmax(q k^T / sqrt(H)) v over what is visible; scores, softmax and sums are float32."""
         shards, kv_heads, count = self.rows.shape[0], tail.keys.shape[1], queries.shape[1]
