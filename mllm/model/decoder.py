@@ -26,7 +26,7 @@ from mllm.model.attention import Attention, set_precision
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.delta_net import empty_state
 from mllm.model.int8 import Int8Matrix
-from mllm.model.layer import PRODUCT, AttentionLayer, DeltaLayer, rms_norm
+from mllm.model.layer import KEPT, AttentionLayer, DeltaLayer, rms_norm
 from mllm.model.layout import CACHED_KEYS, HIDDEN_STATES, KEYS, QUERIES, Layout, Params, constrain, gather_layer_float32
 from mllm.model.lora import Lora, adapter, add_adapter
 
@@ -253,11 +253,11 @@ def masked_attention(
 def rematerialize(step: Callable[..., Any], remat: Literal["products", "full"], dtype: DTypeLike) -> Callable[..., Any]:
     """The step of a scan, computed again in the backward pass.
 
-    With `products` the pass keeps the step's input and the results of its matrix products. With `full` it keeps the
-    residual stream alone, in `dtype`.
+    With `products` the pass keeps the step's input, the results of its matrix products, and the stream after attention
+    in place of the last of them. With `full` it keeps the step's input alone, in `dtype`.
     """
     if remat == "products":
-        policy = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
         return jax.checkpoint(step, policy=policy, prevent_cse=False)  # the scan keeps the two passes apart
 
     def forward(hidden: jax.Array, *operands: Any) -> tuple[Any, tuple]:

@@ -33,8 +33,8 @@ from mllm.model.int8 import Int8Matrix
 from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
 from mllm.model.lora import Lora, adapter
 
-PRODUCT = "product"
-"""The name of the products' results, by which a rematerialised layer can keep them."""
+KEPT = "kept"
+"""The name of arrays that a rematerialised layer can keep: results of products, and the stream after attention."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Layer(nnx.Module):
     ) -> Float[jax.Array, "B T O"]:
         """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as by `linear`.
 
-        The result has the name `PRODUCT` for `jax.checkpoint`.
+        The result has the name `KEPT` for `jax.checkpoint`.
         """
         a = getattr(self, f"{name}_a", None)
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
@@ -113,7 +113,7 @@ class Layer(nnx.Module):
             # Rounded once: the adapter's part is less than half the distance of two bfloat16 numbers at first.
             low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
             y = (y + self.lora_scale * low).astype(dtype or x.dtype)
-        return checkpoint_name(y, PRODUCT)
+        return checkpoint_name(y, KEPT)
 
     def add_feed_forward(self, hidden: Float[jax.Array, "B T D"]) -> Float[jax.Array, "B T D"]:
         """hidden + down(silu(gate(x)) * up(x)) with x = norm(hidden), in the dtype of hidden; Gemma's has GELU."""
@@ -182,6 +182,8 @@ class AttentionLayer(Layer):
         if gate is not None:
             attended = (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(attended.dtype)
         added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
+        if self.post_attention_norm is None:
+            return checkpoint_name(hidden + added, KEPT)  # in place of the product, which nothing else needs
         return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
 
 

@@ -113,6 +113,7 @@ def attend(
     rows, kv_heads, group, size = queries.shape
     slots = SLOTS[size]
     stride = min(BLOCK, keys.shape[2])
+    assert keys.shape[2] % stride == 0, "a page has at most 64 places, or a multiple of 64"
 
     def body(q: Any, k: Any, v: Any, tail_k: Any, tail_v: Any, of_row: Any, seen: Any, out: Any) -> None:
         row, head = lax.axis_index("row"), lax.axis_index("head")
@@ -190,7 +191,7 @@ def attend(
             swizzled((ROWS, size), q.dtype),
             *[swizzled((slots, BLOCK, size), q.dtype)] * 2,
             swizzled((ROWS, BLOCK), q.dtype),
-            plgpu.SMEM((size // COLUMNS, ROWS, COLUMNS), q.dtype),  # not in tiles: any number of its rows can be stored
+            plgpu.SMEM((size // COLUMNS, ROWS, COLUMNS), q.dtype),  # tiles of 8 rows would not divide every group
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2, num_barriers=slots),
         )

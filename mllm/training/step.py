@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from lm_head import TokenLogprobs
 from mllm.config.run import BatchShape
 from mllm.data.batch import Batch
+from mllm.model.attention import platform
 from mllm.model.layout import Params, axes_of, map_parameters
 from mllm.parallel.mesh import shard_batch, sharding
 from mllm.training.head import Head, HeadInputs
@@ -22,6 +23,9 @@ from mllm.training.optimizer import update_count, update_key, updated
 Carry = TypeVar("Carry")
 Metrics = dict[str, Float[Array, ""]]
 NONE_FROZEN: Params = nnx.State({})
+COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}}
+"""XLA's options for an update, by platform. XLA for GPUs fills and copies the arrays of all layers' results with zeros,
+although the loop over the layers writes every element (openxla/xla pull request 42808)."""
 
 
 class TrainState(NamedTuple):
@@ -129,7 +133,7 @@ def make_train_step(
     update, made or skipped: a skipped update does not advance the schedule.
     """
 
-    @jax.jit(donate_argnums=0)
+    @jax.jit(donate_argnums=0, compiler_options=COMPILER_OPTIONS.get(platform(forward.mesh)))
     def train_step(
         state: TrainState, batch: Batch, frozen: Params = NONE_FROZEN, teacher: Params = NONE_FROZEN
     ) -> tuple[TrainState, Metrics]:

@@ -1,5 +1,6 @@
 """Devices that aren't there: their names, the compilers' account of memory, and their decode steps for v6e and H100."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -156,6 +157,16 @@ class TestByTheGpuCompiler:
         settings = ["model.init=random", "micro_batch_size=16", f"model.remat={remat}"]
         config = configs.load("qwen25_3b_grpo.yaml", settings)
         assert targets.account(*Programs(config, mesh).update(), mesh).repeats == repeats
+
+    def test_arrays_of_all_layers_are_not_filled_with_zeros_first(self):
+        """Kept products of 24 layers, 4 rows and 1,536 tokens."""
+        mesh = targets.mesh("h100", (1, 1, 1), AXES)
+        settings = ["model.init=random", "micro_batch_size=4", "model.remat=products"]
+        update = Programs(configs.load("qwen25_0p5b_grpo.yaml", settings), mesh).update()
+        program = targets.compiled(*update, mesh, targets.CUBLAS).as_text()
+        made = re.findall(r"= bf16\[24,4,1536,4864\]\S* (?:fusion|copy|custom-call)\(\).*", program)
+        assert len(made) == 2  # gate and up
+        assert all('custom_call_target="AllocateBuffer"' in line for line in made)
 
     @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
     def test_decoding_on_an_h100_copies_no_weights_or_cache(self, source, slots):

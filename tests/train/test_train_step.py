@@ -21,7 +21,7 @@ from mllm.parallel.processes import RowShare
 from mllm.training import head
 from mllm.training.head import HeadInputs
 from mllm.training.optimizer import make_optimizer
-from mllm.training.step import abstract_state, accumulate, init_state, make_logprob_pass
+from mllm.training.step import COMPILER_OPTIONS, abstract_state, accumulate, init_state, make_logprob_pass
 
 ROWS, LENGTH = 8, 16
 BATCH = random_batch(ROWS, LENGTH)
@@ -121,6 +121,14 @@ def test_an_update_without_a_finite_gradient_moves_nothing():
         assert 0.5 < moved / rates[-1] < 1.5 if batch is BATCH else moved == 0
     np.testing.assert_allclose(rates, [5e-3, 5e-3, 1e-2, 1e-2, 1e-2, 1e-2, 1e-2 * 7 / 8], rtol=1e-6)
     assert state.step == 7
+
+
+@pytest.mark.parametrize("platform", COMPILER_OPTIONS)
+def test_xla_has_the_options_of_an_update(platform):
+    """It refuses an option that it does not have, for any device."""
+    assert jax.jit(lambda x: x + 1, compiler_options=COMPILER_OPTIONS[platform])(1) == 2
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1, compiler_options={"xla_gpu_no_such_option": True})(1)
 
 
 @pytest.mark.slow
