@@ -171,7 +171,7 @@ class TestByTheGpuCompiler:
     @pytest.mark.parametrize(("source", "slots"), [(QWEN2, 320), (QWEN3, 80), (LLAMA, 80), (GEMMA, 80)])
     def test_decoding_on_an_h100_copies_no_weights_or_cache(self, source, slots):
         program = decode_program("h100", source, slots, (1, 1, 1))
-        assert program.memory_analysis().temp_size_in_bytes <= 288 * 2**20  # the most are scores of pages and logits
+        assert program.memory_analysis().temp_size_in_bytes <= 200 * 2**20  # logits of 320 slots are 186 MiB
 
     def test_decoding_on_an_h100_keeps_one_array_of_states(self):
         """Left to itself XLA turns all states before a chunk of decode steps and after it."""
