@@ -157,15 +157,18 @@ class WavePlan(NamedTuple):
         """Number of the columns left that are taken at a time."""
         return min(self.sizes.chunk, round_up(max(1, vocabulary - self.kept_columns), self.sizes.tiles.columns))
 
-    def with_workspace(self, inputs: Inputs, room: int) -> "WavePlan":
-        """The plan with as many columns as `room` bytes keep, in chunks of one size.
+    def with_workspace(self, inputs: Inputs, options: Options, room: int) -> "WavePlan":
+        """The plan with as many columns as `room` bytes keep: all at once, or in chunks of one size.
 
-        Some of the room is for dy, so that chunks may be larger: half of the room that every column leaves, or an
-        eighth.
+        All columns of several waves, or of a small one, are taken at once. Otherwise some of the room is for dy, so
+        that chunks may be larger: half of the room that every column leaves, or an eighth.
         """
         (vocabulary, features), width = inputs.weight.shape, self.sizes.tiles.columns
         needed, bytes_a_tile = -(-vocabulary // width), self.rows * kept_bytes(width, self.sizes.tiles)
         beyond = room - bytes_a_tile * needed
+        small = self.rows < len(inputs.labels) or self.rows <= self.sizes.default_rows
+        if beyond >= 0 and small and inputs.weight.dtype == options.dtype:
+            return self._replace(kept_columns=needed * width, kept_chunk=needed * width, whole=True)
         spare = min(beyond // 2 if beyond >= 0 else room // 8, _MOST_SPARE)
         sizes, fitting = choose(self.rows, vocabulary, features, spare), (room - spare) // bytes_a_tile
         chunks = -(-min(needed, fitting) // (sizes.chunk // width))
@@ -177,21 +180,13 @@ class WavePlan(NamedTuple):
 
 
 def make_plan(inputs: Inputs, options: Options) -> WavePlan:
-    """The plan; of several waves, or a small one, with every column kept, backward takes every column at once."""
-    plan, rows = _waves_or_columns(inputs, options), len(inputs.labels)
-    small = plan.rows < rows or plan.rows <= plan.sizes.default_rows
-    all_kept = plan.kept_columns >= len(inputs.weight) and inputs.weight.dtype == options.dtype
-    return plan._replace(whole=small and all_kept)
-
-
-def _waves_or_columns(inputs: Inputs, options: Options) -> WavePlan:
     """Keep every logit if there is room; else every column of some rows, or some columns of every row, by cost."""
     vocabulary, features = inputs.weight.shape
     sizes = choose(len(inputs.labels), vocabulary, features)
     tiles, rows = sizes.tiles, sizes.rows(len(inputs.labels))
     bytes_a_row = kept_bytes(round_up(vocabulary, tiles.columns), tiles)
     room = sizes.default_rows * bytes_a_row if options.workspace is None else options.workspace
-    plan = WavePlan(sizes, rows).with_workspace(inputs, room)
+    plan = WavePlan(sizes, rows).with_workspace(inputs, options, room)
     if plan.kept_columns >= vocabulary or not options.wants_weight:
         return plan
     # Several waves are summed in float32, which is an array beside dW unless dW is float32 itself.
@@ -201,4 +196,5 @@ def _waves_or_columns(inputs: Inputs, options: Options) -> WavePlan:
     cost = sizes.wave_rows[inputs.weight.dtype != options.dtype]
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
-    return WavePlan(sizes, round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)).with_workspace(inputs, room)
+    wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
+    return WavePlan(sizes, wave).with_workspace(inputs, options, room)
