@@ -284,3 +284,24 @@ def test_waves_blocks_and_clusters_match_float64(sizes, shape, objective, worksp
     problem, weights = GPU._replace(shape=shape).problem(), sparse_weights(shape[0])
     with gpu_tiles.override(sizes), strict_interpreter(multiprocessors=2):
         check_loss(problem, objective, weights, impl="mosaic_gpu", workspace=workspace)
+
+
+@engines.needs_interpreter
+@pytest.mark.slow
+def test_a_frozen_weight_has_waves_without_a_sum():
+    """Room for the logits of 128 of 400 rows."""
+    from strict_gpu import strict_interpreter
+
+    problem, weights = GPU._replace(shape=(400, V, D)).problem(), sparse_weights(400)
+    operands = cases.operands_for(problem, CLIPPED)
+
+    def loss(hidden: jax.Array) -> jax.Array:
+        options = {"weights": weights, "impl": "mosaic_gpu", "workspace": SOME_ROWS}
+        return token_loss(hidden, *problem[1:], CLIPPED, *operands, **options)[0]
+
+    with gpu_tiles.override(engines.GPU_SIZES), strict_interpreter(multiprocessors=2):
+        program = jax.jit(jax.grad(loss))
+        assert "lm_head_hidden" not in str(program.trace(problem.hidden).jaxpr)  # cuBLAS multiplies
+        got = program(problem.hidden)
+    want = exact_loss(*problem, CLIPPED, *operands, weights=weights).rows.answer.hidden
+    np.testing.assert_allclose(np.float64(got), want, rtol=2**-7, atol=2**-8 * np.abs(want).max())

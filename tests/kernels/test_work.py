@@ -154,6 +154,8 @@ def test_waves_on_hopper_take_every_column_at_once_by_default(vocabulary, featur
     plan = gpu_tiles.make_plan(inputs, Options(None, jnp.dtype(jnp.bfloat16), None, gradient_dtypes=dtypes))
     assert (plan.rows, plan.whole) == (2048, True)
     assert 0 <= plan.kept_columns - vocabulary < plan.sizes.tiles.columns
+    frozen = Options(None, jnp.dtype(jnp.bfloat16), None, wants_weight=False, gradient_dtypes=(jnp.dtype(BF16),) * 2)
+    assert gpu_tiles.make_plan(inputs, frozen) == plan, "without dW waves have no sum that costs time"
 
 
 TPUS = {"v5e": (197e12, 820e9), "v6e": (920e12, 1640e9)}  # operations and bytes a second

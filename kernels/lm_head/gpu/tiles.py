@@ -187,13 +187,15 @@ def make_plan(inputs: Inputs, options: Options) -> WavePlan:
     bytes_a_row = kept_bytes(round_up(vocabulary, tiles.columns), tiles)
     room = sizes.default_rows * bytes_a_row if options.workspace is None else options.workspace
     plan = WavePlan(sizes, rows).with_workspace(inputs, options, room)
-    if plan.kept_columns >= vocabulary or not options.wants_weight:
+    if plan.kept_columns >= vocabulary:
         return plan
-    # Several waves are summed in float32, which is an array beside dW unless dW is float32 itself.
-    if gradient_dtypes(inputs, options)[1] != jnp.float32:
+    cost = sizes.wave_rows[inputs.weight.dtype != options.dtype]
+    if not options.wants_weight:
+        cost -= sizes.wave_rows[0]
+    elif gradient_dtypes(inputs, options)[1] != jnp.float32:
+        # Several waves are summed in float32, which is an array beside dW unless dW is float32 itself.
         room = 0 if options.workspace is None else max(0, room - 4 * inputs.weight.size)
     most = min(room // bytes_a_row, sizes.most_rows) // tiles.cluster_rows * tiles.cluster_rows
-    cost = sizes.wave_rows[inputs.weight.dtype != options.dtype]
     if not most or -(-rows // most) * cost >= rows * (1 - plan.kept_columns / vocabulary):
         return plan
     wave = round_up(-(-rows // -(-rows // most)), tiles.cluster_rows)
