@@ -120,11 +120,10 @@ def convolve(
     documents = documents_of(segments)
     inputs = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     input_documents = jnp.pad(documents, ((0, 0), (count, 0)))
-    y: Any = 0.0
+    wide, y = inputs.astype(jnp.float32), jnp.zeros((), jnp.float32)  # so the gradient's sum is rounded once
     for tap in range(count + 1):
         same = input_documents[:, tap : tap + time] == documents
-        tap_inputs = inputs[:, tap : tap + time].astype(jnp.float32) * taps[:, tap].astype(jnp.float32)
-        y += same[..., None] * tap_inputs
+        y += same[..., None] * (wide[:, tap : tap + time] * taps[:, tap].astype(jnp.float32))
     length = jnp.max(jnp.where(segments != 0, jnp.arange(1, time + 1), 0), axis=1, keepdims=True)
     positions = length + jnp.arange(count)
     last_document = jnp.take_along_axis(input_documents, length + count - 1, axis=1)

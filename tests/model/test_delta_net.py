@@ -121,6 +121,20 @@ def test_a_convolution_restarts_in_each_document_and_resumes() -> None:
 
 
 @cache
+def test_the_gradient_of_a_convolution_s_inputs_is_rounded_once() -> None:
+    rng = np.random.default_rng(0)
+    x, taps, slopes = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((1, 50, 64), (64, 4), (1, 50, 64)))
+    before = jnp.zeros((1, 3, 64), jnp.bfloat16)
+    total = lambda x: jnp.sum(convolve(x, taps, segments_of(50), before)[0] * slopes)  # noqa: E731
+    expected, scale = np.zeros(x.shape), np.zeros(x.shape)
+    for tap, ahead in enumerate((3, 2, 1, 0)):
+        added = np.float64(slopes)[:, ahead:] * np.float64(taps)[:, tap]
+        expected[:, : 50 - ahead] += added
+        scale[:, : 50 - ahead] += np.abs(added)
+    wrong = np.abs(np.float64(jax.grad(total)(x)) - expected)
+    assert (wrong <= 2**-8 * np.abs(expected) + 8 * EPSILON * scale).all()
+
+
 def made(*kinds: str) -> tuple[Architecture, nnx.State]:
     sizes = replace(weights.read_config(FOLDER), layer_types=kinds, num_hidden_layers=len(kinds), initializer_range=0.1)
     return sizes, nnx.state(Decoder(sizes, rngs=nnx.Rngs(0)))
