@@ -141,14 +141,23 @@ def written(
 ) -> Float[jax.Array, "P K T H"]:
     """The pool with each row's tokens in its pages `places`, from `offsets` on; indices beyond the pool are skipped.
 
-    Whole pages are written: a scatter of single tokens is a loop on TPUs.
+    A GPU writes single tokens. Elsewhere whole pages are written: a scatter of single tokens is a loop on TPUs.
     """
     size, (rows, count) = pool.shape[2], places.shape
-    index = jnp.arange(count * size) - offsets[:, None]
-    moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
-    moved = moved.reshape(rows, -1, count, size, new.shape[3]).swapaxes(1, 2)
-    fresh = ((index >= 0) & (index < new.shape[2])).reshape(rows, count, 1, size, 1)
-    return pool.at[places].set(jnp.where(fresh, moved, pool.at[places].get(mode="clip")), mode="drop")
+
+    def by_token(pool: Float[jax.Array, "P K T H"]) -> Float[jax.Array, "P K T H"]:
+        index = offsets[:, None] + jnp.arange(new.shape[2])
+        pages = jnp.take_along_axis(places, index // size, axis=1, mode="fill", fill_value=pool.shape[0])
+        return pool.at[pages, :, index % size].set(new.swapaxes(1, 2), mode="drop")
+
+    def by_page(pool: Float[jax.Array, "P K T H"]) -> Float[jax.Array, "P K T H"]:
+        index = jnp.arange(count * size) - offsets[:, None]
+        moved = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1)[:, None, :, None], axis=2)
+        moved = moved.reshape(rows, -1, count, size, new.shape[3]).swapaxes(1, 2)
+        fresh = ((index >= 0) & (index < new.shape[2])).reshape(rows, count, 1, size, 1)
+        return pool.at[places].set(jnp.where(fresh, moved, pool.at[places].get(mode="clip")), mode="drop")
+
+    return jax.lax.platform_dependent(pool, cuda=by_token, default=by_page)
 
 
 @partial(jax.jit, static_argnames=("graphdef", "options"), donate_argnames=("tail", "states"))

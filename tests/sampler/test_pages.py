@@ -103,7 +103,10 @@ def test_only_pages_of_a_row_are_merged_on_every_platform(platform, monkeypatch)
         np.testing.assert_allclose(merged, np.array(expected), rtol=1e-6)
 
 
-def test_tokens_are_written_from_an_offset_and_nowhere_else():
+@pytest.mark.parametrize("platform", ["cuda", "default"])
+def test_tokens_are_written_from_an_offset_and_nowhere_else(platform, monkeypatch):
+    chosen = lambda x, **ways: ways[platform](x)  # noqa: E731
+    monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     rng = np.random.default_rng(0)
     pool, new = rng.normal(size=(6, 2, 4, 3)), rng.normal(size=(2, 2, 5, 3))
     places, offsets = np.array([[4, 0, 6], [6, 1, 2]]), np.array([2, 3])  # 6 is no page
