@@ -22,7 +22,10 @@ from tiny import ARCHITECTURE, config
 
 from lm_head import target
 from mllm.config import load as configs
+from mllm.model.architecture import Architecture
+from mllm.model.decoder import Decoder
 from mllm.model.load import load_policy
+from mllm.model.lora import Lora
 from mllm.parallel.mesh import AXES, make_mesh
 from mllm.plan import targets
 from mllm.plan.programs import Programs, RolloutPrograms
@@ -137,6 +140,13 @@ def test_a_row_sees_its_last_tokens(data):
         np.testing.assert_array_equal(in_pages, rows.keys[row][tokens - seen : length])
 
 
+def test_an_empty_slot_reads_no_page():
+    """Its length may be that of a sequence that has left."""
+    of_row, starts = jnp.array([[1, 3], [3, 3]]), jnp.array([0, 0, 16])  # of three pages
+    view = RowView.of(None, of_row, starts, jnp.array([16, 40]), jnp.int32(2), shards=1)
+    assert view.seen.tolist() == [[0, 16, 0, 3], [0, 0, 0, 3]]
+
+
 def by_xla(queries, keys, values, new_keys, new_values, of_row, seen):
     """What the kernel computes, in float32."""
     outputs = []
@@ -207,6 +217,16 @@ def test_the_kernel_runs_on_hopper_gpus_unless_xla_is_asked_for(sizes, runs, mon
     model = model_of(**sizes)
     assert paged_attention.can_run(model) == runs
     assert all(mesh is model.layout.mesh for mesh in meshes)
+
+
+def test_a_merged_head_leaves_the_choice_of_the_kernel():
+    """Decoding weights then have another graph of modules."""
+    config, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(rank=2, alpha=2.0, targets=("q", "head"))
+    graphs = [
+        decoding.decoding_graphdef(Decoder.abstract(config, lora=lora, decode_kernel=allowed))
+        for allowed in (True, True, False)
+    ]
+    assert graphs[0] == graphs[1] != graphs[2]
 
 
 def test_other_devices_have_no_kernel():
