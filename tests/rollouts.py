@@ -1,5 +1,6 @@
 """GRPO's source without a model, with random completions and rewards by their numbers; a token's distribution."""
 
+from array import array
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -32,7 +33,8 @@ class RandomCompletions(Sampler):
             tokens, logprobs = rng.integers(1, 256, length).tolist(), (-rng.random(length, np.float32) - 1).tolist()
             kept, text = [length / LIMIT] * length, f"{first_sequence + number}"
             norms = [token / 256 for token in tokens]
-            completions.append(Completion(tokens, logprobs, kept, norms, finished=length < LIMIT, text=text))
+            sampled = array("i", tokens), *(array("f", x) for x in (logprobs, kept, norms))
+            completions.append(Completion(*sampled, finished=length < LIMIT, text=text))
         return completions
 
 

@@ -44,7 +44,7 @@ def test_each_completion_gets_its_weight_and_advantage(baseline):
     assert len(packed) == 2 * GROUP
     for prompt, made, advantage in zip(prompts, completions, advantages, strict=True):
         fields, learned = packed[*prompt, *made.tokens], np.s_[len(prompt) - 1 :]
-        assert fields[3, learned].tolist() == made.tokens
+        assert fields[3, learned].tolist() == made.tokens.tolist()
         np.testing.assert_array_equal(fields[4, learned], np.float32(1 / (8 * len(made.tokens))))
         np.testing.assert_array_equal(fields[5, learned], np.float32(advantage))
         np.testing.assert_array_equal(fields[6, learned], made.logprobs)

@@ -1,5 +1,6 @@
 """Evaluation gives mean rewards, and where there are answers a count of right completions with Wilson's interval."""
 
+from array import array
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +35,8 @@ class FixedTexts(Sampler):
         numbers = [TOKENS.index(prompt) for prompt in prompts]
         texts = [GREEDY[i] if greedy else SAMPLED[i][numbers[:n].count(i)] for n, i in enumerate(numbers)]
         made = zip(numbers, texts, strict=True)
-        return [Completion([0] * (i + 1), [0.0] * (i + 1), finished=True, text=text) for i, text in made]
+        zeros = lambda i: (array("i", [0] * (i + 1)), array("f", [0.0] * (i + 1)))  # noqa: E731
+        return [Completion(*zeros(i), finished=True, text=text) for i, text in made]
 
 
 class Lengths(InstantRewards):

@@ -140,7 +140,7 @@ class Average(Forward):
     """In the place of model and head: the loss is the mean of the parameters."""
 
     def __init__(self):
-        self.shape = BatchShape(length=10, micro=1, total=1, shards=1)
+        self.shape, self.mesh = BatchShape(length=10, micro=1, total=1, shards=1), make_mesh(MeshConfig())
 
     def loss(self, params, batch, teacher=None):
         return jnp.mean(params["w"][...].astype(jnp.float32)), batch.weights
