@@ -144,8 +144,8 @@ def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, work
     assert count >= 4 - workspace * MIB / (2 * plan.rows * len(weight))
 
 
-@pytest.mark.parametrize("rows", [2000, 8192, 16384])
-@pytest.mark.parametrize("features", [640, 896, 1024, 2048, 3584, 5120])
+@pytest.mark.parametrize("rows", [2000, 16384])
+@pytest.mark.parametrize("features", [640, 1024, 2048, 3584])
 @pytest.mark.parametrize("vocabulary", [128_256, 151_936, 152_064, 248_320, 262_208])
 def test_waves_on_hopper_take_every_column_at_once_by_default(vocabulary, features, rows):
     """A float32 dW of a bfloat16 copy, as a trainer asks for. No chunk of columns divides all of these vocabularies."""

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from compiled_program import FOR_GPUS
 from flax import nnx
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_rollout import OPTIONS, WINDOWS, check, complete, made, sample_groups
 from tiny import ARCHITECTURE, config
@@ -125,6 +125,7 @@ def test_the_kernel_matches_float64(case):
     check_against_float64(result, rows)
 
 
+@settings(max_examples=20)
 @given(st.data())
 def test_a_row_sees_its_last_tokens(data):
     """Also with a window that ends in the pages, at their start, or in the tail."""
