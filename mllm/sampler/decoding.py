@@ -204,13 +204,14 @@ def apply_tokens(
     positions = lengths[:, None] + offsets
     rotations = [rotary(positions, kind, config.rotary_dim) for kind in config.kinds]
     shards = 1 if layout is None else layout.row_shards
-    views: list[View | RowView]
-    kinds = zip((kind.window for kind in config.kinds), pages, strict=True)
-    if tokens.shape[1] == 1 and can_run(model):
-        views = [RowView.of(window, x.of_row, x.starts, lengths, done, shards) for window, x in kinds]
-    else:
-        sizes = tail[0].keys.shape[2], cache[0], shards  # pages have one size
-        views = [View.of(window, x, lengths, offsets, *sizes) for window, x in kinds]
+    places, size = tail[0].keys.shape[2], cache[0].keys.shape[2]  # pages have one size
+
+    def view_of(window: int | None, contents: Pages) -> View | RowView:
+        if tokens.shape[1] == 1 and can_run(model, contents.of_row.shape[1] * size):
+            return RowView.of(window, contents.of_row, contents.starts, lengths, done, shards)
+        return View.of(window, contents, lengths, offsets, places, cache[0], shards)
+
+    views = [view_of(kind.window, contents) for kind, contents in zip(config.kinds, pages, strict=True)]
     hidden = constrain(layout, model.look_up(tokens), HIDDEN_STATES)
     segments = jnp.ones_like(tokens) if real is None else real.astype(jnp.int32)
     filled, changed = [], []

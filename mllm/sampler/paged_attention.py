@@ -38,13 +38,17 @@ COLUMNS = 64
 LOG2E = math.log2(math.e)
 FLOOR = -1e30
 """The score of a key that is not seen."""
+LONGEST = 4096
+"""Places of a row. One thread block reads them in turn. At the end of a rollout, when few long rows are left, XLA's
+kernels read more of them at a time. By arithmetic both take as long for a row of this length."""
 
 
-def can_run(model: Decoder) -> bool:
-    """Whether the kernel can compute the model's decode steps, and may."""
+def can_run(model: Decoder, places: int) -> bool:
+    """Whether the kernel may compute the model's decode steps, and is the faster way for rows of so many places."""
     config, mesh = model.config, None if model.layout is None else model.layout.mesh
     fits = config.head_dim in SLOTS and config.num_attention_heads <= ROWS * config.num_key_value_heads
-    return model.decode_kernel and model.dtype == jnp.bfloat16 and fits and target.why_not_hopper(mesh) is None
+    allowed = model.decode_kernel and model.dtype == jnp.bfloat16 and places <= LONGEST
+    return allowed and fits and target.why_not_hopper(mesh) is None
 
 
 class RowView(NamedTuple):

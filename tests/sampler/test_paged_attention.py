@@ -168,15 +168,18 @@ def by_xla(queries, keys, values, new_keys, new_values, of_row, seen):
 def kernel_steps(monkeypatch):
     """Decode steps take `RowView`, with XLA in place of the kernel."""
     used = []
-    monkeypatch.setattr(decoding, "can_run", lambda model: used.append(model.decode_kernel) or True)
+    monkeypatch.setattr(decoding, "can_run", lambda model, places: used.append(places) or True)
     monkeypatch.setattr(paged_attention, "attend", by_xla)
-    yield
+    yield used
     assert used
 
 
 @pytest.mark.slow
-def test_rollouts_by_rows_match_the_model_without_a_cache(kernel_steps):
+@pytest.mark.parametrize("by_rows", ["all layers", "one kind of layers"])
+def test_rollouts_by_rows_match_the_model_without_a_cache(by_rows, kernel_steps, monkeypatch):
     """Layers with and without a window; completions fill several pages."""
+    if by_rows != "all layers":
+        monkeypatch.setattr(decoding, "can_run", lambda *_: kernel_steps.append(0) or len(kernel_steps) % 2)
     model, prompts = made(WINDOWS), [[1, 2, 3], [4] * 12, [5]]
     options = OPTIONS.model_copy(update={"max_completion_length": 70, "top_k": 0, "top_p": 1.0, "temperature": 1.0})
     check(model, prompts, complete(model, prompts, options, stops=(-1,)))
@@ -216,7 +219,8 @@ def test_the_kernel_runs_on_hopper_gpus_unless_xla_is_asked_for(sizes, runs, mon
     meshes = []
     monkeypatch.setattr(target, "why_not_hopper", lambda mesh: meshes.append(mesh))
     model = model_of(**sizes)
-    assert paged_attention.can_run(model) == runs
+    assert paged_attention.can_run(model, 4096) == runs
+    assert not paged_attention.can_run(model, 4352), "few long rows would keep few multiprocessors busy"
     assert all(mesh is model.layout.mesh for mesh in meshes)
 
 
@@ -231,7 +235,7 @@ def test_a_merged_head_leaves_the_choice_of_the_kernel():
 
 
 def test_other_devices_have_no_kernel():
-    assert not paged_attention.can_run(model_of())
+    assert not paged_attention.can_run(model_of(), 64)
 
 
 @pytest.mark.gpu
