@@ -29,7 +29,7 @@ from mllm.model.lora import Lora
 from mllm.parallel.mesh import AXES, make_mesh
 from mllm.plan import targets
 from mllm.plan.programs import Programs, RolloutPrograms
-from mllm.sampler import decoding, paged_attention, schedule
+from mllm.sampler import decoding, paged_attention, schedule, slots
 from mllm.sampler.paged_attention import RowView
 from mllm.sampler.slots import CHUNK
 
@@ -166,11 +166,15 @@ def by_xla(queries, keys, values, new_keys, new_values, of_row, seen):
 
 @pytest.fixture
 def kernel_steps(monkeypatch):
-    """Decode steps take `RowView`, with XLA in place of the kernel."""
-    used = []
+    """Decode steps take `RowView`, with XLA in place of the kernel; the programs are not left to other tests."""
+    used, programs = [], (slots.decode, decoding.apply_layer)
+    for program in programs:
+        program.clear_cache()
     monkeypatch.setattr(decoding, "can_run", lambda model, places: used.append(places) or True)
     monkeypatch.setattr(paged_attention, "attend", by_xla)
     yield used
+    for program in programs:
+        program.clear_cache()
     assert used
 
 
