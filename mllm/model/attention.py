@@ -212,7 +212,7 @@ def cudnn_refusal(config: Architecture, packed: bool) -> str:
     try:
         program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
         program.compile()
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of JAX's checks, of the compiler
+    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of JAX before Hopper; of the compiler
         return brief(error)
     return ""
 

@@ -253,8 +253,8 @@ def masked_attention(
 def rematerialize(step: Callable[..., Any], remat: Literal["products", "full"], dtype: DTypeLike) -> Callable[..., Any]:
     """The step of a scan, computed again in the backward pass.
 
-    With `products` the pass keeps the step's input, the results of its matrix products, and the stream after attention
-    in place of the last of them. With `full` it keeps the step's input alone, in `dtype`.
+    With `products` the pass keeps the step's input and the results of its matrix products, or instead of attention's
+    last product the stream after attention. With `full` it keeps the step's input alone, in `dtype`.
     """
     if remat == "products":
         policy = jax.checkpoint_policies.save_only_these_names(KEPT)

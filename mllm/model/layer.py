@@ -183,7 +183,7 @@ class AttentionLayer(Layer):
             attended = (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(attended.dtype)
         added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
         if self.post_attention_norm is None:
-            return checkpoint_name(hidden + added, KEPT)  # in place of the product, which nothing else needs
+            return checkpoint_name(hidden + added, KEPT)  # in place of the product: nothing else needs the product
         return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
 
 

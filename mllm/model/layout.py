@@ -205,6 +205,19 @@ class Layout:
         return map_parameters(gathered, params, prefix)
 
 
+def on_each_device(
+    layout: Layout | None, function: Callable[..., jax.Array], axes: tuple[Axes, ...]
+) -> Callable[..., jax.Array]:
+    """The function mapped over devices; `axes` are its arguments' logical axes, and the result has the first.
+
+    Inside jit. Rows never move between devices.
+    """
+    if layout is None or layout.mesh.size == 1:
+        return function
+    specs = tuple(layout.sharding(names).spec for names in axes)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+
 def constrain(layout: Layout | None, array: Any, axes: Axes) -> Any:
     """The array with the layout's sharding; as it is where there is no layout."""
     return array if layout is None else layout.constrain(array, axes)

@@ -3,7 +3,7 @@
 A thread block takes the queries of one row that share a key head. It reads the row's keys and values, 64 places at a
 time, and keeps the running maximum, sum and output of the softmax in registers (FlashAttention, arXiv:2205.14135,
 section 3.1). Meanwhile TMA reads the next places. WGMMA multiplies 64 rows at a time, so the queries are padded with
-zeros. A decode step takes as long as the bytes of its cache, which the zeros do not change.
+zeros. The zeros add no bytes, and bytes bound a decode step.
 
 `View.attend` computes the same with eleven of XLA's kernels. No GPU has run this kernel. Tests compare it with float64
 under JAX's interpreter, and compile it for an H100.
@@ -12,20 +12,17 @@ Letters: B rows, K key heads, G queries that share a key head, N = K G query hea
 that a row may have, T places of a page, C places of the tail; R rows of a product.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Float, Int
 
 from lm_head import target
-from lm_head.gpu.products import swizzled
+from lm_head.softmax import FLOOR
 from mllm.model.decoder import Decoder
-from mllm.model.layout import CACHED_KEYS, Layout
+from mllm.model.layout import CACHED_KEYS, Layout, on_each_device
 
 ROWS = 64
 """Rows of a product: WGMMA's."""
@@ -35,16 +32,13 @@ SLOTS = {64: 3, 128: 2, 256: 2}
 """Blocks of keys and values in shared memory, by H; so 3, 2 and 1 thread blocks fit on a multiprocessor."""
 COLUMNS = 64
 """Columns of the output in a product: all sums of a head of 256 would not fit in registers beside the output."""
-LOG2E = math.log2(math.e)
-FLOOR = -1e30
-"""The score of a key that is not seen."""
 LONGEST = 4096
-"""Places of a row. One thread block reads them in turn. At the end of a rollout, when few long rows are left, XLA's
-kernels read more of them at a time. By arithmetic both take as long for a row of this length."""
+"""The most places of a row. One thread block reads all places of a row in turn, and XLA's kernels read pages side by
+side. By arithmetic both ways take as long for a row of this length, if few rows are left at the end of a rollout."""
 
 
 def can_run(model: Decoder, places: int) -> bool:
-    """Whether the kernel may compute the model's decode steps, and is the faster way for rows of so many places."""
+    """Whether the kernel may compute the model's decode steps for rows of so many places."""
     config, mesh = model.config, None if model.layout is None else model.layout.mesh
     fits = config.head_dim in SLOTS and config.num_attention_heads <= ROWS * config.num_key_value_heads
     allowed = model.decode_kernel and model.dtype == jnp.bfloat16 and places <= LONGEST
@@ -57,7 +51,7 @@ class RowView(NamedTuple):
     of_row: Int[jax.Array, "B M"]
     """Each row's pages in order; unused entries are the number of pages."""
     seen: Int[jax.Array, "B 4"]
-    """The first place that the row sees and the place after the last one: of its pages in order, then of its tail."""
+    """Begin and end of the places that the row sees in its pages, and begin and end of the places in its tail."""
 
     @classmethod
     def of(
@@ -92,11 +86,7 @@ class RowView(NamedTuple):
         """softmax(q k^T / sqrt(H)) v over what is visible, by the kernel on each device."""
         rows, _, heads, size = queries.shape
         kv_heads = tail[0].shape[1]
-        local = attend
-        if layout is not None and layout.mesh.size > 1:
-            by_head, by_row = layout.sharding(CACHED_KEYS).spec, layout.sharding(("batch",)).spec
-            specs = (*[by_head] * 5, by_row, by_row)
-            local = jax.shard_map(attend, mesh=layout.mesh, in_specs=specs, out_specs=by_head, check_vma=False)
+        local = on_each_device(layout, attend, (*[CACHED_KEYS] * 5, ("batch",), ("batch",)))
         grouped = queries.reshape(rows, kv_heads, heads // kv_heads, size)
         return local(grouped, *cache, *tail, self.of_row, self.seen).reshape(queries.shape)
 
@@ -114,6 +104,12 @@ def attend(
 
     `of_row` and `seen` are as in `RowView`. A row sees at least one place of its tail.
     """
+    from jax.experimental import pallas as pl  # Mosaic takes 0.3 s to import, and few runs have a Hopper GPU
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from lm_head.gpu.forward import LOG2E
+    from lm_head.gpu.products import COMPILER_PARAMS, swizzled
+
     rows, kv_heads, group, size = queries.shape
     slots = SLOTS[size]
     stride = min(BLOCK, keys.shape[2])
@@ -205,9 +201,7 @@ def attend(
         jax.ShapeDtypeStruct(queries.shape, queries.dtype),
         mesh=plgpu.Mesh(grid=(kv_heads, rows), grid_names=("head", "row")),
         name="paged_attention",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, reduction_scratch_bytes=0
-        ),
+        compiler_params=COMPILER_PARAMS,
     )
     whole_tiles = jnp.pad(queries, ((0, 0), (0, 0), (0, -group % 8), (0, 0)))  # TMA reads tiles of 8 rows
     return call(whole_tiles, keys, values, new_keys, new_values, of_row, seen)

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from mllm.config.rollout import RolloutConfig
 from mllm.model.decoder import Decoder
 from mllm.model.delta_net import DeltaState
-from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain
+from mllm.model.layout import CACHED_KEYS, Layout, Params, constrain, on_each_device
 from mllm.parallel.mesh import sharding
 from mllm.sampler import sampling
 from mllm.sampler.decoding import (
@@ -284,19 +284,6 @@ def add_tail(
         LayerCache(*(write(old, new, places[kind], lengths % size) for old, new in zip(pool, layer_tail, strict=True)))
         for kind, pool, layer_tail in zip(kinds, cache, tail, strict=True)
     )
-
-
-def on_each_device(
-    layout: Layout | None, function: Callable[..., jax.Array], axes: tuple[tuple[str, ...], ...]
-) -> Callable[..., jax.Array]:
-    """The function mapped over devices; `axes` are its arguments' logical axes, and the result has the first.
-
-    Inside jit. Rows never move between devices.
-    """
-    if layout is None or layout.mesh.size == 1:
-        return function
-    specs = tuple(layout.sharding(names).spec for names in axes)
-    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
 
 
 def on_devices(layout: Layout | None, tree: Any) -> Any:

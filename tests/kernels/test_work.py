@@ -148,7 +148,7 @@ def test_a_loss_on_hopper_takes_as_few_products_as_documented(rows, weight, work
 @pytest.mark.parametrize("features", [640, 1024, 2048, 3584])
 @pytest.mark.parametrize("vocabulary", [128_256, 151_936, 152_064, 248_320, 262_208])
 def test_waves_on_hopper_take_every_column_at_once_by_default(vocabulary, features, rows):
-    """A float32 dW of a bfloat16 copy, as a trainer asks for. No chunk of columns divides all of these vocabularies."""
+    """A trainer asks for a float32 dW of a bfloat16 copy. No chunk of columns divides every vocabulary."""
     inputs = Inputs(*shapes_of(rows, vocabulary, features, jnp.bfloat16, jnp.bfloat16), jnp.float32(1))
     dtypes = jnp.dtype(BF16), jnp.dtype(F32)
     plan = gpu_tiles.make_plan(inputs, Options(None, jnp.dtype(jnp.bfloat16), None, gradient_dtypes=dtypes))

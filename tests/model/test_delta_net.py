@@ -120,7 +120,6 @@ def test_a_convolution_restarts_in_each_document_and_resumes() -> None:
     np.testing.assert_array_equal(kept, before)
 
 
-@cache
 def test_the_gradient_of_a_convolution_s_inputs_is_rounded_once() -> None:
     rng = np.random.default_rng(0)
     x, taps, slopes = (jnp.asarray(rng.normal(size=size), jnp.bfloat16) for size in ((1, 50, 64), (64, 4), (1, 50, 64)))
@@ -135,6 +134,7 @@ def test_the_gradient_of_a_convolution_s_inputs_is_rounded_once() -> None:
     assert (wrong <= 2**-8 * np.abs(expected) + 8 * EPSILON * scale).all()
 
 
+@cache
 def made(*kinds: str) -> tuple[Architecture, nnx.State]:
     sizes = replace(weights.read_config(FOLDER), layer_types=kinds, num_hidden_layers=len(kinds), initializer_range=0.1)
     return sizes, nnx.state(Decoder(sizes, rngs=nnx.Rngs(0)))

@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 def random_rows(lengths, done, *, heads, size, page, window=None, kv_heads=2, seed=0):
-    """A row of length 0 has no pages. Pages are in any order; places that no row sees have numbers, too."""
+    """A row of length 0 has no pages. Pages are in any order. Unseen places have random numbers."""
     rng = np.random.default_rng(seed)
     needed = [range(max(0, length + 1 - (window or length + 1)) // page, -(-length // page)) for length in lengths]
     pages = sum(map(len, needed)) + 3
@@ -142,7 +142,7 @@ def test_a_row_sees_its_last_tokens(data):
 
 
 def test_an_empty_slot_reads_no_page():
-    """Its length may be that of a sequence that has left."""
+    """The slot may have the length of a sequence that has left."""
     of_row, starts = jnp.array([[1, 3], [3, 3]]), jnp.array([0, 0, 16])  # of three pages
     view = RowView.of(None, of_row, starts, jnp.array([16, 40]), jnp.int32(2), shards=1)
     assert view.seen.tolist() == [[0, 16, 0, 3], [0, 0, 0, 3]]
@@ -201,7 +201,7 @@ def test_rollouts_by_rows_are_alike_on_a_mesh(kernel_steps, monkeypatch):
 
 
 def model_of(attention=None, dtype="bfloat16", **sizes):
-    """A model whose heads are 64 wide."""
+    """A model with heads of 64."""
     sizes = {**ARCHITECTURE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, **sizes}
     settings = config(model={"architecture": sizes, "dtype": dtype, "attention": attention})
     policy = load_policy(settings, make_mesh(settings.mesh))

@@ -58,12 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--rows", type=positive(int), help="sequences in an update (batch_size)")
     add("--length", type=positive(int), help="tokens in a row (data.max_length)")
     add("--full", action="store_true", help=f"one document a row (data.packing=false); default: {DOCUMENTS}, packed")
-    add("--remat", choices=("products", "full"), help="model.remat")
     add("--repeats", type=positive(int), default=5, help="rounds timed, after one that is not (default 5)")
     add("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     options = parser.parse_intermixed_args(arguments)
     chosen: dict[str, Any] = {"batch_size": options.rows, "data.max_length": options.length}
-    chosen |= {"model.remat": options.remat, "data.packing": "false" if options.full else None}
+    chosen |= {"data.packing": "false" if options.full else None}
     chosen |= {"model.source": options.model, "model.architecture": "null" if options.model else None}
     settings = [f"{key}={value}" for key, value in chosen.items() if value is not None]
     config = configs.load(options.config, ["model.init=random", *settings, *options.overrides])

@@ -30,6 +30,9 @@ from .tiles import MULTIPLIERS, STAGES, Tiles
 # jax 0.10 requires an index beside the reference, 0.11 deprecates it, 0.12 has none.
 _INDEX = inspect.signature(plgpu.load).parameters.get("idx")
 _NO_INDEX = ((),) if _INDEX is not None and _INDEX.default is inspect.Parameter.empty else ()
+COMPILER_PARAMS = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, reduction_scratch_bytes=0
+)
 _LOADER_REGISTERS, _MULTIPLIER_REGISTERS = 24, 240  # for 128 loading and 256 multiplying threads: within 65536
 
 Scalar = Int[Array, ""]
@@ -82,10 +85,7 @@ def kernel(body: Callable[..., None], tiles: Tiles, name: str, out: Any = ()) ->
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
     )
-    params = plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Warpgroup, approx_math=True, reduction_scratch_bytes=0
-    )
-    return pl.kernel(body, out, mesh=mesh, name=name, compiler_params=params)
+    return pl.kernel(body, out, mesh=mesh, name=name, compiler_params=COMPILER_PARAMS)
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
