@@ -99,11 +99,19 @@ def _wait(*, token: Any, thread: Any, n: int) -> Any:
         with memory.lock:  # a read by an asynchronous unit is an event of its own
             memory.clocks[thread].async_smem_clock.inc(memory.thread_to_vc_position(thread))
             clock = memory.clocks[thread].copy().async_smem_clock
-        for operand in ("a", "b"):
+        in_registers = np.ndim(arguments["a_allocation_key_as_array"]) == 2  # the operand itself, in place of a key
+        for operand in "b" if in_registers else "ab":
             key, access = _place(arguments, operand)
             callbacks.get_races().check_read(thread, clock, key, access, source_info=arguments["source_info"])
-        _multiply(**arguments)
+        (_multiply_registers if in_registers else _multiply)(**arguments)
     return token
+
+
+def _multiply_registers(*, a_allocation_key_as_array: Any, thread: Any, **arguments: Any) -> None:
+    memory = callbacks._get_shared_memory()
+    b, sums = (memory.get_buffer_content(*_place(arguments, name), thread)[0] for name in ("b", "acc"))
+    sums += np.matmul(a_allocation_key_as_array, b, dtype=sums.dtype)
+    memory.store_buffer_content(*_place(arguments, "acc"), sums, thread)
 
 
 def _interpret_wait(self: Any, eqn: Any, token: Any, invals: Any) -> Any:
