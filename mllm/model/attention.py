@@ -1,9 +1,9 @@
 """Causal attention over whole sequences, within the documents packed in a row, by kernels that never store all scores.
 
-JAX's splash attention on TPUs, and cuDNN's on NVIDIA GPUs, compute a block of scores at a time (FlashAttention,
-arXiv:2205.14135, section 3.1). Splash attention supports segments; cuDNN's needs a mask, B T T numbers, for packed
-rows. JAX can also pass document offsets to cuDNN. Until jax-ml/jax pull request 39521, cuDNN then reads the wrong keys
-if several query heads share a key head. No test of the cuDNN path has run on a GPU.
+JAX's splash attention on TPUs, cuDNN's on NVIDIA GPUs, and the kernels of packed_attention.py on Hopper GPUs compute a
+block of scores at a time (FlashAttention, arXiv:2205.14135, section 3.1). cuDNN's needs a mask, B T T numbers, for
+packed rows. JAX can also pass document offsets to cuDNN. Until jax-ml/jax pull request 39521, cuDNN then reads the
+wrong keys if several query heads share a key head. No test of the paths for GPUs has run on a GPU.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from lm_head.precision import precision_of
-from mllm.errors import brief
+from lm_head.target import why_not_hopper
 from mllm.model.architecture import Architecture
 from mllm.model.layout import KEYS, QUERIES
 from mllm.parallel.mesh import RULES, sharding
 
-AttentionKernel = Literal["splash", "cudnn"]
-KERNELS: dict[str, AttentionKernel] = {"tpu": "splash", "gpu": "cudnn"}
-
-HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {"splash": (64, 128, 256), "cudnn": (64, 128, 256)}
-"""Head sizes of published models that each kernel supports; cuDNN supports 256 only if `cudnn_refusal` is empty."""
-COMMON = 128
-"""The largest head size that cuDNN supports on all GPUs from compute capability 8.0 on."""
+AttentionKernel = Literal["splash", "cudnn", "mosaic_gpu"]
+HEAD_DIMS: dict[AttentionKernel, tuple[int, ...]] = {
+    "splash": (64, 128, 256),
+    "cudnn": (64, 128),
+    "mosaic_gpu": (64, 128, 256),
+}
+"""Head sizes of published models that each kernel supports; cuDNN on all GPUs from compute capability 8.0 on."""
 
 BLOCKS = (512, 256, 128)
 """Queries, or keys, in a block of splash attention; the largest that divides the sequence is taken.
@@ -72,8 +72,15 @@ class Attention:
             jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2)) for x in (queries, keys, values, segments)
         ]
         heads, kv_heads = sharding(self.mesh, QUERIES).spec, sharding(self.mesh, KEYS).spec
+        rows = sharding(self.mesh, ("batch", "time")).spec
         local: Callable[..., jax.Array]
-        if self.kernel == "splash":
+        if self.kernel == "mosaic_gpu":
+            from mllm.model import packed_attention  # Mosaic takes 0.3 s to import, and few runs have a Hopper GPU
+
+            *padded, ids = padded
+            padded += packed_attention.reach(ids, window)
+            local, window = packed_attention.attend, None
+        elif self.kernel == "splash":
             local = partial(splash_attention, interpret=platform(self.mesh) != "tpu")
         else:
             implementation: Literal["xla", "cudnn"] = "cudnn" if platform(self.mesh) == "gpu" else "xla"
@@ -81,7 +88,7 @@ class Attention:
         sharded = partial(
             jax.shard_map,
             mesh=self.mesh,
-            in_specs=(heads, kv_heads, kv_heads, sharding(self.mesh, ("batch", "time")).spec),
+            in_specs=(heads, kv_heads, kv_heads, *[rows] * (len(padded) - 3)),
             out_specs=heads,
             check_vma=False,  # a Pallas kernel does not say over which axes its results vary
         )
@@ -173,7 +180,7 @@ def choose(
     `packed` says whether a row may hold several documents.
     """
     device, axis, kv_heads = mesh.devices.flat[0], RULES["kv_heads"], config.num_key_value_heads
-    kernel = KERNELS.get(platform(mesh))
+    kernel = kernel_for(config, mesh, packed)
     if setting == "xla":
         return AttentionChoice(None, "model.attention asks for it")
     if kernel is None:
@@ -187,34 +194,21 @@ def choose(
         obstacle = "cuDNN picks its kernel on the GPU, which is not here"  # so --plan assumes XLA's attention
     elif kernel == "cudnn" and float(getattr(device, "compute_capability", 8)) < 8:
         obstacle = "it needs a GPU of compute capability 8.0"
-    elif kernel == "cudnn" and jnp.dtype(dtype) != jnp.bfloat16:
+    elif kernel != "splash" and jnp.dtype(dtype) != jnp.bfloat16:
         obstacle = f"it computes in bfloat16, and model.dtype is {jnp.dtype(dtype)}"
-    elif kernel == "cudnn" and config.head_dim > COMMON and (fault := cudnn_refusal(config, packed)):
-        obstacle = f"its gradient for heads of {config.head_dim} does not compile on this GPU: {fault}"
     else:
         return AttentionChoice(Attention(kernel, mesh, packed, config.sliding_window), "")
     return AttentionChoice(None, f"{kernel} can't be used: {obstacle}")
 
 
-def cudnn_refusal(config: Architecture, packed: bool) -> str:
-    """The error of compiling cuDNN's attention with its gradient for this model's heads; empty if it compiles.
-
-    Support depends on the GPU and on the library's version. JAX's own checks allow gradients that cuDNN may lack. A
-    missing library raises RuntimeError, as it does for other heads.
-    """
-
-    def total(queries: jax.Array, keys: jax.Array, segments: jax.Array) -> jax.Array:
-        return jnp.sum(cudnn_attention(queries, keys, keys, segments, packed, window=config.sliding_window))
-
-    group = config.num_attention_heads // config.num_key_value_heads
-    shapes = ((1, BLOCKS[-1], heads, config.head_dim) for heads in (group, 1))
-    arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
-    try:
-        program = jax.jit(jax.grad(total, (0, 1))).lower(*arrays, jax.ShapeDtypeStruct((1, BLOCKS[-1]), jnp.int32))
-        program.compile()
-    except (NotImplementedError, jax.errors.JaxRuntimeError) as error:  # of JAX before Hopper; of the compiler
-        return brief(error)
-    return ""
+def kernel_for(config: Architecture, mesh: Mesh, packed: bool) -> AttentionKernel | None:
+    """The fastest kernel for the kind of devices: cuDNN's for heads and rows that need no mask and no other kernel."""
+    if platform(mesh) == "tpu":
+        return "splash"
+    if platform(mesh) != "gpu":
+        return None
+    hopper = why_not_hopper(mesh) is None
+    return "mosaic_gpu" if hopper and (packed or config.head_dim not in HEAD_DIMS["cudnn"]) else "cudnn"
 
 
 def platform(mesh: Mesh) -> str:

@@ -3,62 +3,37 @@
 The forward kernel keeps the running maximum, sum and output of the softmax in registers (FlashAttention,
 arXiv:2205.14135, section 3.1). The backward pass computes the probabilities again from the logarithm of each query's
 sum (FlashAttention-2, arXiv:2307.08691, section 3.2): one kernel sums dq, another dk and dv. So no two thread blocks
-add to the same sum, and a gradient has the same bits each time.
-
-A thread block has 128 rows of a head: queries, or keys in the last kernel. Two warpgroups multiply 64 rows each by
-WGMMA. A third warpgroup loads blocks of 64 columns into a ring of slots in shared memory by TMA: keys and values, or
-queries and slopes in the last kernel. Each row has a first and a last column. Blocks outside of all rows' columns are
-not loaded, and no mask is stored.
+add to the same sum, and a gradient has the same bits each time. attention_kernel.py has the kernels' skeleton.
 
 No GPU has run these kernels. Tests compare them with float64 under JAX's interpreter, and compile them for an H100.
 
-Letters: B rows of tokens, T places of a row, N query heads, K key heads, H size of a head; X heads of the rows; R rows
-and C columns of a tile of scores.
+Letters: B rows of tokens, T places of a row, N query heads, K key heads, H size of a head; R rows and C columns of a
+tile of scores.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from lm_head.gpu.forward import LOG2E
-from lm_head.gpu.products import COMPILER_PARAMS, load, swizzled
+from lm_head.gpu.products import Ref, load
 from lm_head.softmax import FLOOR
+from mllm.model.attention_kernel import SIDE, Columns, Rows, across, run
 
-ROWS = 64
-"""Rows of a warpgroup, and columns of a block."""
-WARPGROUPS = 2
-"""Warpgroups that multiply."""
-SLOTS = 4
-"""Blocks of columns in shared memory."""
-LOADER_REGISTERS, MULTIPLIER_REGISTERS = 24, 240
-"""Registers of a thread, for 128 threads that load and 256 that multiply: within 65,536."""
-
-Ref = Any
-
-
-def packed_attention(
-    queries: Float[Array, "B T N H"],
-    keys: Float[Array, "B T K H"],
-    values: Float[Array, "B T K H"],
-    segments: Int[Array, "B T"],
-    window: Int[Any, ""] | None = None,
-) -> Float[Array, "B T N H"]:
-    """softmax(q k^T / sqrt(H)) v over the keys of the query's segment up to the query, the last `window` of them.
-
-    The arrays are bfloat16, scores, softmax and sums float32. T is a multiple of 128, H is 64 or 128. Tokens of a
-    segment are neighbours.
-    """
-    return _attend(queries, keys, values, *reach(segments, window))
+MOST_SUMS = 128
+"""Columns of sums that fit twice in a warpgroup's registers."""
 
 
 def reach(segments: Int[Array, "B T"], window: Int[Any, ""] | None) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
-    """The first key that each query attends to, and the last query that attends to each key."""
+    """The first key that each query attends to, and the last query that attends to each key.
+
+    A query attends to the last `window` keys of its segment up to its own. A segment's tokens are neighbours.
+    """
     place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)
     begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
@@ -70,7 +45,17 @@ def reach(segments: Int[Array, "B T"], window: Int[Any, ""] | None) -> tuple[Int
 
 
 @jax.custom_vjp
-def _attend(queries: Array, keys: Array, values: Array, first: Array, last: Array) -> Array:
+def attend(
+    queries: Float[Array, "B T N H"],
+    keys: Float[Array, "B T K H"],
+    values: Float[Array, "B T K H"],
+    first: Int[Array, "B T"],
+    last: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """softmax(q k^T / sqrt(H)) v over the keys from each query's `first` to its own; see `reach`.
+
+    The arrays are bfloat16, scores, softmax and sums float32. T is a multiple of 128, H is 64, 128 or 256.
+    """
     return _forward(queries, keys, values, first)[0]
 
 
@@ -83,10 +68,15 @@ def _pull_back(kept: tuple[Array, ...], slopes: Array) -> tuple[Array | None, ..
     queries, keys, values, first, last, out, lse = kept
     delta = jnp.einsum("btnh,btnh->bnt", out, slopes, preferred_element_type=jnp.float32)
     dq = _queries_gradient(queries, slopes, lse, delta, keys, values, first)
-    return dq, *_keys_gradient(keys, values, queries, slopes, lse, delta, last), None, None
+    both = keys, values, queries, slopes, lse, delta, last
+    if keys.shape[3] <= MOST_SUMS:
+        dk, dv = _keys_gradient(*both, ("dk", "dv"))
+    else:
+        dk, dv = (_keys_gradient(*both, (one,))[0] for one in ("dk", "dv"))
+    return dq, dk, dv, None, None
 
 
-_attend.defvjp(_keep, _pull_back)
+attend.defvjp(_keep, _pull_back)
 
 
 def _forward(
@@ -98,10 +88,10 @@ def _forward(
     """The output, and log2 of each query's sum of exponentials of scores."""
     batch, time, heads, size = queries.shape
 
-    def compute(rows: "_Rows", out: Ref, lse: Ref) -> None:
+    def compute(rows: Rows, out: Ref, lse: Ref) -> None:
         (q,) = rows.tiles
 
-        def add(columns: _Columns, softmax: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        def add(columns: Columns, softmax: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             (top, mass, read), (k, v) = softmax, columns.tiles
             (scores,) = _products((q, _transposed(k)))
             # A block without a key of a row's document may leave the maximum at the floor. The row's own token comes
@@ -109,17 +99,22 @@ def _forward(
             scores = jnp.where(columns.seen, scores * (size**-0.5 * LOG2E), FLOOR)
             new_top = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new_top)
-            p = jnp.exp2(scores - _across(new_top, scores))
-            (added,) = _products((p.astype(v.dtype), v))
-            return new_top, mass * fade + p.sum(axis=1), read * _across(fade, read) + added
+            p = jnp.exp2(scores - across(new_top, scores))
+            added = []
+            for i, part in enumerate(read):
+                (new,) = _products((p.astype(v.dtype), v.at[:, pl.ds(i * part.shape[1], part.shape[1])]))
+                added.append(part * across(fade, part) + new)
+            return new_top, mass * fade + p.sum(axis=1), tuple(added)
 
-        nothing = jnp.full((ROWS,), FLOOR, jnp.float32), jnp.zeros((ROWS,), jnp.float32)
-        top, mass, read = rows.loop(add, (*nothing, jnp.zeros((ROWS, size), jnp.float32)))
+        width = size if size <= MOST_SUMS else SIDE
+        nothing = (jnp.zeros((SIDE, width), jnp.float32),) * (size // width)
+        zeros = jnp.zeros((SIDE,), jnp.float32)
+        top, mass, read = rows.loop(add, (zeros + FLOOR, zeros, nothing))
         rows.store_numbers(lse, top + jnp.log(mass) * LOG2E)
-        rows.store((out, read / _across(mass, read)))
+        rows.store((out, [part / across(mass, part) for part in read]))
 
     outs = queries, jax.ShapeDtypeStruct((batch, heads, time), jnp.float32)
-    return _run("packed_attention", compute, outs, (queries,), (keys, values), (first, _place(first)))
+    return run("packed_attention", compute, outs, (queries,), (keys, values), (first, _place(first)))
 
 
 def _queries_gradient(
@@ -134,25 +129,25 @@ def _queries_gradient(
     """dq of the slopes of the output; `delta` is the sum over H of outputs times slopes."""
     size = queries.shape[3]
 
-    def compute(rows: "_Rows", lse: Ref, delta: Ref, dq: Ref) -> None:
+    def compute(rows: Rows, lse: Ref, delta: Ref, dq: Ref) -> None:
         (q, slope), lse_R, delta_R = rows.tiles, load(lse.at[rows.at]), load(delta.at[rows.at])
 
-        def run(sums: Ref) -> Array:
-            def add(columns: _Columns, _: None) -> None:
+        def summed(sums: Ref) -> Array:
+            def add(columns: Columns, _: None) -> None:
                 k, v = columns.tiles
                 scores, dp = _products((q, _transposed(k)), (slope, _transposed(v)))
-                p = jnp.exp2(scores * (size**-0.5 * LOG2E) - _across(lse_R, scores))
-                ds = jnp.where(columns.seen, p * (dp - _across(delta_R, dp)), 0)
+                p = jnp.exp2(scores * (size**-0.5 * LOG2E) - across(lse_R, scores))
+                ds = jnp.where(columns.seen, p * (dp - across(delta_R, dp)), 0)
                 plgpu.wgmma(sums, ds.astype(k.dtype), k)
                 plgpu.wgmma_wait(0)
 
             rows.loop(add, None)
             return sums[...]
 
-        rows.store((dq, pl.run_scoped(run, plgpu.ACC((ROWS, size), jnp.float32)) * size**-0.5))
+        rows.store((dq, [pl.run_scoped(summed, plgpu.ACC((SIDE, size), jnp.float32)) * size**-0.5]))
 
     bounds = first, _place(first)
-    return _run("packed_attention_dq", compute, (queries,), (queries, slopes), (keys, values), bounds, lse, delta)[0]
+    return run("packed_attention_dq", compute, (queries,), (queries, slopes), (keys, values), bounds, lse, delta)[0]
 
 
 def _keys_gradient(
@@ -163,179 +158,37 @@ def _keys_gradient(
     lse: Float32[Array, "B N T"],
     delta: Float32[Array, "B N T"],
     last: Int[Array, "B T"],
-) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """dk and dv, summed over the query heads that share a key head."""
-    size = keys.shape[3]
+    wanted: tuple[str, ...],
+) -> tuple[Float[Array, "B T K H"], ...]:
+    """Those of dk and dv that are `wanted`, summed over the query heads that share a key head."""
+    size, of_rows = keys.shape[3], (keys, values) if "dk" in wanted else (keys,)
 
-    def compute(rows: "_Rows", lse: Ref, delta: Ref, dk: Ref, dv: Ref) -> None:
-        k, v = rows.tiles
+    def compute(rows: Rows, lse: Ref, delta: Ref, *outs: Ref) -> None:
+        k, *v = rows.tiles
 
-        def run(dk_sums: Ref, dv_sums: Ref) -> tuple[Array, Array]:
-            def add(columns: _Columns, _: None) -> None:
+        def summed(*sums: Ref) -> tuple[Array, ...]:
+            sums_of = dict(zip(wanted, sums, strict=True))
+
+            def add(columns: Columns, _: None) -> None:
                 (q, slope), lse_C, delta_C = columns.tiles, load(lse.at[columns.at]), load(delta.at[columns.at])
-                scores, dp = _products((k, _transposed(q)), (v, _transposed(slope)))
+                scores, *dp = _products((k, _transposed(q)), *((tile, _transposed(slope)) for tile in v))
                 p = jnp.exp2(scores * (size**-0.5 * LOG2E) - _down(lse_C, scores))
                 p = jnp.where(columns.seen, p, 0)
-                plgpu.wgmma(dv_sums, p.astype(q.dtype), slope)
-                ds = p * (dp - _down(delta_C, dp))
-                plgpu.wgmma(dk_sums, ds.astype(q.dtype), q)
+                if "dv" in wanted:
+                    plgpu.wgmma(sums_of["dv"], p.astype(q.dtype), slope)
+                if "dk" in wanted:
+                    ds = p * (dp[0] - _down(delta_C, p))
+                    plgpu.wgmma(sums_of["dk"], ds.astype(q.dtype), q)
                 plgpu.wgmma_wait(0)
 
             rows.loop(add, None)
-            return dk_sums[...] * size**-0.5, dv_sums[...]
+            return tuple(one[...] * (size**-0.5 if name == "dk" else 1) for name, one in sums_of.items())
 
-        dk_R, dv_R = pl.run_scoped(run, *[plgpu.ACC((ROWS, size), jnp.float32)] * 2)
-        rows.store((dk, dk_R), (dv, dv_R))
+        results = pl.run_scoped(summed, *[plgpu.ACC((SIDE, size), jnp.float32)] * len(wanted))
+        rows.store(*((out, [result]) for out, result in zip(outs, results, strict=True)))
 
-    bounds = _place(last), last
-    return _run("packed_attention_dkv", compute, (keys, values), (keys, values), (queries, slopes), bounds, lse, delta)
-
-
-# --- the kernels' skeleton ----------------------------------------------------------------------------------------
-
-
-class _Columns(NamedTuple):
-    """A block of columns."""
-
-    tiles: list[Ref]
-    at: tuple[Any, Any, Any]
-    """Their index in an array [B, _, T]."""
-    seen: Bool[Array, "R C"]
-    """Which of them each row meets."""
-
-
-class _Rows(NamedTuple):
-    """A warpgroup's rows."""
-
-    tiles: list[Ref]
-    scratch: Ref
-    at: tuple[Any, Any, Any]
-    """Their index in an array [B, X, T]."""
-    loop: Callable[[Callable[[_Columns, Any], Any], Any], Any]
-    """`carry = add(columns, carry)` for each block of columns, from a first carry to the last."""
-
-    def store_numbers(self, ref: Ref, numbers: Float32[Array, "R"]) -> None:
-        self.scratch[...] = numbers
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(self.scratch, ref.at[self.at])
-
-    def store(self, *results: tuple[Ref, Float32[Array, "R H"]]) -> None:
-        """Stores the results in GPU memory, by way of the tiles of the rows; waits for all stores."""
-        row, head, places = self.at
-        for tile, (_, result) in zip(self.tiles, results, strict=False):
-            tile[...] = result.astype(tile.dtype)
-        plgpu.commit_smem()
-        for tile, (ref, _) in zip(self.tiles, results, strict=False):
-            plgpu.copy_smem_to_gmem(tile, ref.at[row, places, head])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _run(
-    name: str,
-    compute: Callable[..., None],
-    outs: Sequence[Any],
-    of_rows: Sequence[Float[Array, "B T X H"]],
-    of_columns: Sequence[Float[Array, "B T _ H"]],
-    bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]],
-    *more: Array,
-) -> Any:
-    """Runs `compute(rows, *refs of more, *refs of outs)` for all rows of all heads of `of_rows`.
-
-    `bounds` are the first and the last column of each row. They grow along a row of tokens.
-    """
-    batch, time, heads, size = of_rows[0].shape
-    column_heads, dtype, together = of_columns[0].shape[2], of_rows[0].dtype, WARPGROUPS * ROWS
-    heads_each = max(1, column_heads // heads)
-
-    def body(*refs: Ref) -> None:
-        row_refs, column_refs, (low, high), others = _split(refs, len(of_rows), len(of_columns), 2)
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        start = lax.axis_index("block") * together
-        begin = lax.div(low[row, start], jnp.int32(ROWS))
-        blocks = lax.div(high[row, start + (together - 1)], jnp.int32(ROWS)) + 1 - begin
-        steps = blocks * heads_each
-
-        def columns_of(step: Int[Array, ""]) -> tuple[Any, Any, Any]:
-            column_head = lax.div(head * column_heads, jnp.int32(heads)) + lax.div(step, blocks)
-            return row, column_head, pl.ds(pl.multiple_of((begin + lax.rem(step, blocks)) * ROWS, ROWS), ROWS)
-
-        def roles(*scratch: Ref) -> None:
-            tiles, slots, (numbers, arrived, full, free) = _split(scratch, len(of_rows), len(of_columns))
-            warpgroup = lax.axis_index("warpgroup")
-
-            def load_columns(step: Int[Array, ""], _: None) -> None:
-                slot, (_, column_head, places) = lax.rem(step, jnp.int32(SLOTS)), columns_of(step)
-
-                @pl.when(step >= SLOTS)
-                def _() -> None:
-                    plgpu.barrier_wait(free.at[slot])
-
-                for ref, ring in zip(column_refs, slots, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[row, places, column_head], ring.at[slot], full.at[slot])
-
-            @pl.when(warpgroup == WARPGROUPS)
-            def _() -> None:
-                plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-                lax.fori_loop(0, steps, load_columns, None)
-
-            @pl.when(warpgroup < WARPGROUPS)
-            def _() -> None:
-                plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
-                places = pl.ds(pl.multiple_of(start + warpgroup * ROWS, ROWS), ROWS)
-                for ref, tile in zip(row_refs, tiles, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[row, places, head], tile.at[warpgroup], arrived.at[warpgroup])
-                lowest, highest = (load(ref.at[row, places]) for ref in (low, high))
-
-                def loop(add: Callable[[_Columns, Any], Any], carry: Any) -> Any:
-                    def step_of(step: Int[Array, ""], carry: Any) -> Any:
-                        slot, at = lax.rem(step, jnp.int32(SLOTS)), columns_of(step)
-                        column = lax.broadcasted_iota(jnp.int32, (ROWS, ROWS), 1)
-                        below, above = (_across(bound - at[2].start, column) for bound in (lowest, highest))
-                        plgpu.barrier_wait(full.at[slot])
-                        seen = (column >= below) & (column <= above)
-                        carry = add(_Columns([ring.at[slot] for ring in slots], at, seen), carry)
-                        plgpu.barrier_arrive(free.at[slot])
-                        return carry
-
-                    return lax.fori_loop(0, steps, step_of, carry)
-
-                own = [tile.at[warpgroup] for tile in tiles]
-                plgpu.barrier_wait(arrived.at[warpgroup])
-                compute(_Rows(own, numbers.at[warpgroup], (row, head, places), loop), *others)
-
-        pl.run_scoped(
-            roles,
-            *[swizzled((WARPGROUPS, ROWS, size), dtype)] * len(of_rows),
-            *[swizzled((SLOTS, ROWS, size), dtype)] * len(of_columns),
-            plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=len(of_rows), num_barriers=WARPGROUPS),
-            plgpu.Barrier(num_arrivals=len(of_columns), num_barriers=SLOTS),
-            plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
-            collective_axes="warpgroup",
-        )
-
-    call = pl.kernel(
-        body,
-        tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs),
-        mesh=plgpu.Mesh(
-            grid=(heads, time // together, batch),
-            grid_names=("head", "block", "row"),
-            num_threads=WARPGROUPS + 1,
-            thread_name="warpgroup",
-        ),
-        name=name,
-        compiler_params=COMPILER_PARAMS,
-    )
-    return call(*of_rows, *of_columns, *bounds, *more)
-
-
-def _split(refs: Sequence[Ref], *counts: int) -> list[Sequence[Ref]]:
-    """The first refs by their counts, and the rest."""
-    parts = []
-    for count in counts:
-        parts.append(refs[:count])
-        refs = refs[count:]
-    return [*parts, refs]
+    name, bounds = "_".join(("packed_attention", *wanted)), (_place(last), last)
+    return run(name, compute, [keys] * len(wanted), of_rows, (queries, slopes), bounds, lse, delta)
 
 
 def _place(bound: Int[Array, "B T"]) -> Int[Array, "B T"]:
@@ -346,11 +199,6 @@ def _transposed(ref: Ref) -> Ref:
     return ref.transpose((1, 0))
 
 
-def _across(vector: Array, like: Array) -> Array:
-    """A number of each row, at all columns."""
-    return lax.broadcast_in_dim(vector, like.shape, (0,))
-
-
 def _down(vector: Array, like: Array) -> Array:
     """A number of each column, at all rows."""
     return lax.broadcast_in_dim(vector, like.shape, (1,))
@@ -359,10 +207,10 @@ def _down(vector: Array, like: Array) -> Array:
 def _products(*operands: tuple[Any, Ref]) -> tuple[Float32[Array, "R _"], ...]:
     """Products of pairs of operands, after one wait for all."""
 
-    def run(*sums: Ref) -> tuple[Array, ...]:
+    def multiply(*sums: Ref) -> tuple[Array, ...]:
         for one, (a, b) in zip(sums, operands, strict=True):
             plgpu.wgmma(one, a, b)
         plgpu.wgmma_wait(0)
         return tuple(one[...] for one in sums)
 
-    return pl.run_scoped(run, *(plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in operands))
+    return pl.run_scoped(multiply, *(plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32) for a, b in operands))

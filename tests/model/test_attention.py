@@ -5,7 +5,6 @@ On the CPU splash attention is interpreted, and XLA computes in cuDNN's place wi
 
 import dataclasses
 import importlib.util
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -137,20 +136,30 @@ def chosen(setting=None, architecture=SMALL, mesh=ONE, dtype="bfloat16", packed=
 
 @pytest.fixture
 def on(monkeypatch):
-    """`on("tpu")` or `on("gpu")`: from then on the devices report this kind, and JAX finds cuDNN."""
+    """`on("tpu")`, `on("gpu")` or `on("hopper")`: then the devices report this kind, and JAX finds cuDNN."""
 
-    def pretend(platform):
-        monkeypatch.setattr(attention, "platform", lambda mesh: platform)
+    def pretend(kind):
+        monkeypatch.setattr(attention, "platform", lambda mesh: "gpu" if kind == "hopper" else kind)
+        monkeypatch.setattr(attention, "why_not_hopper", lambda mesh: None if kind == "hopper" else "another")
         # No public function says which version there is.
         monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
 
     return pretend
 
 
-@pytest.mark.parametrize(("platform", "kernel"), [("tpu", "splash"), ("gpu", "cudnn")])
-@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(platform, kernel, packed, on):
-    on(platform)
+@pytest.mark.parametrize(
+    ("kind", "packed", "kernel"),
+    [
+        ("tpu", True, "splash"),
+        ("tpu", False, "splash"),
+        ("gpu", True, "cudnn"),
+        ("gpu", False, "cudnn"),
+        ("hopper", True, "mosaic_gpu"),
+        ("hopper", False, "cudnn"),
+    ],
+)
+def test_the_device_s_kernel_is_chosen_unless_xla_is_asked_for(kind, packed, kernel, on):
+    on(kind)
     assert chosen(mesh=EIGHT, packed=packed) == (Attention(kernel, make_mesh(EIGHT), packed), "")
     assert chosen("xla", mesh=EIGHT) == (None, "model.attention asks for it")
     sliding = dataclasses.replace(SMALL, sliding_window=20, layer_types=("sliding_attention", "full_attention") * 12)
@@ -170,62 +179,38 @@ def test_attention_is_told_whether_rows_are_packed(monkeypatch):
     [
         ("splash", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
         ("splash", {}, {"mesh": FOUR}, "mesh.tp = 4 does not divide the model's 2 kv_heads"),
-        ("cudnn", {"head_dim": 32}, {}, "it needs heads of size 64, 128 or 256, and the model's have 32"),
-        ("cudnn", {"head_dim": 256}, {}, "its gradient for heads of 256 does not compile on this GPU"),
+        ("cudnn", {"head_dim": 256}, {}, "it needs heads of size 64 or 128, and the model's have 256"),
+        ("mosaic_gpu", {"head_dim": 96}, {"packed": True}, "it needs heads of size 64, 128 or 256"),
+        ("mosaic_gpu", {}, {"packed": True, "dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
         ("cudnn", {}, {"dtype": "float32"}, "it computes in bfloat16, and model.dtype is float32"),
     ],
 )
 def test_xla_is_chosen_where_a_kernel_can_not_run(kernel, change, setting, reason, on):
-    on("tpu" if kernel == "splash" else "gpu")
+    on({"splash": "tpu", "cudnn": "gpu", "mosaic_gpu": "hopper"}[kernel])
     choice = chosen(architecture=dataclasses.replace(SMALL, **change), **setting)
     assert choice.attention is None
     assert choice.reason.startswith(f"{kernel} can't be used: {reason}")
 
 
+def test_heads_of_256_have_the_same_kernel_without_packing(on):
+    on("hopper")
+    choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=256), packed=False)
+    assert choice == (Attention("mosaic_gpu", make_mesh(ONE), False), "")
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_cudnn_takes_heads_of_256_if_their_gradient_compiles(packed, on, monkeypatch):
-    """XLA stands for a cuDNN that has the gradient."""
-    on("gpu")
-    monkeypatch.setattr(attention, "cudnn_attention", partial(attention.cudnn_attention, implementation="xla"))
-    wide = dataclasses.replace(SMALL, head_dim=256)
-    assert chosen(architecture=wide, packed=packed) == (Attention("cudnn", make_mesh(ONE), packed), "")
-
-
-@pytest.mark.parametrize("refusal", [NotImplementedError, jax.errors.JaxRuntimeError])
-def test_xla_is_chosen_where_cudnn_refuses_heads_of_256(refusal, on, monkeypatch):
-    def refuse(*_, **__):
-        raise refusal("not here")
-
-    on("gpu")
-    monkeypatch.setattr(attention, "cudnn_attention", refuse)
-    choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=256))
-    reason = "its gradient for heads of 256 does not compile on this GPU: not here"
-    assert choice == (None, f"cudnn can't be used: {reason}")
-
-
-def test_a_missing_library_is_no_refusal(monkeypatch):
-    """Without a GPU there is no cuDNN."""
-    monkeypatch.setattr(attention, "platform", lambda mesh: "gpu")
-    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
-        chosen(architecture=dataclasses.replace(SMALL, head_dim=256))
-
-
-def test_for_gpus_that_are_not_here_xla_s_attention_is_planned(on, monkeypatch):
-    on("gpu")
+def test_a_plan_for_gpus_that_are_not_here(packed, on, monkeypatch):
+    on("hopper")
     mesh = make_mesh(ONE)
     monkeypatch.setattr(jax, "devices", list)
-    planned = choose(None, SMALL, mesh, "bfloat16", packed=False)
-    assert planned == (None, "cudnn can't be used: cuDNN picks its kernel on the GPU, which is not here")
+    planned = choose(None, SMALL, mesh, "bfloat16", packed)
+    reason = "cudnn can't be used: cuDNN picks its kernel on the GPU, which is not here"
+    assert planned == ((Attention("mosaic_gpu", mesh, True), "") if packed else (None, reason))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif("jax.default_backend() != 'gpu'", reason="needs a GPU")
 @pytest.mark.parametrize("time", [100, 192, 256])
-@pytest.mark.parametrize("head_dim", [64, 256])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one document"])
-def test_cudnn_matches_masked_attention_on_gpus(packed, head_dim, time):
-    choice = chosen(architecture=dataclasses.replace(SMALL, head_dim=head_dim), packed=packed)
-    largest = 256 if float(jax.devices()[0].compute_capability) >= 9 else attention.COMMON  # as JAX's checks
-    assert (choice.attention is not None) == (head_dim <= largest), choice.reason
-    if choice.attention is not None:
-        check_against_masked(choice.attention, (2, time, 14, 2, head_dim, jnp.bfloat16), 2e-2)
+def test_cudnn_matches_masked_attention_on_gpus(packed, time):
+    check_against_masked(Attention("cudnn", make_mesh(ONE), packed), (2, time, 14, 2, 64, jnp.bfloat16), 2e-2)
