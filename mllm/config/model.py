@@ -81,9 +81,9 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters. The model's own parameters are frozen, in `dtype` or `lora.base`."""
     attention: Literal["xla"] | None = None
-    """The implementation of attention. None: over whole sequences splash attention on TPUs and cuDNN's on NVIDIA GPUs,
-    in decode steps a kernel on Hopper GPUs, where they can run (see mllm/model/attention.py and
-    mllm/sampler/paged_attention.py), else XLA's. A GPU without cuDNN's library needs `xla`."""
+    """The implementation of attention. None: over whole sequences splash attention on TPUs and cuDNN's on NVIDIA GPUs;
+    on Hopper GPUs the project's own kernels for packed rows, heads of 256 and decode steps; XLA's where these can't run
+    (see mllm/model/attention.py and mllm/sampler/paged_attention.py). A GPU without cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
