@@ -26,7 +26,8 @@ SIDE = 64
 WARPGROUPS, SLOTS = 2, 4
 """Warpgroups that multiply, and blocks of columns in shared memory; fewer where they do not fit."""
 LOADER_REGISTERS, MULTIPLIER_REGISTERS = 24, 240
-"""Registers of a thread, for 128 threads that load and 256 that multiply: within 65,536."""
+"""Registers of a thread, for 128 threads that load and 256 that multiply: within 65,536. One warpgroup that multiplies
+has more without a limit."""
 
 
 class Columns(NamedTuple):
@@ -73,14 +74,17 @@ def run(
     of_rows: Sequence[Float[Array, "B T X H"]],
     of_columns: Sequence[Float[Array, "B T _ H"]],
     bounds: tuple[Int[Array, "B T"], Int[Array, "B T"]],
-    *more: Array,
+    more: Sequence[Array] = (),
+    last_first: bool = False,
 ) -> Any:
     """Runs `compute(rows, *refs of more, *refs of outs)` for all rows of all heads of `of_rows`.
 
-    `bounds` are the first and the last column of each row. They grow along a row of tokens.
+    `bounds` are the first and the last column of each row. They grow along a row of tokens. The number of heads is that
+    of `outs`: several heads may share a head of rows, or of columns, and a head of rows may have several heads of
+    columns. Blocks are begun in order, or with `last_first` from the last, so that those with most work come first.
     """
-    batch, time, heads, size = of_rows[0].shape
-    column_heads, dtype = of_columns[0].shape[2], of_rows[0].dtype
+    (batch, time, row_heads, size), dtype = of_rows[0].shape, of_rows[0].dtype
+    heads, column_heads = outs[0].shape[2], of_columns[0].shape[2]
     fitting = SHARED_MEMORY // (SIDE * size * 2)  # tiles
     warpgroups = WARPGROUPS if fitting >= WARPGROUPS * len(of_rows) + 2 * len(of_columns) else 1
     slots = min(SLOTS, (fitting - warpgroups * len(of_rows)) // len(of_columns))
@@ -89,7 +93,9 @@ def run(
     def body(*refs: Ref) -> None:
         row_refs, column_refs, (low, high), others = _split(refs, len(of_rows), len(of_columns), 2)
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        start = lax.axis_index("block") * together
+        block = lax.axis_index("block")
+        start = (time // together - 1 - block if last_first else block) * together
+        row_head = lax.div(head * row_heads, jnp.int32(heads))
         begin = lax.div(low[row, start], jnp.int32(SIDE))
         blocks = lax.div(high[row, start + (together - 1)], jnp.int32(SIDE)) + 1 - begin
         steps = blocks * heads_each
@@ -114,15 +120,17 @@ def run(
 
             @pl.when(warpgroup == warpgroups)
             def _() -> None:
-                plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+                if warpgroups == WARPGROUPS:
+                    plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
                 lax.fori_loop(0, steps, load_columns, None)
 
             @pl.when(warpgroup < warpgroups)
             def _() -> None:
-                plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
+                if warpgroups == WARPGROUPS:
+                    plgpu.set_max_registers(MULTIPLIER_REGISTERS, action="increase")
                 places = pl.ds(pl.multiple_of(start + warpgroup * SIDE, SIDE), SIDE)
                 for ref, tile in zip(row_refs, tiles, strict=True):
-                    plgpu.copy_gmem_to_smem(ref.at[row, places, head], tile.at[warpgroup], arrived.at[warpgroup])
+                    plgpu.copy_gmem_to_smem(ref.at[row, places, row_head], tile.at[warpgroup], arrived.at[warpgroup])
                 lowest, highest = (load(ref.at[row, places]) for ref in (low, high))
 
                 def loop(add: Callable[[Columns, Any], Any], carry: Any) -> Any:
@@ -131,7 +139,7 @@ def run(
                         column = lax.broadcasted_iota(jnp.int32, (SIDE, SIDE), 1)
                         below, above = (across(bound - at[2].start, column) for bound in (lowest, highest))
                         plgpu.barrier_wait(full.at[slot])
-                        seen = (column >= below) & (column <= above)
+                        seen = (column - below).astype(jnp.uint32) <= (above - below).astype(jnp.uint32)
                         carry = add(Columns([ring.at[slot] for ring in rings], at, seen), carry)
                         plgpu.barrier_arrive(free.at[slot])
                         return carry
@@ -157,8 +165,8 @@ def run(
         body,
         tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs),
         mesh=plgpu.Mesh(
-            grid=(heads, time // together, batch),
-            grid_names=("head", "block", "row"),
+            grid=(time // together, heads, batch),
+            grid_names=("block", "head", "row"),
             num_threads=warpgroups + 1,
             thread_name="warpgroup",
         ),

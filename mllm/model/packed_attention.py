@@ -20,11 +20,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int
 
+from lm_head import target
 from lm_head.gpu.forward import LOG2E
 from lm_head.gpu.products import Ref, load
-from lm_head.softmax import FLOOR
+from lm_head.softmax import FLOOR, MASKED
 from mllm.model.attention_kernel import SIDE, Columns, Rows, across, run
 
+ENOUGH_BLOCKS = 4
+"""Thread blocks for each multiprocessor that keep all busy to the end."""
 MOST_SUMS = 128
 """Columns of sums that fit twice in a warpgroup's registers."""
 
@@ -32,10 +35,11 @@ MOST_SUMS = 128
 def reach(segments: Int[Array, "B T"], window: Int[Any, ""] | None) -> tuple[Int[Array, "B T"], Int[Array, "B T"]]:
     """The first key that each query attends to, and the last query that attends to each key.
 
-    A query attends to the last `window` keys of its segment up to its own. A segment's tokens are neighbours.
+    A query attends to the last `window` keys of its segment up to its own. A segment's tokens are neighbours. Padding,
+    segment 0, attends to itself.
     """
     place = lax.broadcasted_iota(jnp.int32, segments.shape, 1)
-    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True) | (segments == 0)
     ends = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=True)
     first = lax.cummax(jnp.where(begins, place, 0), axis=1)
     last = lax.cummin(jnp.where(ends, place, segments.shape[1]), axis=1, reverse=True)
@@ -94,9 +98,7 @@ def _forward(
         def add(columns: Columns, softmax: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
             (top, mass, read), (k, v) = softmax, columns.tiles
             (scores,) = _products((q, _transposed(k)))
-            # A block without a key of a row's document may leave the maximum at the floor. The row's own token comes
-            # last, and then fades to zero what the block added.
-            scores = jnp.where(columns.seen, scores * (size**-0.5 * LOG2E), FLOOR)
+            scores = jnp.where(columns.seen, scores * (size**-0.5 * LOG2E), MASKED)
             new_top = jnp.maximum(top, scores.max(axis=1))
             fade = jnp.exp2(top - new_top)
             p = jnp.exp2(scores - across(new_top, scores))
@@ -114,7 +116,7 @@ def _forward(
         rows.store((out, [part / across(mass, part) for part in read]))
 
     outs = queries, jax.ShapeDtypeStruct((batch, heads, time), jnp.float32)
-    return run("packed_attention", compute, outs, (queries,), (keys, values), (first, _place(first)))
+    return run("packed_attention", compute, outs, (queries,), (keys, values), (first, _place(first)), last_first=True)
 
 
 def _queries_gradient(
@@ -146,8 +148,8 @@ def _queries_gradient(
 
         rows.store((dq, [pl.run_scoped(summed, plgpu.ACC((SIDE, size), jnp.float32)) * size**-0.5]))
 
-    bounds = first, _place(first)
-    return run("packed_attention_dq", compute, (queries,), (queries, slopes), (keys, values), bounds, lse, delta)[0]
+    of_rows, bounds, more = (queries, slopes), (first, _place(first)), (lse, delta)
+    return run("packed_attention_dq", compute, (queries,), of_rows, (keys, values), bounds, more, last_first=True)[0]
 
 
 def _keys_gradient(
@@ -160,8 +162,9 @@ def _keys_gradient(
     last: Int[Array, "B T"],
     wanted: tuple[str, ...],
 ) -> tuple[Float[Array, "B T K H"], ...]:
-    """Those of dk and dv that are `wanted`, summed over the query heads that share a key head."""
-    size, of_rows = keys.shape[3], (keys, values) if "dk" in wanted else (keys,)
+    """Those of dk and dv that are `wanted`; a head's are summed over the query heads that share it."""
+    (batch, time, kv_heads, size), heads = keys.shape, queries.shape[2]
+    of_rows = (keys, values) if "dk" in wanted else (keys,)
 
     def compute(rows: Rows, lse: Ref, delta: Ref, *outs: Ref) -> None:
         k, *v = rows.tiles
@@ -188,7 +191,12 @@ def _keys_gradient(
         rows.store(*((out, [result]) for out, result in zip(outs, results, strict=True)))
 
     name, bounds = "_".join(("packed_attention", *wanted)), (_place(last), last)
-    return run(name, compute, [keys] * len(wanted), of_rows, (queries, slopes), bounds, lse, delta)
+    # Few blocks of one key head each would leave multiprocessors idle. Then a block takes one query head, and XLA sums.
+    few = batch * time // (2 * SIDE) * kv_heads < ENOUGH_BLOCKS * target.multiprocessors()
+    parts = jax.ShapeDtypeStruct((batch, time, heads if few else kv_heads, size), keys.dtype)
+    results = run(name, compute, [parts] * len(wanted), of_rows, (queries, slopes), bounds, (lse, delta))
+    sums = (jnp.sum(x.reshape(*keys.shape[:3], -1, size), axis=3, dtype=jnp.float32) for x in results)
+    return tuple(x.astype(keys.dtype) for x in sums)
 
 
 def _place(bound: Int[Array, "B T"]) -> Int[Array, "B T"]:
