@@ -44,7 +44,7 @@ class Decoder(nnx.Module):
         param_dtype: DTypeLike = jnp.float32,
         remat: Literal["products", "full"] = "products",
         attention: Attention | None = None,
-        decode_kernel: bool = True,
+        own_kernels: bool = True,
         layout: Layout | None = None,
         lora: Lora | None = None,
     ) -> None:
@@ -53,8 +53,8 @@ class Decoder(nnx.Module):
         Activations and the products' operands have `dtype`; float32 matrices are `dithered` on their way to it (see
         compute_copy.py) or rounded to nearest. Norms, rotary positions, softmax and the residual stream are
         float32. The backward pass recomputes each layer; with `remat` `products` it keeps the results of the layer's
-        matrix products. Without `attention` XLA computes attention. `decode_kernel` allows a kernel for the attention
-        of decode steps. Without `layout` there is one device, or XLA chooses shardings. `lora` names the products with
+        matrix products. Without `attention` XLA computes attention. `own_kernels` allows kernels for decode steps
+        and delta nets. Without `layout` there is one device, or XLA chooses shardings. `lora` names the products with
         adapters. Adapters are float32 zeros at first; vectors are then float32.
         """
         self.config = config
@@ -62,7 +62,7 @@ class Decoder(nnx.Module):
         self.rounding = Rounding(self.dtype, dithered)
         self.remat = remat
         self.attention = attention
-        self.decode_kernel = decode_kernel
+        self.own_kernels = own_kernels
         self.layout = layout
         normal = jax.nn.initializers.normal(config.initializer_range, param_dtype)
         vocabulary = (config.vocab_size, config.hidden_size)
@@ -154,7 +154,7 @@ class Decoder(nnx.Module):
             kept: Any
             if isinstance(layer, DeltaLayer):
                 state = empty_state(len(hidden), config.delta_net, self.dtype)
-                hidden, kept = layer.add_delta(hidden, segments, state, layout)
+                hidden, kept = layer.add_delta(hidden, segments, state, layout, self.own_kernels)
             else:
                 *projected, gate = layer.project(hidden, rotations[kind])
                 queries, keys, values = map(partial(constrain, layout), projected, (QUERIES, KEYS, KEYS))

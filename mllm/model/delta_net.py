@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from lm_head.precision import precision_of
+from lm_head.target import why_not_hopper
 from mllm.model.architecture import DeltaNet
 
 CHUNK = 64
@@ -69,6 +71,12 @@ class DeltaState(NamedTuple):
     """[B, K G, D, E], float32."""
 
 
+def kernels_can_run(net: DeltaNet, dtype: DTypeLike, mesh: Mesh | None) -> bool:
+    """Whether the kernels of delta_kernel.py support the sizes, the compute dtype and the devices."""
+    fit = {net.key_dim, net.value_dim} <= {64, 128} and dtype == jnp.bfloat16
+    return fit and mesh is not None and why_not_hopper(mesh) is None
+
+
 def empty_state(rows: int, net: DeltaNet, dtype: DTypeLike) -> DeltaState:
     """The state before the first token of each row; `dtype` is the compute dtype."""
     inputs = jnp.zeros((rows, net.taps - 1, 2 * net.keys + net.values), dtype)
@@ -92,12 +100,14 @@ class Rule(NamedTuple):
     def normalized(self) -> "Rule":
         """The rule with vectors in float32, and the lengths of queries and keys as they are read."""
 
-        def unit(x: jax.Array) -> jax.Array:
-            wide = x.astype(jnp.float32)
-            return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + EPSILON)
-
         queries = unit(self.queries) * self.queries.shape[-1] ** -0.5
         return self._replace(queries=queries, keys=unit(self.keys), values=self.values.astype(jnp.float32))
+
+
+def unit(x: Float[jax.Array, "*B D"]) -> Float32[jax.Array, "*B D"]:
+    """Vectors of length 1."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.sum(jnp.square(wide), axis=-1, keepdims=True) + EPSILON)
 
 
 def documents_of(segments: Int[jax.Array, "B T"]) -> Int[jax.Array, "B T"]:
@@ -219,8 +229,7 @@ def run_group(
     return jax.lax.scan(run_chunk, memory, (writes, reads, memory_queries, scores, end_keys, memory_factor[..., -1]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def invert(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inverse) -> Float32[jax.Array, "*N I I"]:
+def inverse(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inverse) -> Float32[jax.Array, "*N I I"]:
     """(1 + below)^-1 for strictly lower triangular matrices.
 
     Diagonal blocks of 1, 2, 4, ... rows are inverted and merged in pairs. The sum of powers of `below` takes fewer
@@ -229,13 +238,13 @@ def invert(below: Float32[jax.Array, "*N I I"], precision: Precision = EXACT.inv
     size = below.shape[-1]
     index = jnp.arange(size)
     product = partial(jnp.matmul, precision=precision)
-    inverse, width = jnp.eye(size), 1
+    found, width = jnp.eye(size), 1
     while width < size:
         block = index // width
         corner = (block[:, None] == block + 1) * (block % 2 == 0) * below
-        inverse -= corner if width == 1 else product(product(inverse, corner), inverse)
+        found -= corner if width == 1 else product(product(found, corner), found)
         width *= 2
-    return inverse
+    return found
 
 
 def differentiate_inverse(precision: Precision, inverse: jax.Array, slope: jax.Array) -> tuple[jax.Array]:
@@ -244,4 +253,5 @@ def differentiate_inverse(precision: Precision, inverse: jax.Array, slope: jax.A
     return (-jnp.tril(product(product(transposed, slope), transposed), -1),)
 
 
-invert.defvjp(lambda below, precision: (invert(below, precision),) * 2, differentiate_inverse)
+invert = jax.custom_vjp(inverse, nondiff_argnums=(1,))
+invert.defvjp(lambda below, precision: (inverse(below, precision),) * 2, differentiate_inverse)

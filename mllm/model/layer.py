@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,11 @@ from mllm.model.delta_net import (
     chunked,
     convolve,
     documents_of,
+    kernels_can_run,
     recurrent,
 )
 from mllm.model.int8 import Int8Matrix
-from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain
+from mllm.model.layout import DELTA_INPUTS, DELTA_MEMORY, Layout, constrain, on_each_device
 from mllm.model.lora import Lora, adapter
 
 KEPT = "kept"
@@ -187,6 +189,13 @@ class AttentionLayer(Layer):
         return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
 
 
+HEADS: Any = ("batch", "time", "heads", None)
+VALUES: Any = (*HEADS, None)
+RULE_AXES: Any = Rule(queries=HEADS, keys=HEADS, values=VALUES, decay=HEADS, beta=HEADS, documents=HEADS[:2])
+MEMORY_AXES = ("batch", "heads", None, None, None)
+"""The logical axes of the delta rule's operands and of its memory."""
+
+
 class DeltaLayer(Layer):
     """A layer with a gated delta net."""
 
@@ -210,6 +219,7 @@ class DeltaLayer(Layer):
         segments: Int[jax.Array, "B T"],
         before: DeltaState,
         layout: Layout | None = None,
+        own_kernels: bool = True,
     ) -> tuple[Float[jax.Array, "B T D"], DeltaState]:
         """The residual stream after the delta net, in the dtype of hidden, and the state after each row's last token.
 
@@ -227,8 +237,7 @@ class DeltaLayer(Layer):
         decay = jnp.where(real, -rate * jax.nn.softplus(self.product("decay", x, jnp.float32)), 0)
 
         def by_heads(y: Float[jax.Array, "B T _"], *size: int) -> Float[jax.Array, "B T _ *_"]:
-            heads = y.reshape(*shape, net.key_heads, *size)
-            return constrain(layout, heads, ("batch", "time", "heads", *[None] * len(size)))
+            return y.reshape(*shape, net.key_heads, *size)
 
         group_size = net.value_heads // net.key_heads
         rule = Rule(
@@ -239,10 +248,18 @@ class DeltaLayer(Layer):
             beta=by_heads(beta, group_size),
             documents=documents_of(segments),
         )
-        devices = "cpu" if layout is None else platform(layout.mesh)
+        rule = Rule(*(constrain(layout, x, axes) for x, axes in zip(rule, RULE_AXES, strict=True)))
+        mesh = None if layout is None else layout.mesh
+        devices = "cpu" if mesh is None else platform(mesh)
+        precisions = Precisions.of(self.dtype, devices)
         run: Callable[..., tuple[jax.Array, jax.Array]] = recurrent
-        if shape[1] > SHORT_SEQUENCE:
-            run = partial(chunked, precisions=Precisions.of(self.dtype, devices))
+        if shape[1] > SHORT_SEQUENCE and own_kernels and kernels_can_run(net, self.dtype, mesh):
+            from mllm.model import delta_kernel  # Pallas takes 0.3 s to import
+
+            local = partial(delta_kernel.chunked, precisions=precisions, interpret=devices != "gpu")
+            run = on_each_device(layout, local, (RULE_AXES, MEMORY_AXES), (VALUES, MEMORY_AXES))
+        elif shape[1] > SHORT_SEQUENCE:
+            run = partial(chunked, precisions=precisions)
         memory = before.memory.reshape(shape[0], net.key_heads, -1, net.key_dim, net.value_dim)
         outputs, memory = run(rule, memory)
         memory = constrain(layout, memory.reshape(before.memory.shape), DELTA_MEMORY)

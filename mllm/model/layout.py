@@ -206,16 +206,22 @@ class Layout:
 
 
 def on_each_device(
-    layout: Layout | None, function: Callable[..., jax.Array], axes: tuple[Axes, ...]
-) -> Callable[..., jax.Array]:
-    """The function mapped over devices; `axes` are its arguments' logical axes, and the result has the first.
+    layout: Layout | None, function: Callable[..., Any], axes: tuple[Any, ...], results: Any = None
+) -> Callable[..., Any]:
+    """The function mapped over devices; `axes` are its arguments' logical axes, `results` its result's: the first's.
 
-    Inside jit. Rows never move between devices.
+    Arguments and results may be trees of arrays, whose axes are then trees of `Axes`. Inside jit. Rows never move
+    between devices.
     """
     if layout is None or layout.mesh.size == 1:
         return function
-    specs = tuple(layout.sharding(names).spec for names in axes)
-    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+
+    def is_axes(tree: Any) -> bool:
+        return all(isinstance(name, str | None) for name in tree)
+
+    trees = axes, axes[0] if results is None else results
+    specs, results = jax.tree.map(lambda names: layout.sharding(names).spec, trees, is_leaf=is_axes)
+    return jax.shard_map(function, mesh=layout.mesh, in_specs=specs, out_specs=results, check_vma=False)
 
 
 def constrain(layout: Layout | None, array: Any, axes: Axes) -> Any:

@@ -157,7 +157,7 @@ def load_model(model: ModelConfig, mesh: Mesh, *, packed: bool, stop: Sequence[s
     param_dtype = model.param_dtype if lora is None else model.dtype
     dtypes = {"dtype": jnp.dtype(model.dtype), "param_dtype": jnp.dtype(param_dtype)}
     remat = fastest_remat(mesh) if model.remat == "auto" else model.remat
-    attends = {"attention": attention.attention, "decode_kernel": model.attention != "xla"}
+    attends = {"attention": attention.attention, "own_kernels": model.attention != "xla"}
     options = {"remat": remat, **attends, "layout": layout, "lora": lora}
     dithered = model.compute_rounding == "dithered"
     graphdef, params = nnx.split(Decoder.abstract(architecture, **dtypes, dithered=dithered, **options))

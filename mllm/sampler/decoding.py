@@ -103,7 +103,7 @@ def decoding_graphdef(model: Decoder) -> nnx.GraphDef:
         return nnx.split(model)[0]
     config = replace(model.config, tie_word_embeddings=False)  # merged, the head is a matrix of its own
     lora = replace(model.lora, targets=tuple(name for name in model.lora.targets if name != "head"))
-    options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "decode_kernel", "layout")}
+    options = {name: getattr(model, name) for name in ("dtype", "remat", "attention", "own_kernels", "layout")}
     return nnx.split(Decoder.abstract(config, dithered=model.rounding.dithered, lora=lora, **options))[0]
 
 

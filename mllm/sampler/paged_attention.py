@@ -41,7 +41,7 @@ def can_run(model: Decoder, places: int) -> bool:
     """Whether the kernel may compute the model's decode steps for rows of so many places."""
     config, mesh = model.config, None if model.layout is None else model.layout.mesh
     fits = config.head_dim in SLOTS and config.num_attention_heads <= ROWS * config.num_key_value_heads
-    allowed = model.decode_kernel and model.dtype == jnp.bfloat16 and places <= LONGEST
+    allowed = model.own_kernels and model.dtype == jnp.bfloat16 and places <= LONGEST
     return allowed and fits and target.why_not_hopper(mesh) is None
 
 

@@ -232,7 +232,7 @@ def test_a_merged_head_leaves_the_choice_of_the_kernel():
     """Decoding weights then have another graph of modules."""
     config, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(rank=2, alpha=2.0, targets=("q", "head"))
     graphs = [
-        decoding.decoding_graphdef(Decoder.abstract(config, lora=lora, decode_kernel=allowed))
+        decoding.decoding_graphdef(Decoder.abstract(config, lora=lora, own_kernels=allowed))
         for allowed in (True, True, False)
     ]
     assert graphs[0] == graphs[1] != graphs[2]
