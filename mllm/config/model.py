@@ -81,9 +81,10 @@ class ModelConfig(Section):
     lora: LoraConfig | None = None
     """Train low-rank adapters. The model's own parameters are frozen, in `dtype` or `lora.base`."""
     attention: Literal["xla"] | None = None
-    """The implementation of attention. None: over whole sequences splash attention on TPUs and cuDNN's on NVIDIA GPUs;
-    on Hopper GPUs the project's own kernels for packed rows, heads of 256 and decode steps; XLA's where these can't run
-    (see mllm/model/attention.py and mllm/sampler/paged_attention.py). A GPU without cuDNN's library needs `xla`."""
+    """The implementation of attention and of delta nets. None: over whole sequences splash attention on TPUs and
+    cuDNN's on NVIDIA GPUs; on Hopper GPUs the project's own kernels for packed rows, heads of 256, decode steps and
+    delta nets; XLA's where these can't run (see attention.py, delta_kernel.py and paged_attention.py). A GPU without
+    cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")
     def check(self) -> Self:
