@@ -2,8 +2,8 @@
 
 XLA computes a chunk by 25 kernels, and each reads and writes arrays of all tokens. Here a chunk is read and written
 once by `prepare`, for all chunks side by side, and once by `advance`, chunk after chunk with the memory in registers.
-The gradients are JAX's own, taken inside the kernels: of `advance` for the memory, from the last chunk to the first;
-then of `advance` and of `prepare` for their operands, for all chunks side by side.
+The gradients are those of `advance` for the memory, from the last chunk to the first; then those of `advance` and of
+`prepare` for their operands, for all chunks side by side. JAX differentiates `prepare` inside its kernel.
 
 No GPU has run these kernels. Tests compare them with the recurrence under JAX's interpreter, and compile them for an
 H100.
@@ -27,6 +27,8 @@ from mllm.model.delta_net import CHUNK, Precisions, Rule, differentiate_inverse,
 COLUMNS = 64
 """Columns of the memory that a program of `advance` holds; they don't depend on each other."""
 WARPS = 8
+IN_ORDER = ("advance", "memories_gradient")
+"""Kernels whose programs take one chunk after the other, and load the next meanwhile."""
 
 
 class Chunk(NamedTuple):
@@ -166,7 +168,7 @@ class Kernels(NamedTuple):
         outputs, *memories = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[: 2 + keep])
         outs = [*outputs_of_row(outputs), *of_row(memories, COLUMNS)]
         ins = [*chunks_of_row(chunks), *of_row([memory], COLUMNS)]
-        return self.call("advance", body, (batch, heads, columns // COLUMNS), ins, outs)
+        return self.call("advance", body, (columns // COLUMNS, batch, heads), ins, outs)
 
     def memories_gradient(
         self, chunks: Chunk, of_outputs: Float32[Array, "B T H E"], of_last: Float32[Array, "B H D E"]
@@ -190,7 +192,7 @@ class Kernels(NamedTuple):
         shapes = (batch, heads, number, size, columns), of_last.shape
         outs = of_row([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], COLUMNS)
         ins = [*chunks_of_row(chunks), *outputs_of_row(of_outputs), *of_row([of_last], COLUMNS)]
-        return self.call("memories_gradient", body, (batch, heads, columns // COLUMNS), ins, outs)
+        return self.call("memories_gradient", body, (columns // COLUMNS, batch, heads), ins, outs)
 
     def chunks_gradient(
         self,
@@ -202,9 +204,18 @@ class Kernels(NamedTuple):
         """The slopes of the chunks; `memories` are those before each chunk, `of_memories` are for those after."""
 
         def body(*refs: Any) -> None:
-            *chunk, memory, of_memory, of_output = (ref[...] for ref in refs[:9])
-            _, pull = jax.vjp(partial(advance, self.precisions, memory), Chunk(*chunk))
-            store(refs[9:], pull((of_memory, of_output))[0])
+            # JAX's gradient would hold all operands and slopes at once, and spill four times as many registers.
+            chunk, (memory, of_memory, of_output), slopes = Chunk(*refs[:6]), refs[6:9], Chunk(*refs[9:])
+            dot = partial(product, self.precisions.products)
+            written = chunk.writes[...] - dot(chunk.reads[...], memory[...])
+            slopes.scores[...] = dot(of_output[...], written.T)
+            slopes.keys[...] = dot(written, of_memory[...].T)
+            of_written = dot(chunk.scores[...].T, of_output[...]) + dot(chunk.keys[...], of_memory[...])
+            slopes.writes[...] = of_written
+            slopes.reads[...] = -dot(of_written, memory[...].T)
+            slopes.queries[...] = dot(of_output[...], memory[...].T)
+            of_kept = jnp.sum(memory[...] * of_memory[...])
+            slopes.kept[...] = jnp.where(lax.broadcasted_iota(jnp.int32, (CHUNK,), 0) == CHUNK - 1, of_kept, 0.0)
 
         ins = [*of_chunk([*chunks, memories, of_memories]), *of_tokens([of_outputs], memories.shape[1])]
         outs = of_chunk([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in chunks])
@@ -245,7 +256,7 @@ class Kernels(NamedTuple):
             in_specs=in_blocks,
             out_specs=out_blocks,
             out_shape=shapes,
-            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
+            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2 if name in IN_ORDER else 1),
             interpret=self.interpret,
             name=f"delta_{name}",
         )(*arrays)
@@ -273,11 +284,12 @@ def pull_back(kernels: Kernels, kept: Any, slopes: tuple[Array, Array]) -> tuple
     return kernels.operands_gradient(operands, solutions, of_chunks), of_first
 
 
-run.defvjp(keep, pull_back)
+run.defvjp(keep, pull_back, optimize_remat=True)  # else a pass that is computed again writes all memories
 
 
 # --- blocks -------------------------------------------------------------------------------------------------------
-# A program has a row of tokens, a value head and a chunk, or in place of the chunk some columns of the memory.
+# A program has a row of tokens, a value head and a chunk; or some columns of the memory, a row and a head. Programs that
+# differ only in the columns read the same chunks, and follow each other.
 
 
 def of_tokens(arrays: Any, heads: int) -> list[Any]:
@@ -306,14 +318,14 @@ def of_row(arrays: Any, columns: int | None = None) -> list[Any]:
     def block(x: Any) -> pl.BlockSpec:
         sizes = x.shape[2:] if columns is None else (*x.shape[2:-1], columns)
         index = (0,) * (x.ndim - 3)
-        return pl.BlockSpec((None, None, *sizes), lambda b, h, e: (b, h, *index, 0 if columns is None else e))
+        return pl.BlockSpec((None, None, *sizes), lambda e, b, h: (b, h, *index, 0 if columns is None else e))
 
     return [(x, block(x)) for x in arrays]
 
 
 def outputs_of_row(x: Any) -> list[Any]:
     """The program's columns of a row and a head of an array [B, T, H, E]."""
-    return [(x, pl.BlockSpec((None, x.shape[1], None, COLUMNS), lambda b, h, e: (b, 0, h, e)))]
+    return [(x, pl.BlockSpec((None, x.shape[1], None, COLUMNS), lambda e, b, h: (b, 0, h, e)))]
 
 
 def chunks_of_row(chunks: Chunk) -> list[Any]:
