@@ -288,8 +288,8 @@ run.defvjp(keep, pull_back, optimize_remat=True)  # else a pass that is computed
 
 
 # --- blocks -------------------------------------------------------------------------------------------------------
-# A program has a row of tokens, a value head and a chunk; or some columns of the memory, a row and a head. Programs that
-# differ only in the columns read the same chunks, and follow each other.
+# A program has a row of tokens, a value head and a chunk; or some columns of the memory, a row and a head. Programs
+# that differ only in the columns read the same chunks, and follow each other.
 
 
 def of_tokens(arrays: Any, heads: int) -> list[Any]:
