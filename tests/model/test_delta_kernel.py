@@ -116,6 +116,16 @@ def test_devices_take_their_rows_and_heads(monkeypatch):
             np.testing.assert_allclose(x, y, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_a_decoder_tells_its_delta_nets_whether_kernels_are_allowed(allowed, monkeypatch):
+    asked = []
+    monkeypatch.setattr(layer, "kernels_can_run", lambda *given: asked.append(given))
+    model = Decoder(weights.read_config(FOLDER), rngs=nnx.Rngs(0), dtype=jnp.float32, own_kernels=allowed)
+    tokens = jnp.ones((1, 20), int)
+    jax.eval_shape(lambda tokens: model.apply_layers(tokens, tokens, tokens)[0], tokens)
+    assert bool(asked) == allowed
+
+
 NET = DeltaNet(key_heads=16, value_heads=16, key_dim=128, value_dim=128, taps=4)
 
 
