@@ -218,7 +218,8 @@ def apply_tokens(
     for stack, index in config.stack_of_layer:
         layer = nnx.split(getattr(merge(graphdef, weights, stack, index), stack))
         if stack == "delta":
-            hidden, state = apply_delta_layer(*layer, hidden, segments, states[index], layout=layout)
+            options = {"layout": layout, "own_kernels": model.own_kernels}
+            hidden, state = apply_delta_layer(*layer, hidden, segments, states[index], **options)
             changed.append(state)
         else:
             kind = config.kind_of_layer[index]
@@ -253,7 +254,7 @@ def apply_layer(
     return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), written
 
 
-@partial(jax.jit, static_argnames=("graphdef", "layout"))
+@partial(jax.jit, static_argnames=("graphdef", "layout", "own_kernels"))
 def apply_delta_layer(
     graphdef: nnx.GraphDef,
     params: nnx.State,
@@ -262,10 +263,11 @@ def apply_delta_layer(
     state: DeltaState,
     *,
     layout: Layout | None,
+    own_kernels: bool,
 ) -> tuple[Float[jax.Array, "B Q D"], DeltaState]:
     """A delta-net layer's output for new tokens, and its state after the tokens with a segment."""
     layer = nnx.merge(graphdef, params)
-    hidden, state = layer.add_delta(hidden, segments, state, layout)
+    hidden, state = layer.add_delta(hidden, segments, state, layout, own_kernels)
     return constrain(layout, layer.add_feed_forward(hidden), HIDDEN_STATES), state
 
 
