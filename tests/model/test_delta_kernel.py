@@ -53,7 +53,7 @@ def differentiated(run, rule, memory, slopes):
 
 
 CASES = {
-    "documents end in chunks": (segments_of(1, 20, 64, 3, padding=30), {"each": 2}),
+    "documents end in chunks and between them": (segments_of(1, 63, 40, 3, padding=11), {"each": 2}),
     "a document of three chunks, another size of values": (segments_of(160), {"sizes": (64, 128), "slow": 1e2}),
 }
 
