@@ -125,7 +125,7 @@ def test_the_kernel_matches_float64(case):
     check_against_float64(result, rows)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.data())
 def test_a_row_sees_its_last_tokens(data):
     """Also with a window that ends in the pages, at their start, or in the tail."""
