@@ -83,7 +83,7 @@ class ModelConfig(Section):
     attention: Literal["xla"] | None = None
     """The implementation of attention and of delta nets. None: over whole sequences splash attention on TPUs and
     cuDNN's on NVIDIA GPUs; on Hopper GPUs the project's own kernels for packed rows, heads of 256, decode steps and
-    delta nets; XLA's where these can't run (see attention.py, delta_kernel.py and paged_attention.py). A GPU without
+    delta nets; XLA's where no kernel can run (see attention.py, delta_kernel.py and paged_attention.py). A GPU without
     cuDNN's library needs `xla`."""
 
     @model_validator(mode="after")

@@ -35,9 +35,9 @@ class Columns(NamedTuple):
 
     tiles: list[Ref]
     at: tuple[Any, Any, Any]
-    """Their index in an array [B, _, T]."""
+    """The index of the columns in an array [B, _, T]."""
     seen: Bool[Array, "R C"]
-    """Which of them each row meets."""
+    """Whether a row meets a column."""
 
 
 class Rows(NamedTuple):
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     tiles: list[Ref]
     scratch: Ref
     at: tuple[Any, Any, Any]
-    """Their index in an array [B, X, T]."""
+    """The index of the rows in an array [B, X, T]."""
     loop: Callable[[Callable[[Columns, Any], Any], Any], Any]
     """`carry = add(columns, carry)` for each block of columns, from a first carry to the last."""
 
@@ -79,9 +79,9 @@ def run(
 ) -> Any:
     """Runs `compute(rows, *refs of more, *refs of outs)` for all rows of all heads of `of_rows`.
 
-    `bounds` are the first and the last column of each row. They grow along a row of tokens. The number of heads is that
-    of `outs`: several heads may share a head of rows, or of columns, and a head of rows may have several heads of
-    columns. Blocks are begun in order, or with `last_first` from the last, so that those with most work come first.
+    `bounds` are the first and the last column of each row; bounds grow along a row of tokens. `outs` give the number of
+    heads: several heads may share a head of rows or of columns, and a head of rows may have several heads of columns.
+    Blocks begin in order, or with `last_first` from the last block. The blocks with most work should come first.
     """
     (batch, time, row_heads, size), dtype = of_rows[0].shape, of_rows[0].dtype
     heads, column_heads = outs[0].shape[2], of_columns[0].shape[2]

@@ -1,9 +1,9 @@
-"""The gated delta rule on NVIDIA GPUs: `delta_net.chunked` and its gradient as five Pallas kernels (Triton).
+"""The gated delta rule on Hopper GPUs: `delta_net.chunked` and its gradient as five Pallas kernels (Triton).
 
-XLA computes a chunk by 25 kernels, and each reads and writes arrays of all tokens. Here a chunk is read and written
-once by `prepare`, for all chunks side by side, and once by `advance`, chunk after chunk with the memory in registers.
-The gradients are those of `advance` for the memory, from the last chunk to the first; then those of `advance` and of
-`prepare` for their operands, for all chunks side by side. JAX differentiates `prepare` inside its kernel.
+XLA's program has dozens of kernels, and each reads and writes arrays of all tokens. Here `prepare` works on all chunks
+side by side. `advance` takes one chunk after the other, with the memory in registers. The backward pass has three
+kernels: the gradient of the memories, from the last chunk to the first; the gradient of the chunks, side by side; and
+the gradient of the operands, side by side. JAX differentiates `prepare` inside the last kernel.
 
 No GPU has run these kernels. Tests compare them with the recurrence under JAX's interpreter, and compile them for an
 H100.
@@ -22,13 +22,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Float32, Int
 
-from mllm.model.delta_net import CHUNK, Precisions, Rule, differentiate_inverse, inverse, unit
+from mllm.model.delta_net import CHUNK, Precisions, Rule, differentiate_inverse, inverse, padded, unit
 
 COLUMNS = 64
-"""Columns of the memory that a program of `advance` holds; they don't depend on each other."""
+"""Columns of the memory that a program of `advance` holds; columns don't depend on each other."""
 WARPS = 8
-IN_ORDER = ("advance", "memories_gradient")
-"""Kernels whose programs take one chunk after the other, and load the next meanwhile."""
+AHEAD = 2
+"""Chunks in flight in a kernel that takes one chunk after the other."""
 
 
 class Chunk(NamedTuple):
@@ -40,7 +40,7 @@ class Chunk(NamedTuple):
     scores: Float32[Array, "I J"]
     keys: Float32[Array, "I D"]
     kept: Float32[Array, " I"]
-    """What is left of the memory before the chunk at each token, of 1."""
+    """The factor of the memory before the chunk, at each token."""
 
 
 def prepare(
@@ -111,11 +111,7 @@ def chunked(
     batch, time = rule.documents.shape
     heads = (batch, -1, memory.shape[1] * memory.shape[2])
 
-    def padded(x: Array) -> Array:
-        edge = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-        return jnp.pad(x, [(0, 0), (0, -time % CHUNK)] + [(0, 0)] * (x.ndim - 2), mode=edge)
-
-    queries, keys, values, decay, beta, documents = map(padded, rule)
+    queries, keys, values, decay, beta, documents = (padded(x, -time % CHUNK) for x in rule)
     before = jnp.pad(documents, ((0, 0), (1, 0)))[:, :-1:CHUNK]
     goes_on = (documents == jnp.repeat(before, CHUNK, axis=1)).astype(jnp.float32)
     by_head = values.reshape(*heads, values.shape[-1]), decay.reshape(heads), beta.reshape(heads)
@@ -168,7 +164,7 @@ class Kernels(NamedTuple):
         outputs, *memories = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[: 2 + keep])
         outs = [*outputs_of_row(outputs), *of_row(memories, COLUMNS)]
         ins = [*chunks_of_row(chunks), *of_row([memory], COLUMNS)]
-        return self.call("advance", body, (columns // COLUMNS, batch, heads), ins, outs)
+        return self.call("advance", body, (columns // COLUMNS, batch, heads), ins, outs, AHEAD)
 
     def memories_gradient(
         self, chunks: Chunk, of_outputs: Float32[Array, "B T H E"], of_last: Float32[Array, "B H D E"]
@@ -192,7 +188,7 @@ class Kernels(NamedTuple):
         shapes = (batch, heads, number, size, columns), of_last.shape
         outs = of_row([jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes], COLUMNS)
         ins = [*chunks_of_row(chunks), *outputs_of_row(of_outputs), *of_row([of_last], COLUMNS)]
-        return self.call("memories_gradient", body, (columns // COLUMNS, batch, heads), ins, outs)
+        return self.call("memories_gradient", body, (columns // COLUMNS, batch, heads), ins, outs, AHEAD)
 
     def chunks_gradient(
         self,
@@ -201,7 +197,7 @@ class Kernels(NamedTuple):
         of_outputs: Float32[Array, "B T H E"],
         of_memories: Float32[Array, "B H N D E"],
     ) -> Chunk:
-        """The slopes of the chunks; `memories` are those before each chunk, `of_memories` are for those after."""
+        """The slopes of the chunks, from the memory before each chunk and the slope of the memory after each chunk."""
 
         def body(*refs: Any) -> None:
             # JAX's gradient would hold all operands and slopes at once, and spill four times as many registers.
@@ -222,7 +218,7 @@ class Kernels(NamedTuple):
         return Chunk(*self.call("chunks_gradient", body, memories.shape[:3], ins, outs))
 
     def operands_gradient(self, operands: Operands, solutions: Float32[Array, "B H T J"], of_chunks: Chunk) -> Operands:
-        """The slopes of the operands, from those of the chunks."""
+        """The slopes of the operands, from the slopes of the chunks."""
         batch, time, heads, _ = operands.values.shape
 
         def body(*refs: Any) -> None:
@@ -233,7 +229,7 @@ class Kernels(NamedTuple):
             _, pull = jax.vjp(lambda *x: prepare(self.precisions, solve, documents, goes_on, *x)[0], *inputs)
             store(refs[14:], pull(Chunk(*(ref[...] for ref in refs[8:14]))))
 
-        # Value heads that share a key head have slopes of their own for it, which XLA sums.
+        # XLA sums the slopes of a key head over the value heads that share the key head.
         outs = [
             jax.ShapeDtypeStruct((batch, time, heads, *x.shape[3:]), x.dtype if x.shape[2] == heads else jnp.float32)
             for x in operands[2:]
@@ -246,7 +242,15 @@ class Kernels(NamedTuple):
             none, none, *(jnp.sum(x, axis=3, dtype=y.dtype) for x, y in zip(grouped, operands[2:], strict=True))
         )
 
-    def call(self, name: str, body: Callable[..., None], grid: tuple[int, ...], ins: list[Any], outs: list[Any]) -> Any:
+    def call(
+        self,
+        name: str,
+        body: Callable[..., None],
+        grid: tuple[int, ...],
+        ins: list[Any],
+        outs: list[Any],
+        stages: int = 1,
+    ) -> Any:
         """Runs a kernel on pairs of an array, or the shape of a result, and its block."""
         arrays, in_blocks = zip(*ins, strict=True)
         shapes, out_blocks = zip(*outs, strict=True)
@@ -256,7 +260,7 @@ class Kernels(NamedTuple):
             in_specs=in_blocks,
             out_specs=out_blocks,
             out_shape=shapes,
-            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=2 if name in IN_ORDER else 1),
+            compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=stages),
             interpret=self.interpret,
             name=f"delta_{name}",
         )(*arrays)

@@ -179,9 +179,8 @@ def chunked(
     missing = groups * chunks_each * CHUNK - time
 
     def grouped(x: jax.Array) -> jax.Array:
-        edge = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
-        padded = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=edge)
-        return jnp.moveaxis(padded.reshape(batch, groups, chunks_each, CHUNK, *x.shape[2:]), 0, 2)  # groups N B I ...
+        whole = padded(x, missing)
+        return jnp.moveaxis(whole.reshape(batch, groups, chunks_each, CHUNK, *x.shape[2:]), 0, 2)  # groups N B I ...
 
     parts = jax.tree.map(grouped, rule)
     ends = parts.documents[..., -1].reshape(-1, batch)
@@ -189,6 +188,12 @@ def chunked(
     memory, outputs = jax.lax.scan(partial(run_group, precisions), memory, (parts, entering))
     outputs = outputs.transpose(2, 0, 1, 5, 3, 4, 6)  # from groups N B K G I E
     return outputs.reshape(batch, -1, *rule.values.shape[2:])[:, :time], memory
+
+
+def padded(x: Float[jax.Array, "B T *_"] | Int[jax.Array, "B T"], missing: int) -> jax.Array:
+    """The array with more tokens: zeros, or numbers of the last document."""
+    mode = "edge" if jnp.issubdtype(x.dtype, jnp.integer) else "constant"
+    return jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode=mode)
 
 
 def run_group(

@@ -208,10 +208,10 @@ class Layout:
 def on_each_device(
     layout: Layout | None, function: Callable[..., Any], axes: tuple[Any, ...], results: Any = None
 ) -> Callable[..., Any]:
-    """The function mapped over devices; `axes` are its arguments' logical axes, `results` its result's: the first's.
+    """The function mapped over devices, inside jit; rows never move between devices.
 
-    Arguments and results may be trees of arrays, whose axes are then trees of `Axes`. Inside jit. Rows never move
-    between devices.
+    `axes` are the logical axes of each argument. `results` are the axes of the result; None: the first argument's axes.
+    The axes of a tree of arrays are a tree of `Axes`.
     """
     if layout is None or layout.mesh.size == 1:
         return function

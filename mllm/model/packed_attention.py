@@ -11,7 +11,7 @@ Letters: B rows of tokens, T places of a row, N query heads, K key heads, H size
 tile of scores.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,21 +63,30 @@ def attend(
     return _forward(queries, keys, values, first)[0]
 
 
-def _keep(queries: Array, keys: Array, values: Array, first: Array, last: Array) -> tuple[Array, tuple[Array, ...]]:
+class Kept(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    queries: Float[Array, "B T N H"]
+    keys: Float[Array, "B T K H"]
+    values: Float[Array, "B T K H"]
+    first: Int[Array, "B T"]
+    last: Int[Array, "B T"]
+    out: Float[Array, "B T N H"]
+    lse: Float32[Array, "B N T"]
+
+
+def _keep(queries: Array, keys: Array, values: Array, first: Array, last: Array) -> tuple[Array, Kept]:
     out, lse = _forward(queries, keys, values, first)
-    return out, (queries, keys, values, first, last, out, lse)
+    return out, Kept(queries, keys, values, first, last, out, lse)
 
 
-def _pull_back(kept: tuple[Array, ...], slopes: Array) -> tuple[Array | None, ...]:
-    queries, keys, values, first, last, out, lse = kept
-    delta = jnp.einsum("btnh,btnh->bnt", out, slopes, preferred_element_type=jnp.float32)
-    dq = _queries_gradient(queries, slopes, lse, delta, keys, values, first)
-    both = keys, values, queries, slopes, lse, delta, last
-    if keys.shape[3] <= MOST_SUMS:
-        dk, dv = _keys_gradient(*both, ("dk", "dv"))
+def _pull_back(kept: Kept, slopes: Float[Array, "B T N H"]) -> tuple[Array | None, ...]:
+    delta = jnp.einsum("btnh,btnh->bnt", kept.out, slopes, preferred_element_type=jnp.float32)
+    if kept.keys.shape[3] <= MOST_SUMS:
+        dk, dv = _keys_gradient(kept, slopes, delta, ("dk", "dv"))
     else:
-        dk, dv = (_keys_gradient(*both, (one,))[0] for one in ("dk", "dv"))
-    return dq, dk, dv, None, None
+        dk, dv = (_keys_gradient(kept, slopes, delta, (one,))[0] for one in ("dk", "dv"))
+    return _queries_gradient(kept, slopes, delta), dk, dv, None, None
 
 
 attend.defvjp(_keep, _pull_back)
@@ -120,16 +129,10 @@ def _forward(
 
 
 def _queries_gradient(
-    queries: Float[Array, "B T N H"],
-    slopes: Float[Array, "B T N H"],
-    lse: Float32[Array, "B N T"],
-    delta: Float32[Array, "B N T"],
-    keys: Float[Array, "B T K H"],
-    values: Float[Array, "B T K H"],
-    first: Int[Array, "B T"],
+    kept: Kept, slopes: Float[Array, "B T N H"], delta: Float32[Array, "B N T"]
 ) -> Float[Array, "B T N H"]:
-    """dq of the slopes of the output; `delta` is the sum over H of outputs times slopes."""
-    size = queries.shape[3]
+    """dq, from the slopes of the output; `delta` is the sum over H of outputs times slopes."""
+    size = kept.queries.shape[3]
 
     def compute(rows: Rows, lse: Ref, delta: Ref, dq: Ref) -> None:
         (q, slope), lse_R, delta_R = rows.tiles, load(lse.at[rows.at]), load(delta.at[rows.at])
@@ -148,23 +151,24 @@ def _queries_gradient(
 
         rows.store((dq, [pl.run_scoped(summed, plgpu.ACC((SIDE, size), jnp.float32)) * size**-0.5]))
 
-    of_rows, bounds, more = (queries, slopes), (first, _place(first)), (lse, delta)
-    return run("packed_attention_dq", compute, (queries,), of_rows, (keys, values), bounds, more, last_first=True)[0]
+    return run(
+        "packed_attention_dq",
+        compute,
+        (kept.queries,),
+        (kept.queries, slopes),
+        (kept.keys, kept.values),
+        (kept.first, _place(kept.first)),
+        (kept.lse, delta),
+        last_first=True,
+    )[0]
 
 
 def _keys_gradient(
-    keys: Float[Array, "B T K H"],
-    values: Float[Array, "B T K H"],
-    queries: Float[Array, "B T N H"],
-    slopes: Float[Array, "B T N H"],
-    lse: Float32[Array, "B N T"],
-    delta: Float32[Array, "B N T"],
-    last: Int[Array, "B T"],
-    wanted: tuple[str, ...],
+    kept: Kept, slopes: Float[Array, "B T N H"], delta: Float32[Array, "B N T"], wanted: tuple[str, ...]
 ) -> tuple[Float[Array, "B T K H"], ...]:
-    """Those of dk and dv that are `wanted`; a head's are summed over the query heads that share it."""
-    (batch, time, kv_heads, size), heads = keys.shape, queries.shape[2]
-    of_rows = (keys, values) if "dk" in wanted else (keys,)
+    """The gradients in `wanted`, "dk" or "dv": sums over the query heads that share a key head."""
+    (batch, time, kv_heads, size), heads, dtype = kept.keys.shape, kept.queries.shape[2], kept.keys.dtype
+    of_rows = (kept.keys, kept.values) if "dk" in wanted else (kept.keys,)
 
     def compute(rows: Rows, lse: Ref, delta: Ref, *outs: Ref) -> None:
         k, *v = rows.tiles
@@ -190,13 +194,14 @@ def _keys_gradient(
         results = pl.run_scoped(summed, *[plgpu.ACC((SIDE, size), jnp.float32)] * len(wanted))
         rows.store(*((out, [result]) for out, result in zip(outs, results, strict=True)))
 
-    name, bounds = "_".join(("packed_attention", *wanted)), (_place(last), last)
+    name, bounds = "_".join(("packed_attention", *wanted)), (_place(kept.last), kept.last)
     # Few blocks of one key head each would leave multiprocessors idle. Then a block takes one query head, and XLA sums.
     few = batch * time // (2 * SIDE) * kv_heads < ENOUGH_BLOCKS * target.multiprocessors()
-    parts = jax.ShapeDtypeStruct((batch, time, heads if few else kv_heads, size), keys.dtype)
-    results = run(name, compute, [parts] * len(wanted), of_rows, (queries, slopes), bounds, (lse, delta))
-    sums = (jnp.sum(x.reshape(*keys.shape[:3], -1, size), axis=3, dtype=jnp.float32) for x in results)
-    return tuple(x.astype(keys.dtype) for x in sums)
+    parts = jax.ShapeDtypeStruct((batch, time, heads if few else kv_heads, size), dtype)
+    of_columns, more = (kept.queries, slopes), (kept.lse, delta)
+    results = run(name, compute, [parts] * len(wanted), of_rows, of_columns, bounds, more)
+    shape = batch, time, kv_heads, -1, size
+    return tuple(jnp.sum(x.reshape(shape), axis=3, dtype=jnp.float32).astype(dtype) for x in results)
 
 
 def _place(bound: Int[Array, "B T"]) -> Int[Array, "B T"]:

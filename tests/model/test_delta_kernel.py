@@ -61,7 +61,7 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_results_and_gradients_match_the_recurrence(case):
-    """The gradients are those of `delta_net.recurrent`, in float32."""
+    """Gradients are compared with the gradients of `delta_net.recurrent`, in float32."""
     segments, options = CASES[case]
     rule, memory, slopes = rule_of(segments, **options)
     slopes = slopes[0] * (segments != 0)[..., None, None, None], slopes[1]

@@ -54,7 +54,7 @@ def seen_by(ids, window):
 def expected(segments, window, queries, keys, values, slopes):
     """The output of attention, and the gradients of its sum weighted with slopes, in float64 head by head.
 
-    Also what a gradient may be off because the output, of which `delta` is a sum, is rounded to bfloat16.
+    Beside each array its error by the rounding of the output: `delta` is a sum of outputs that are rounded to bfloat16.
     """
     queries, keys, values, slopes = (np.float64(x) for x in (queries, keys, values, slopes))
     out, dq, dk, dv, dq_off, dk_off = (np.zeros_like(x) for x in (queries, queries, keys, values, queries, keys))
@@ -117,7 +117,7 @@ def test_the_kernels_match_float64(case):
     from strict_gpu import strict_interpreter  # not before jax 0.12
 
     bounds, arrays = problem(case)
-    with strict_interpreter(multiprocessors=1):  # the first case keeps it busy: its blocks sum over queries' heads
+    with strict_interpreter(multiprocessors=1):  # the first case keeps one busy: blocks sum over query heads
         results = differentiated(bounds, *arrays)
     check_against_float64(results, case, arrays)
 
@@ -142,7 +142,7 @@ def by_xla(queries, keys, values, first, last):
 
 @pytest.mark.parametrize("window", [None, 20])
 def test_devices_take_their_rows_and_heads(window, monkeypatch):
-    """XLA in place of the kernels; a model with a window has layers without one, too."""
+    """XLA in place of the kernels. A model with a window also has layers without a window."""
     monkeypatch.setattr(packed_attention, "attend", by_xla)
     kernel = Attention("mosaic_gpu", make_mesh(EIGHT), True, window=20)
     check_against_masked(kernel, (8, 101, 4, 2, 64, jnp.bfloat16), 2e-2, window)
