@@ -164,30 +164,34 @@ class RunStore:
 def lock_run(store: RunStore) -> Iterator[None]:
     """Lock a run against other processes; the system releases the lock when the process ends.
 
-    Buckets and file systems without locks can't prevent two processes from writing the same run. The files of a run in
-    a bucket are copied to this machine. UserError is raised if another process holds the lock.
+    The lock of a run in a bucket is on this machine. So processes of other machines are not found, nor processes on
+    file systems without locks. The files of a run in a bucket are copied to this machine. UserError is raised if
+    another process holds the lock.
     """
     folder = store.folder
-    if store.in_bucket:
-        shutil.rmtree(folder, ignore_errors=True)
-        if store.is_run():
-            fetch_folder(store.url, READ, "run_dir", MIRRORS)
+    lock = folder.parent / f"{folder.name}.{LOCK}" if store.in_bucket else folder / LOCK
     with failing(f"run_dir: {folder} can't be written"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        file = lock.open("a")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"run_dir: {folder} is in use by another process; wait for it, or give another") from None
+            raise UserError(f"run_dir: {store} is in use by another process; wait for it, or give another") from None
         except OSError as error:
             logger.warning("%s can't be locked (%s): let no other run write it", folder, error.strerror)
+        if store.in_bucket:
+            shutil.rmtree(folder, ignore_errors=True)
+            if store.is_run():
+                fetch_folder(store.url, READ, "run_dir", MIRRORS)
+            with failing(f"run_dir: {folder} can't be written"):
+                folder.mkdir(parents=True, exist_ok=True)
         try:
             yield
         finally:
             with suppress(OSError, UserError):
                 if not store.in_bucket and not store.is_run():
-                    (folder / LOCK).unlink()
+                    lock.unlink()
                     folder.rmdir()
 
 

@@ -93,7 +93,6 @@ with lock_run(RunStore(sys.argv[1])):
 """
 
 
-@disk
 def test_a_held_run_is_refused_until_its_process_is_killed(store, url):
     process = spawn(["-c", HOLDER, url], subprocess.DEVNULL)
     try:
