@@ -83,10 +83,12 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def read_list(cls, given: Any) -> Any:
-        """Move a list of sources to `mix`."""
+        """Move a list of sources to `mix`, and the settings of a single source to their own places."""
         if not isinstance(given, dict) or not isinstance(given.get("source"), list) or not given["source"]:
             return given
         mix = [entry if isinstance(entry, dict) else {"source": entry} for entry in given["source"]]
+        if len(mix) == 1:
+            return {**given, **{key: value for key, value in mix[0].items() if key != "weight"}}
         return {**given, "source": mix[0].get("source"), "mix": mix}
 
     @model_validator(mode="after")

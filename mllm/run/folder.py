@@ -13,6 +13,7 @@ from typing import Any
 
 from mllm.config.load import differences, dump, read
 from mllm.config.model import LoraConfig
+from mllm.config.places import PLACES, general
 from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.parallel.processes import from_writer, is_writer
@@ -24,12 +25,6 @@ FREE = {
     *("task.reward_workers", "data.cache"),
 }
 """Sections and settings that may always differ: they change the results of a run at most by rounding."""
-
-PLACES = {
-    *("model.source", "model.tokenizer", "model.lora.source", "teacher.source"),
-    *("task.train", "task.test", "task.path", "data.source", "data.validation.source"),
-}
-"""Paths, which may differ at a resume: the checkpoint's document shows whether the data are the same."""
 
 FIXED = {
     *("algorithm", "seed", "batch_size", "chat_template"),
@@ -107,7 +102,8 @@ def check_changes(
     known = {change["key"]: change["new"] for change in recorded}
     refused = []
     for key, before, after in differences(old, config.model_dump(mode="json")):
-        moved = key in PLACES and None not in (before, after) and before != "task"
+        # The checkpoint's document shows whether the files are the same.
+        moved = general(key) in PLACES and None not in (before, after) and before != "task"
         if moved or {key, key.split(".")[0]} & FREE:
             continue
         if fixed(key, before, after):
@@ -132,7 +128,7 @@ def check_changes(
 
 def fixed(key: str, before: Any, after: Any) -> bool:
     """Whether a setting may never change: `FIXED`, a section's existence, and whether `max_grad_norm` is null."""
-    section = isinstance(before, dict) or isinstance(after, dict)
+    section = key != "task.template_args" and (isinstance(before, dict) or isinstance(after, dict))
     clips = key == "optimizer.max_grad_norm" and None in (before, after)  # other arrays
     return section or clips or any(f"{key}.".startswith(f"{name}.") for name in FIXED)
 

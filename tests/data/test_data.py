@@ -283,6 +283,8 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix():
     config = DataConfig(source=["a.jsonl", {"source": "b.jsonl", "weight": 2}], max_length=8)
     assert [(one.source, one.weight) for one in config.mix] == [("a.jsonl", 1.0), ("b.jsonl", 2.0)]
     assert DataConfig.model_validate(config.model_dump()) == config
+    one = DataConfig(source=[{"source": "a.jsonl", "weight": 2, "columns": {"text": "body"}}], max_length=8, epochs=2)
+    assert one == DataConfig(source="a.jsonl", columns={"text": "body"}, max_length=8, epochs=2)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from mllm.config.model import MeshConfig
 from mllm.data import cache
 from mllm.data import records as data_records
 from mllm.data.source import FrozenModels
-from mllm.errors import RESTART, StepError, UserError
+from mllm.errors import RESTART, CommonError, StepError, UserError
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.layout import Layout
@@ -238,6 +238,22 @@ def end(what):
                         raise KeyError("a key")
                     case "killed":
                         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_files_may_lie_elsewhere_on_another_machine_and_weights_of_a_mix_are_equal(monkeypatch):
+    def compared(weight, other):
+        mine, theirs = (
+            {"data": {"mix": [{"source": f"{at}/a.jsonl", "weight": 1.0}, {"source": f"{at}/b.jsonl", "weight": x}]}}
+            for at, x in (("/here", weight), ("/there", other))
+        )
+        monkeypatch.setattr(group_module, "gather_objects", lambda settings: [settings, settings | theirs])
+        group_module.compare(mine)
+
+    compared(1.0, 1.0)
+    with pytest.raises(
+        CommonError, match=r"data\.mix\.1\.weight: process 1 has 9\.0, process 0 1\.0: give all the same"
+    ):
+        compared(1.0, 9.0)
 
 
 LOST = (RESTART, r"error: another process was lost \(.*\): the same command resumes")

@@ -12,6 +12,7 @@ from runs import ROOT, assert_same_end, changed, killed_after, records, run
 from tiny import TEACHER, config
 
 from mllm.config.load import read
+from mllm.config.places import PLACES
 from mllm.errors import UserError
 from mllm.model import peft, weights
 from mllm.model.load import load_policy
@@ -82,11 +83,12 @@ EDITS = (
     ("task.test", lambda at: other_lines(at / "task/test.jsonl"), "task: the list of problems is not what"),
     ("data.source", lambda at: other_lines(at / "train.jsonl"), OTHER_EXAMPLES),
     ("data.validation.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
+    ("data.mix.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
     ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
     ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
 )
 """The setting that names a place, the change there, and words of the message."""
-KINDS = {"task.path": "gsm8k", "teacher.source": "distill"}
+KINDS = {"task.path": "gsm8k", "data.mix.source": "mix", "teacher.source": "distill"}
 """The kind of run that names a place; else "files"."""
 
 
@@ -99,6 +101,8 @@ def settings_of(kind, at, run_dir):
         parts = {"task": None, "distill": {}, "teacher": teacher, "model": model | {"source": TEACHER["source"]}}
         return beginning(at, "distill", data=data, run_dir=str(run_dir), **parts)
     task = {"name": "gsm8k", "path": str(at / "task"), "heldout": 2}
+    if kind == "mix":
+        data["source"] = [data["source"], str(at / "validation.jsonl")]
     if kind == "files":
         task = {"name": "jsonl", "heldout": 2, **{name: str(at / f"task/{name}.jsonl") for name in ("train", "test")}}
         data |= {"validation": {"source": str(at / "validation.jsonl")}}
@@ -109,8 +113,8 @@ def settings_of(kind, at, run_dir):
 
 @pytest.mark.slow
 def test_paths_may_move_but_their_contents_may_not_change(place):
-    """For each setting of `folder.PLACES`, one after the other; all move at once."""
-    assert {name for name, *_ in EDITS} == folder.PLACES - {"model.lora.source"}  # which a checkpoint has
+    """For each setting of `PLACES`, one after the other; all move at once."""
+    assert {name for name, *_ in EDITS} == PLACES - {"model.lora.source"}  # which a checkpoint has
     here = place / "here"
     here.mkdir()
     for name in ("model", "tokenizer"):
@@ -120,7 +124,7 @@ def test_paths_may_move_but_their_contents_may_not_change(place):
     for name in ("train", "validation"):
         write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
     shutil.copytree(TEACHER["source"], here / "teacher")
-    for kind in ("files", "gsm8k", "distill"):
+    for kind in ("files", "gsm8k", "mix", "distill"):
         with Run.build(settings_of(kind, here, place / kind)) as built:
             saved = {"frozen": built.checkpoints.frozen, "known": built.checkpoints.known}
             position = built.source.position()
@@ -169,6 +173,21 @@ def test_a_branch_is_the_commit_that_the_run_began_with():
     settings = config(model={"init": "pretrained", "architecture": None, "source": "a/b", "revision": "main"})
     pinned = changed(settings, model={"revision": "0" * 40})
     assert folder.check_changes("run", settings, False, pinned.model_dump(mode="json"), 0, []) == pinned
+
+
+def test_template_arguments_may_begin_with_change_and_weights_of_a_mix_may_not(tmp_path):
+    before = config("grpo", task={"template_args": None})
+    after = changed(before, task={"template_args": {"enable_thinking": False}})
+    changes = folder.check_changes("run", after, True, before.model_dump(mode="json"), 3, []).changes
+    assert [(change.key, change.new) for change in changes] == [("task.template_args", {"enable_thinking": False})]
+    equal, other = (
+        beginning(tmp_path, data={"source": [{"source": "a.jsonl"}, {"source": "b.jsonl", "weight": weight}]})
+        for weight in (1, 2)
+    )
+    with pytest.raises(
+        UserError, match=r"^data\.mix\.1\.weight: run belongs to a run with 1\.0, not 2\.0; it can't change"
+    ):
+        folder.check_changes("run", other, True, equal.model_dump(mode="json"), 3, [])
 
 
 TOKENIZER = "model/tokenizer_config.json"
