@@ -124,9 +124,9 @@ def changes_that_fit(config: RunConfig, update: Phase, devices: Devices) -> Iter
     it."""
     lengths: dict[str, Any] = {}
     if config.examples is not None:
-        lengths = {"data": {"max_length": config.examples.max_length // 2}}
+        lengths = {"data": {"max_length": max(config.examples.max_length // 2, 1)}}
     elif config.rollout is not None:
-        lengths = {"rollout": {"max_completion_length": config.rollout.max_completion_length // 2}}
+        lengths = {"rollout": {"max_completion_length": max(config.rollout.max_completion_length // 2, 1)}}
     candidates: list[dict[str, dict[str, Any]]] = [
         *([{"model": {"remat": "full"}}] if config.model.remat != "full" else []),
         lengths,
