@@ -5,13 +5,8 @@
 The first three columns update all parameters, and differ only in the head: full logits (head.impl=full_logits), chunks
 that are computed again for the gradients (head.impl=chunked_logits), and the fused head. In the last column the
 adapters of model.lora are trained, or adapters of rank 32. Micro-batches have 1 to 64 sequences a shard: a device or,
-with tp, the devices that share its rows. The table and the picture show a device's peak by part, in brackets if it does
-not fit:
-
-    parameters, optimizer, gradients   by shapes
-    activations   the rest of the peak of an update without a head: its loss is a sum of hidden states
-    head          the peak above that
-    head alone    temporaries of the head with its gradients, compiled by itself: at the peak they may be gone
+with tp, the devices that share its rows. The table and the picture show a device's peak by part, as --plan does, in
+brackets if it does not fit.
 
 The compiler for the devices at hand or, with --target, for TPUs or H100s that aren't there gives the figures:
 nothing runs. --out FILE writes the picture FILE.png.
@@ -24,23 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # a script sees only its own folder
-from lm_head import TokenLogprobs
 from mllm import errors
 from mllm.algorithms.recipes import recipe_of
 from mllm.config import load as configs
 from mllm.config.model import LoraConfig, ModelConfig
 from mllm.config.run import RunConfig
-from mllm.data.batch import Batch
 from mllm.errors import UserError
 from mllm.plan import memory as plan
 from mllm.plan.programs import Programs
-from mllm.plan.targets import Devices, account_of, find_devices
-from mllm.training.head import Head, HeadInputs
+from mllm.plan.targets import find_devices
 from tools.bench.frame import positive, table
 
 HEADS = ("full_logits", "chunked_logits", "fused", "lora")
@@ -50,8 +40,6 @@ RANK = 32
 """The rank of adapters where the configuration has none."""
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 GIB = 2**30
-Bar = dict[str, int]
-"""Bytes on a device: by `PARTS`, "peak" and "head alone"."""
 
 
 @errors.command
@@ -61,24 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if recipe_of(config).demands.teacher_in_update:
         raise UserError("--config: heads of two models are not compared: --plan says what the update takes")
     config, devices = find_devices(config, options.target)
-    bars: dict[tuple[str, int], Bar] = {}
-    bare: dict[tuple[bool, int], int] = {}
+    bars: dict[tuple[str, int], plan.Phase] = {}
     for head in HEADS:
         for micro in sorted(set(options.micro_batches)):
-            changed = with_head(config, head, micro, devices.mesh)
-            model = head == "lora", micro  # the model's memory does not depend on the head
-            if model not in bare:
-                bare[model] = account_of(*Programs(changed, devices.mesh, no_head).update(), devices).peak
-            bars[head, micro] = bar(changed, devices, bare[model])
-            print(f"{head} {micro}: {plan.size(bars[head, micro]['peak'])}", file=sys.stderr)
+            shapes = Programs(with_head(config, head, micro, devices.mesh), devices.mesh)
+            bars[head, micro] = plan.update_phase(shapes, devices)
+            print(f"{head} {micro}: {plan.size(bars[head, micro].peak)}", file=sys.stderr)
     print(f"{devices.name}, jax {jax.__version__}; a program may have {plan.size(devices.memory)} on a device\n")
     rows = []
-    for (head, micro), figures in bars.items():
-        shown = {name: plan.size(amount) for name, amount in figures.items()}
-        if figures["peak"] > devices.memory:
-            shown["peak"] = f"({shown['peak']})"
-        rows.append([head, str(micro), *shown.values()])
-    print(table(["column", "sequences a shard", *PARTS, "peak", "head alone"], rows))
+    for (head, micro), update in bars.items():
+        peak = plan.size(update.peak) if update.peak <= devices.memory else f"({plan.size(update.peak)})"
+        rows.append([head, str(micro), *(plan.size(update.parts[part]) for part in PARTS), peak])
+    print(table(["column", "sequences a shard", *PARTS, "peak"], rows))
     if devices.caveat:
         print(f"{devices.name}: {devices.caveat}.")
     if options.out:
@@ -102,18 +84,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-# --- figures
-
-
-def bar(config: RunConfig, devices: Devices, bare: int) -> Bar:
-    """An update's memory by part, its peak, and the head alone; `bare` is the peak without a head."""
-    shapes = Programs(config, devices.mesh)
-    peak = account_of(*shapes.update(), devices).peak
-    parts = plan.phase("update", peak, plan.held_in_update(shapes), max(peak - bare, 0)).parts
-    alone = account_of(*shapes.head_of_update(), devices).temporaries
-    return {**{name: parts[name] for name in PARTS}, "peak": peak, "head alone": alone}
-
-
 def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig:
     """The configuration with this column's head and adapters, this micro-batch, and several of them in a batch."""
     shards = mesh.shape["dp"] * mesh.shape["fsdp"]
@@ -127,16 +97,7 @@ def with_head(config: RunConfig, head: str, micro: int, mesh: Mesh) -> RunConfig
     return config.model_copy(update=changes)
 
 
-def no_head(
-    head: Head, states: HeadInputs, batch: Batch, teacher: HeadInputs | None = None
-) -> tuple[Float[Array, ""], TokenLogprobs]:
-    """A loss without a head, to measure everything except the head."""
-    sums = jnp.sum(states.hidden, axis=-1, dtype=jnp.float32)
-    none = jnp.zeros_like(sums)
-    return jnp.sum(batch.weights * sums), TokenLogprobs(none, none, none, none > 0)
-
-
-def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path) -> None:
+def draw(bars: Mapping[tuple[str, int], plan.Phase], name: str, memory: int, out: Path) -> None:
     """A panel for each column with a bar for each micro-batch, stacked by part."""
     from matplotlib.figure import Figure
 
@@ -146,8 +107,8 @@ def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path)
         shown = {str(micro): bar for (head, micro), bar in bars.items() if head == column}
         floor = [0.0] * len(shown)
         for index, part in enumerate(PARTS):
-            heights = [bar[part] / GIB for bar in shown.values()]
-            colors = [(f"C{index}", 1.0 if bar["peak"] <= memory else 0.45) for bar in shown.values()]
+            heights = [bar.parts[part] / GIB for bar in shown.values()]
+            colors = [(f"C{index}", 1.0 if bar.peak <= memory else 0.45) for bar in shown.values()]
             axis.bar(list(shown), heights, bottom=floor, color=colors, label=part)
             floor = [low + height for low, height in zip(floor, heights, strict=True)]
         axis.axhline(memory / GIB, color="black", linestyle="--")
@@ -157,7 +118,7 @@ def draw(bars: Mapping[tuple[str, int], Bar], name: str, memory: int, out: Path)
     axes[0].legend()
     figure.suptitle(f"Peak of an update on {name}; pale: does not fit")
     # Else one bar beyond all bounds, or the line far above them, would flatten the bars that matter.
-    axes[0].set_ylim(0, min(max(bar["peak"] for bar in bars.values()), 2 * memory) / GIB * 1.05)
+    axes[0].set_ylim(0, min(max(bar.peak for bar in bars.values()), 2 * memory) / GIB * 1.05)
     figure.savefig(out, dpi=130)
 
 

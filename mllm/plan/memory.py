@@ -148,12 +148,17 @@ def phases(
             head = account_of(*shapes.head_of_logprob(), devices).temporaries
             beside = reference + teacher + known["optimizer"]
             add(phase("log-prob", peak(*shapes.logprob()) + beside, known, head))
-    head = account_of(*shapes.head_of_update(), devices).temporaries
-    last = phase("update", update or update_account(shapes, devices).peak, held_in_update(shapes), head)
+    last = update_phase(shapes, devices, update)
     if update is None:
         add(last)
         return planned
     return [*planned, last]
+
+
+def update_phase(shapes: Programs, devices: Devices, peak: int | None = None) -> Phase:
+    """The phase of an update. Its `peak` is compiled if it is not known."""
+    head = account_of(*shapes.head_of_update(), devices).temporaries
+    return phase("update", peak or update_account(shapes, devices).peak, held_in_update(shapes), head)
 
 
 def update_account(shapes: Programs, devices: Devices) -> Account:

@@ -5,7 +5,6 @@ and a whole batch.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ from mllm.sampler.slots import Prefilled
 from mllm.sampler.states import abstract_states
 from mllm.training.head import HeadInputs
 from mllm.training.optimizer import make_optimizer, make_schedule
-from mllm.training.recipe import Loss
 from mllm.training.step import abstract_state, make_logprob_pass, make_train_step
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -47,12 +45,9 @@ Program = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Programs:
-    """The programs of training by one configuration on one mesh, and their shapes; UserError as `load_policy`.
+    """The programs of training by one configuration on one mesh, and their shapes; UserError as `load_policy`."""
 
-    `loss` replaces the algorithm's: tools/memory.py compares several.
-    """
-
-    def __init__(self, config: RunConfig, mesh: Mesh, loss: Loss[Any] | None = None) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         model = config.model
         if model.init == "pretrained" and known_by_name(model.source):
             config = config.model_copy(update={"model": model.model_copy(update={"init": "random", "tokenizer": None})})
@@ -67,7 +62,7 @@ class Programs:
         recipe = recipe_of(config)
         self.demands = recipe.demands
         teacher = None if self.teacher is None else self.teacher.graphdef
-        self.forward = replace(recipe, loss=loss or recipe.loss).forward(config, self.policy.graphdef, mesh, teacher)
+        self.forward = recipe.forward(config, self.policy.graphdef, mesh, teacher)
 
     def load_teacher(self, mesh: Mesh) -> Policy | None:
         """The teacher; without its tokenizer, if its sizes are known by name."""

@@ -1,10 +1,9 @@
 """tools/memory.py: the comparison of its columns, and the table and picture of the sizes that fit."""
 
-from itertools import chain, repeat
-
 import tiny
 
 from mllm.parallel.mesh import make_mesh
+from mllm.plan import memory as plan
 from mllm.plan.targets import Account, find_devices
 from tools import memory
 
@@ -21,20 +20,18 @@ def test_a_column_changes_only_head_and_adapters():
     assert (fused.micro_batch_size, fused.batch_size, fused.head) == (8, 4 * 8, config.head)
 
 
-def test_head_memory_is_the_peak_over_an_update_without_a_head(tmp_path, monkeypatch, capsys):
-    """Peaks that do not fit are in brackets."""
+def test_a_row_has_the_parts_of_a_plan_and_brackets_where_it_does_not_fit(tmp_path, monkeypatch, capsys):
     _, devices = find_devices(tiny.config("sft"), None)
     monkeypatch.setattr(memory, "find_devices", lambda config, _: (config, devices._replace(memory=3 * 2**30)))
-    # An update without a head, then each column's update and its head. Adapters have their own update without a head.
-    peaks = chain.from_iterable([[1], *([peak, 0] for peak in (5, 4, 2)), [1, 2, 0]])
-    accounts = map(Account, repeat(2**29), (peak * 2**30 for peak in peaks))
-    monkeypatch.setattr(memory, "account_of", lambda *_: next(accounts))
+    # A column's head alone, then its update.
+    accounts = iter([Account(2**29, x) for peak in (5, 4, 2, 2) for x in (0, peak * 2**30)])
+    monkeypatch.setattr(plan, "account_of", lambda *_: next(accounts))
     assert memory.main(["--config", "tiny_sft", "--micro-batches", "8", "--out", str(tmp_path / "memory")]) == 0
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[4:]]
-    assert [(row[0], *row[-3:]) for row in rows] == [
-        ("full_logits", "4.00 GiB", "(5.00 GiB)", "512.0 MiB"),
-        ("chunked_logits", "3.00 GiB", "(4.00 GiB)", "512.0 MiB"),
-        ("fused", "1.00 GiB", "2.00 GiB", "512.0 MiB"),
-        ("lora", "1.00 GiB", "2.00 GiB", "512.0 MiB"),
+    assert [(row[0], *row[-2:]) for row in rows] == [
+        ("full_logits", "512.0 MiB", "(5.00 GiB)"),
+        ("chunked_logits", "512.0 MiB", "(4.00 GiB)"),
+        ("fused", "512.0 MiB", "2.00 GiB"),
+        ("lora", "512.0 MiB", "2.00 GiB"),
     ]
     assert (tmp_path / "memory.png").stat().st_size > 0
