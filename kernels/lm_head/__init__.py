@@ -2,7 +2,7 @@
 
 from . import libtpu  # noqa: F401  its settings are made before JAX loads libtpu
 from .api import EngineChoice, choose_impl, token_logprobs, token_loss
-from .divergence import divergence_loss, token_divergence
+from .divergence import divergence_loss
 from .layout import HeadSharding
 from .likeliest import likeliest_tokens
 from .logits import logits_logprobs
@@ -16,7 +16,6 @@ __all__ = [
     "divergence_loss",
     "likeliest_tokens",
     "logits_logprobs",
-    "token_divergence",
     "token_logprobs",
     "token_loss",
 ]

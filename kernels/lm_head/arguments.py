@@ -142,13 +142,12 @@ def checked_temperature(name: str, temperature: Any) -> Float[Array, ""]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def undifferentiated(name: str, value: Any) -> Any:
-    """The value, which may be a tree of arrays; differentiating it raises ValueError."""
+    """The value; differentiating it raises ValueError."""
     return value
 
 
 def refuse_gradient(name: str, *_: Any) -> Any:
-    way_out = "differentiate divergence_loss" if name == "token_divergence" else "wrap it in jax.lax.stop_gradient"
-    raise ValueError(f"{name} has no gradient: {way_out}")
+    raise ValueError(f"{name} has no gradient: wrap it in jax.lax.stop_gradient")
 
 
 undifferentiated.defvjp(refuse_gradient, lambda name, _, cotangent: (cotangent,))

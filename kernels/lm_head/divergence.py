@@ -1,6 +1,6 @@
 """Divergence between a teacher's and a student's next-token distributions, from the hidden states of both models.
 
-Neither model's logits are stored as an array. Each function is `token_loss` with the divergence as its objective.
+Neither model's logits are stored as an array. It is `token_loss` with the divergence as its objective.
 """
 
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from .api import token_loss
-from .arguments import undifferentiated
 from .shapes import Array, Float
 
 
@@ -31,18 +30,3 @@ def divergence_loss(
     loss, tokens = token_loss(hidden, weight, labels, itself, **teacher, **options)
     assert tokens.divergence is not None
     return loss, tokens.divergence
-
-
-def token_divergence(
-    hidden: Float[Array, "*N D"],
-    weight: Float[Array, "V D"],
-    teacher_hidden: Float[Array, "*N E"],
-    teacher_weight: Float[Array, "W E"],
-    **options: Any,
-) -> Float[Array, "*N"]:
-    """The divergence of each token's two distributions, float32, in nats, without gradients.
-
-    Options are as for `divergence_loss`, which has the gradients.
-    """
-    hidden, weight = undifferentiated("token_divergence", (hidden, weight))
-    return divergence_loss(hidden, weight, teacher_hidden, teacher_weight, **options)[1]

@@ -1,4 +1,4 @@
-"""A loss with a teacher, by every engine in plain XLA, against float64; `divergence_loss`, `token_divergence`; and the
+"""A loss with a teacher, by every engine in plain XLA, against float64; `divergence_loss`; and the
 likeliest tokens.
 
 The teacher is half as wide again as the student. A token that only one model has would be by far the likeliest.
@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import OBJECTIVES, SCALES, Problem, assert_near, check_loss, teacher_of
+from cases import OBJECTIVES, SCALES, Problem, check_loss, teacher_of
 from engines import BF16, CHUNKED, F32, FULL, XLA, XLA_BF16, Engine, every
 from jax.sharding import AxisType
 
-from lm_head import HeadSharding, divergence_loss, likeliest_tokens, token_divergence, token_logprobs, token_loss
+from lm_head import HeadSharding, divergence_loss, likeliest_tokens, token_logprobs, token_loss
 
 KINDS = ("jsd", "forward_kl", "reverse_kl")
 WAYS = [(FULL, "all"), (CHUNKED, "some"), (XLA_BF16, "some"), *((XLA, way) for way in ("none", "some", "all"))]
@@ -77,15 +77,6 @@ def test_equal_models_differ_by_exactly_nothing(engine: Engine, kind: Any) -> No
         assert not any(np.any(x.astype(F32)) for x in jax.tree.leaves(of_teacher(hidden, hidden)))
 
 
-def test_values_alone_have_no_gradient_and_say_so() -> None:
-    hidden, weight, _ = XLA.problem()
-    teacher = teacher_of(XLA.problem())[:2]
-    run = jax.jit(lambda *x: (token_divergence(*x, kind="jsd"), divergence_loss(*x, kind="jsd")[1]))
-    assert_near(*run(hidden, weight, *teacher), 1e-6)
-    with pytest.raises(ValueError, match="token_divergence has no gradient: differentiate divergence_loss"):
-        jax.grad(lambda hidden: token_divergence(hidden, weight, *teacher).sum())(hidden)
-
-
 @pytest.mark.parametrize(("beta", "kind"), [(0, "forward_kl"), (1, "reverse_kl")])
 def test_jsd_at_its_ends_is_the_limiting_kl_divergence(beta: float, kind: Any) -> None:
     """As in TRL's GKD."""
@@ -102,7 +93,7 @@ def test_without_tokens_every_function_gives_nothing() -> None:
     def run(weight: jax.Array) -> Any:
         zeros = jax.value_and_grad(lambda w: divergence_loss(hidden, w, *teacher, kind="jsd")[0])(weight)
         loss, tokens = token_loss(*given, OBJECTIVES["cross-entropy"])
-        empty = token_divergence(hidden, weight, *teacher), token_logprobs(*given), likeliest_tokens(hidden, weight)
+        empty = divergence_loss(hidden, weight, *teacher)[1], token_logprobs(*given), likeliest_tokens(hidden, weight)
         return (*zeros, loss), (*empty, tokens)
 
     zeros, empty = run(weight)
