@@ -8,6 +8,7 @@ piece is tokenized by itself, as in sampling.
 
 import logging
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -247,11 +248,5 @@ def ending(tokenizer: Tokenizer, template: str) -> str:
 
 def common(first: str, second: str) -> int:
     """The length of the common prefix of two texts."""
-    same, most = 0, min(len(first), len(second))
-    while same < most:
-        middle = (same + most + 1) // 2
-        if first[same:middle] == second[same:middle]:
-            same = middle
-        else:
-            most = middle - 1
-    return same
+    most = min(len(first), len(second))
+    return bisect_left(range(most), True, key=lambda last: first[: last + 1] != second[: last + 1])

@@ -22,8 +22,8 @@ LEARNED = "mllm_learned"
 """The key of config.json and adapter_config.json for the form of the training data; without the key, chats."""
 TEXTS = "language_model."
 """The part of tensor names that marks the text part of a vision-language model."""
-LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.")
-"""The tensors of Qwen3.5's further networks: multi-token prediction, and vision."""
+LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
+"""The tensors of Qwen3.5's further networks, multi-token prediction and vision; and Llama 2's constants."""
 HEAD = TENSORS["head"].removesuffix("weight")
 CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,26 +38,16 @@ class Tensor:
     stored: Any
     """safetensors' PySafeSlice, which knows shape and dtype from the file's header."""
 
-    def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        return self.stored[index]
-
-
-@dataclass(frozen=True)
-class Taps:
-    """The tensor of a convolution of each channel, [C, 1, taps], as [C, taps]."""
-
-    stored: Any
-
-    def get_shape(self) -> list[int]:
-        channels, inputs, taps = self.stored.get_shape()
-        return [channels, taps] if inputs == 1 else [channels, inputs, taps]
-
-    def get_dtype(self) -> str:
-        return self.stored.get_dtype()
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape; a convolution of each channel, [C, 1, taps], has [C, taps]."""
+        shape = tuple(self.stored.get_shape())
+        return shape[::2] if self.name.endswith(CONVOLUTION) and shape[1:-1] == (1,) else shape
 
     def __getitem__(self, index: tuple[slice, ...]) -> np.ndarray:
-        channels, taps = index
-        return self.stored[channels, :, taps][:, 0]
+        if len(index) == len(self.stored.get_shape()):
+            return self.stored[index]
+        return self.stored[index[0], :, index[1]][:, 0]
 
 
 def open_tensors(folder: Path) -> dict[str, Tensor]:
@@ -98,10 +88,7 @@ def open_file(path: Path) -> dict[str, Tensor]:
         slices = {name: file.get_slice(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path}: truncated or not a safetensors file ({error}); fetch or export it again") from None
-    return {
-        name: Tensor(name, path, Taps(part) if name.endswith(CONVOLUTION) and len(part.get_shape()) == 3 else part)
-        for name, part in slices.items()
-    }
+    return {name: Tensor(name, path, part) for name, part in slices.items()}
 
 
 def texts_part(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -211,14 +211,18 @@ def stop_strings(folder: Path | None) -> list[str]:
 
 
 def check_fits(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raise UserError if the tokenizer has an id without a row in an embedding of `vocab_size` rows, or loses text."""
-    token, highest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", -1))
+    """Raise UserError if the tokenizer may give an id without a row in an embedding of `vocab_size` rows.
+
+    Control tokens that nothing writes need no row: Gemma 3's text models have none for `<image_soft_token>`.
+    """
+    written = f"{tokenizer.bos_token} {tokenizer.eos_token} {tokenizer.pad_token} {tokenizer.chat_template}"
+    controls = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    unused = {token for token in controls if token not in written}
+    ids = {token: number for token, number in tokenizer.get_vocab().items() if token not in unused}
+    token, highest = max(ids.items(), key=lambda item: item[1], default=("", -1))
     if highest >= vocab_size:
         fault = f"its token {token!r} has id {highest}, but the embedding has {vocab_size} rows"
         raise UserError(f"model.tokenizer: {fault}: use the tokenizer that the model was made with")
-    for text in ("user", "7"):  # a damaged vocabulary silently drops characters
-        if str(tokenizer.decode(encode(tokenizer, text))).strip() != text:
-            raise UserError(f"model.tokenizer: it can't write {text}: its vocabulary is damaged")
 
 
 def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
@@ -238,8 +242,7 @@ def encode_prompt(renderer: Renderer, messages: Sequence[Message]) -> list[int]:
 def text_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """The ids of a prompt that no template renders.
 
-    The tokenizer's begin token (Llama 3's, Gemma's) comes first. UserError is raised if the text
-    contains a control token.
+    The tokenizer's begin token (Llama 3's, Gemma's) comes first. UserError: the text contains a control token.
     """
     if match := control_tokens(tokenizer).search(text):
         raise MessagesError(f"text: {match.group()} is a control token: give messages, which the template renders")

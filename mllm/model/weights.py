@@ -115,7 +115,7 @@ def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
             blocks[str(index)] = tensor[index]
         return blocks[str(index)]
 
-    array = jax.block_until_ready(jax.make_array_from_callback(tuple(tensor.stored.get_shape()), sharding, block))
+    array = jax.block_until_ready(jax.make_array_from_callback(tensor.shape, sharding, block))
     blocks.clear()
     gc.collect(0)  # JAX releases the host's copy only then
     bar.update(stored_bytes([tensor]))
@@ -126,7 +126,7 @@ def read_tensor(tensor: Tensor, sharding: Sharding, bar: tqdm) -> jax.Array:
 
 
 def stored_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(math.prod(tensor.stored.get_shape()) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
+    return sum(math.prod(tensor.shape) * STORED_DTYPES[tensor.stored.get_dtype()] for tensor in tensors)
 
 
 def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], folder: Path, described: str) -> None:
@@ -135,7 +135,7 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
         if name not in tensors:
             raise UserError(f"{folder}: tensor {name} is missing; {described} asks for it")
         stored, where = tensors[name].stored, f"{tensors[name].file}: tensor {name}"
-        if tuple(stored.get_shape()) != shape:
+        if tensors[name].shape != shape:
             raise UserError(f"{where} has shape {stored.get_shape()}; by {described} it must be {list(shape)}")
         if stored.get_dtype() not in STORED_DTYPES:
             raise UserError(f"{where} is stored as {stored.get_dtype()}; only {', '.join(STORED_DTYPES)} can be read")
@@ -143,7 +143,7 @@ def check(tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], 
     if surplus == [TENSORS["head"]]:
         # A tied model doesn't need a head; some programs save the embedding again.
         head, embed = (tensors[TENSORS[name]] for name in ("head", "embed"))
-        formats = [(tensor.stored.get_shape(), tensor.stored.get_dtype()) for tensor in (head, embed)]
+        formats = [(tensor.shape, tensor.stored.get_dtype()) for tensor in (head, embed)]
         if formats[0] != formats[1] or not np.array_equal(head[:, :], embed[:, :]):
             fault = f"tensor {head.name} is not the embedding, but config.json says tie_word_embeddings"
             raise UserError(f"{head.file}: {fault}: set that to false, or remove the tensor")

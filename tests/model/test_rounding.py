@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 from tiny import ARCHITECTURE, config, forward_of, random_batch
 
-from mllm.algorithms.sft.algorithm import make_validation
+from mllm.algorithms.examples import make_validation
+from mllm.algorithms.sft.algorithm import validation_metrics
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
@@ -41,7 +42,7 @@ class Model:
         self.policy = load_policy(self.settings, mesh)
         forward = forward_of(self.policy.graphdef, mesh, self.settings)
         self.logprobs = jax.jit(lambda params: forward.logprobs(params, jax.tree.map(jnp.asarray, ROWS)).logprob)
-        self.validate = make_validation(forward, lambda: [ROWS], lambda: None)
+        self.validate = make_validation(validation_metrics, forward, lambda: [ROWS], lambda: None)
 
     def trained(self, params):
         return np.asarray(self.logprobs(params)[:, PROMPT - 1 : -1])[COUNTED]

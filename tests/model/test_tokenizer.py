@@ -20,6 +20,7 @@ from mllm.model.load import load_model
 from mllm.model.tokenizer import (
     Renderer,
     bytes_tokenizer,
+    check_fits,
     encode_prompt,
     load_tokenizer,
     save_tokenizer,
@@ -53,6 +54,24 @@ def test_a_byte_tokenizer_reloads_beside_a_qwen2_config(tmp_path: Path) -> None:
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["additional_special_tokens"] == ["<|endoftext|>", "<|im_start|>"]
     assert "extra_special_tokens" not in settings
+
+
+def test_only_control_tokens_that_nothing_writes_need_no_row() -> None:
+    """Gemma 3's text models have no row for the token of images."""
+    tokenizer = bytes_tokenizer()
+    check_fits(tokenizer, 260)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    check_fits(tokenizer, 260)
+    for use in ({"chat_template": f"<image_soft_token>{BYTES.chat_template}"}, {"eos_token": "<image_soft_token>"}):
+        writing = bytes_tokenizer()
+        for name, value in use.items():
+            setattr(writing, name, value)
+        writing.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+        with pytest.raises(UserError, match=r"model\.tokenizer: its token '<image_soft_token>' has id 260, but"):
+            check_fits(writing, 260)
+    tokenizer.add_tokens(["more"])
+    with pytest.raises(UserError, match=r"its token 'more' has id 261, but the embedding has 260 rows"):
+        check_fits(tokenizer, 260)
 
 
 def test_template_variables_reach_prompts_and_examples() -> None:

@@ -188,6 +188,16 @@ def test_an_interrupted_save_keeps_the_earlier_export(stage, sharded, monkeypatc
     assert list(sharded.parent.iterdir()) == [sharded]
 
 
+@pytest.mark.slow
+def test_a_llama_2_with_its_rotary_frequencies_is_read(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(FIXTURES / "llama", tmp_path / "old"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    for leaf, same in zip(*(jax.tree.leaves(load_weights(x)) for x in (folder, FIXTURES / "llama")), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+
+
 # A Qwen3.5 of texts and images: its texts' part is read and written under its names, and the rest is copied
 
 TEXTS = FIXTURES / "qwen3_5"
