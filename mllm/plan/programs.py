@@ -160,7 +160,7 @@ class RolloutPrograms:
         pages, tail = self.tables(), abstract_cache(self.model, [rows] * len(counts), slots.CHUNK)
         state = slots.Slots(ints, ints, ints, ints, ints, live)
         caches = tail, self.states(), self.cache(), pages
-        arguments = (self.weights()[0], *caches, state, stream, scalar, scalar, scalar)
+        arguments = (self.weights()[0], *caches, state, stream, scalar)
         return jax.jit(function, donate_argnums=(1, 2)), arguments
 
     def extend(self) -> Program:

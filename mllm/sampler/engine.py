@@ -12,7 +12,6 @@ Scheduling depends on counts of tokens and turns only, so runs are reproducible.
 only by rounding (int8 weights add a rounding, since prefill has none). Each device has its own prompts and slots.
 """
 
-import time
 from array import array
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
@@ -41,9 +40,6 @@ from mllm.sampler.schedule import (
     slot_buckets,
 )
 from mllm.sampler.slots import CHUNK, Candidate, Prefilled, Slots, Stream, decode, empty_cache, on_devices, prefill
-
-CALL_SECONDS = 0.25
-"""The target duration of a decode call in a single process, so that a signal is noticed soon."""
 
 
 class RolloutEngine:
@@ -80,7 +76,6 @@ class RolloutEngine:
         self.batches: list[Prefilled] = []
         self.candidates: list[deque[Candidate]] = [deque() for _ in range(self.shards)]
         self.tail: Cache = ()
-        self.steps_a_call = 1
         self.shard_of = {number: shard for shard, part in enumerate(self.queues) for group in part for number in group}
         self.waiting: list[int] = []
         """Sequences with a turn that ended in the last chunk."""
@@ -262,27 +257,13 @@ class RolloutEngine:
         return {sequence: self.completions[sequence] for sequence in sequences}
 
     def decode_chunk(self) -> dict[int, Completion]:
-        """Decode until `CHUNK` tokens are made or `stop_after` sequences have ended, in calls that don't take long.
-
-        Returns the completions that have ended, by their sequences.
-        """
-        done, ended, before = 0, 0, self.sequences.copy()
-        enough = self.stop_after(int((self.sequences >= 0).sum()))
+        """Decode a chunk; returns the completions that have ended, by their sequences."""
+        before = self.sequences.copy()
         pages, places, lengths = self.begin_chunk()
-        while done < CHUNK and ended < enough:
-            # Several processes exchange once a chunk whether a signal has come.
-            left = CHUNK - done
-            start, steps = time.perf_counter(), left if jax.process_count() > 1 else min(left, self.steps_a_call)
-            chunk, made = self.run_decode(pages, done, steps, enough - ended)
-            ended += self.record(chunk, made)
-            done += made
-            seconds = time.perf_counter() - start
-            self.sampler.poll()
-            # The first call compiles and says little: the fall is unbounded, the growth is not.
-            speed = int(made * CALL_SECONDS / max(seconds, 1e-9))
-            self.steps_a_call = max(1, min(2 * steps, speed, CHUNK))
+        self.record(*self.run_decode(pages, self.stop_after(int((self.sequences >= 0).sum()))))
+        self.sampler.poll()
         self.cache.add_tail(self.tail, places, lengths)
-        if self.sampler.stop_texts:  # not after each call, since the clock says where one ends
+        if self.sampler.stop_texts:
             self.stop_at_texts(before)
         finished = before[(before >= 0) & (self.sequences != before)].tolist()
         for sequence in finished:
@@ -305,7 +286,7 @@ class RolloutEngine:
             self.cache.fit_pages([{}] * self.shards, slots)
             self.cache.states.arrange(self.sequences)
             pages, places, lengths = self.begin_chunk()
-            self.run_decode(pages, begun=0, steps=0, stop_after=1)
+            self.run_decode(pages, stop_after=1)
             self.cache.add_tail(self.tail, places, lengths)
             self.work.programs.add((slots, *self.cache.pages))
 
@@ -346,12 +327,9 @@ class RolloutEngine:
         completion = self.completions[sequence]
         return len(completion.tokens) - len(completion.turn) + self.options.max_completion_length
 
-    def run_decode(
-        self, pages: tuple[Pages, ...], begun: int, steps: int, stop_after: int
-    ) -> tuple[sampling.Draw, int]:
-        """Call the decode program; returns NumPy arrays [X, B, ...] from the chunk's step `begun` on."""
+    def run_decode(self, pages: tuple[Pages, ...], stop_after: int) -> tuple[sampling.Draw, int]:
+        """Call the decode program; returns NumPy arrays [X, B, C] and the number of steps."""
         slots = self.slots()
-        slots = slots._replace(lengths=slots.lengths - begun, counts=slots.counts - begun)
         chunk, done, self.tail, states = decode(
             self.decoder,
             self.weights,
@@ -361,18 +339,15 @@ class RolloutEngine:
             pages,
             on_devices(self.layout, slots),
             self.stream,
-            np.int32(begun),
-            np.int32(steps),
             np.int32(stop_after),
             options=self.options,
         )
         self.cache.states.layers = [*states]
-        drawn = jax.tree.map(lambda x: x.reshape(*slots.live.shape, -1)[:, :, begun:], jax.device_get(chunk))
-        return drawn, int(done) - begun
+        return jax.tree.map(lambda x: x.reshape(*slots.live.shape, -1), jax.device_get(chunk)), int(done)
 
-    def record(self, chunk: sampling.Draw, steps: int) -> int:
-        """Add the tokens of `steps` steps to their completions; returns the number of completions that ended."""
-        ended, stops = 0, np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
+    def record(self, chunk: sampling.Draw, steps: int) -> None:
+        """Add the tokens of `steps` steps to their completions."""
+        stops = np.isin(chunk.tokens[:, :, :steps], self.stream.stop_ids)
         lengths = np.where(stops.any(-1), stops.argmax(-1) + 1, steps)
         used = self.sequences >= 0
         sampling.check_logprobs(chunk.logprobs[:, :, :steps][used[..., None] & (np.arange(steps) < lengths[..., None])])
@@ -391,9 +366,7 @@ class RolloutEngine:
             if completion.finished or len(completion.tokens) == most:
                 self.sequences[slot] = -1
                 self.work.completions += 1
-                ended += 1
         self.work.steps += steps
         self.work.slot_steps += steps * self.sequences.size
         self.work.read += steps * self.shards * self.cache.places
         self.work.programs.add((self.sequences.shape[1], *self.cache.pages))
-        return ended

@@ -170,18 +170,17 @@ def decode(
     pages: tuple[Pages, ...],
     slots: Slots,
     stream: Stream,
-    begun: Int[jax.Array, ""],
-    steps: Int[jax.Array, ""],
     stop_after: Int[jax.Array, ""],
     *,
     options: RolloutConfig,
 ) -> tuple[sampling.Draw, Int[jax.Array, ""], Cache, States]:
-    """Decode at most `steps` tokens of a chunk in each slot, from the chunk's step `begun` on.
+    """Decode a chunk of tokens in each slot.
 
-    Returns the drawn tokens [B, C], the step after the last one, the tail, and the states. The loop stops early if all
-    or `stop_after` sequences have ended. Drawn tokens before `begun`, after a stop token, or after the last step are
-    garbage. `pages` has, for each kind of layers, the contents of the cache before the chunk; `slots` counts these
-    tokens. A slot's states don't change after a stop token. The memory of `tail` and `states` is donated.
+    Returns the drawn tokens [B, C], the number of steps, the tail, and the states. The loop stops early if all or
+    `stop_after` sequences have ended. Drawn tokens after a stop token, or after the last step, are garbage.
+
+    For each kind of layers, `pages` has the contents of the cache before the chunk; `slots` counts these tokens. A
+    slot's states don't change after a stop token. The memory of `tail` and `states` is donated.
     """
     model = merge(graphdef, weights)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)
@@ -190,7 +189,7 @@ def decode(
     def unfinished(carry: tuple) -> Bool[jax.Array, ""]:
         _, done, _, _, _, live = carry
         remaining = live.sum()
-        return (done < begun + steps) & (remaining > 0) & (alive - remaining < stop_after)
+        return (done < CHUNK) & (remaining > 0) & (alive - remaining < stop_after)
 
     def decode_step(carry: tuple) -> tuple:
         chunk, done, tail, states, tokens, live = carry
@@ -206,7 +205,7 @@ def decode(
     shape = (slots.tokens.shape[0], CHUNK)
     zeros = jnp.zeros(shape, jnp.float32)
     kept = zeros if options.truncates else None
-    none = sampling.Draw(jnp.zeros(shape, jnp.int32), zeros, kept, zeros), jnp.asarray(begun)
+    none = sampling.Draw(jnp.zeros(shape, jnp.int32), zeros, kept, zeros), jnp.int32(0)
     begin = *none, tail, states, slots.tokens, slots.live
     chunk, done, tail, states, *_ = jax.lax.while_loop(unfinished, decode_step, begin)
     # Every process reads the tokens of all rows.

@@ -189,12 +189,11 @@ def test_seed_and_step_choose_completions_in_one_program(model, prompts, complet
     assert not traces
 
 
-def test_call_lengths_change_no_bit_and_poll_can_interrupt(model, prompts, completions, monkeypatch):
-    polls = []
-    monkeypatch.setattr(engine, "CALL_SECONDS", 0.0)  # a step in each call
-    work = RolloutWork()
-    assert complete(model, prompts, poll=lambda: polls.append(1), work=work) == completions
-    assert len(polls) == work.steps
+def test_poll_is_called_after_each_chunk_and_can_interrupt(model, prompts, completions):
+    polls, work = [], RolloutWork()
+    assert complete(model, prompts, poll=lambda: polls.append(work.steps), work=work) == completions
+    assert polls[-1] == work.steps
+    assert max(np.diff([0, *polls])) <= CHUNK
 
     def interrupt():
         raise StopIteration("stop")
@@ -237,7 +236,7 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, monkeypatch):
+def test_a_stop_text_cuts_text_and_tokens(model, prompts):
     """Texts end completions in the first chunk and in later chunks, before and behind a stop token or the limit."""
     options, given = (
         RolloutConfig(max_prompt_length=12, max_completion_length=160),
@@ -247,13 +246,9 @@ def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, mon
     whole = complete(model, prompts[:8] * 8, options, **given)
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
-    work, results = RolloutWork(), []
-    for seconds in (engine.CALL_SECONDS, 0.0):  # 0: a step in each call
-        monkeypatch.setattr(engine, "CALL_SECONDS", seconds)
-        results.append(complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given))
-    assert results[0] == results[1]
-    ends = []
-    for one, full in zip(results[0], whole, strict=True):
+    work, ends = RolloutWork(), []
+    result = complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given)
+    for one, full in zip(result, whole, strict=True):
         complete_at = (n for n in range(len(full.tokens) + 1) if any(text in decode(full.tokens[:n]) for text in texts))
         ends.append(next(complete_at, None))
         assert one.tokens == full.tokens[: ends[-1]]
@@ -262,8 +257,8 @@ def test_a_stop_text_cuts_text_and_tokens_at_any_call_length(model, prompts, mon
         assert one.text == min((full.text.partition(text)[0] for text in texts), key=len)
     assert {None} < {*ends}
     assert max(end for end in ends if end) > 2 * CHUNK
-    assert work.tokens == 2 * sum(len(one.tokens) for one in results[0])
-    assert work.completions == 2 * len(whole)
+    assert work.tokens == sum(len(one.tokens) for one in result)
+    assert work.completions == len(whole)
 
 
 def test_a_stop_text_may_be_part_of_a_token_or_character():

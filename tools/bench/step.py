@@ -165,8 +165,8 @@ def decode_calls(rollouts: RolloutPrograms) -> tuple[Calls, int]:
     """The calls of the prefill and of a chunk of decode steps; and a step's kernels, 0 except on GPUs."""
     longest, size = rollouts.rollout.total_length, rollouts.cache()[0].keys.shape[2]
     prefill, (_, *prompts) = rollouts.prefill()
-    function, (weights, tail, states, cache, pages, slots, stream, *numbers) = rollouts.decode()
-    program = as_jitted(function).lower(weights, tail, states, cache, pages, slots, stream, *numbers).compile()
+    function, (weights, tail, states, cache, pages, slots, stream, stop_after) = rollouts.decode()
+    program = as_jitted(function).lower(weights, tail, states, cache, pages, slots, stream, stop_after).compile()
 
     def half_full(like: Pages) -> Pages:
         """Each row's pages for half of the longest sequence's tokens."""
@@ -180,7 +180,7 @@ def decode_calls(rollouts: RolloutPrograms) -> tuple[Calls, int]:
 
     occupied = filled(slots)._replace(lengths=filled(slots.lengths, longest // 2), limits=filled(slots.limits, longest))
     flow = filled(stream, 0)._replace(stop_ids=filled(stream.stop_ids, -1))
-    given = filled(cache), tuple(map(half_full, pages)), occupied, flow, *map(filled, numbers, (0, CHUNK, 2**30))
+    given = filled(cache), tuple(map(half_full, pages)), occupied, flow, filled(stop_after, 2**30)
     used, kept = filled(weights), filled((tail, states))
 
     def run_decode() -> Any:
