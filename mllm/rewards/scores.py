@@ -5,6 +5,7 @@ must not import JAX.
 """
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -24,8 +25,8 @@ Answer = tuple[str, float | str, *tuple[Logged, ...]]
 """A function's result for a completion: ("value", number), or one of FAILURES or NOT_APPLICABLE with a message;
 logged entries follow."""
 NOTHING: Answer = (NOT_APPLICABLE, "")
-ROUNDINGS = 8 * np.finfo(float).eps
-"""The largest relative difference between sums of the same parts in two orders."""
+DIGITS = 14
+"""Significant digits of rewards: sums of the same parts in two orders differ in later digits."""
 LARGEST = 1e18
 """The largest reward: a group's rewards are compared in float32, which squares of larger numbers overflow."""
 
@@ -57,29 +58,18 @@ def totals(
     """The reward of each completion, from each function's answer, and whether a function failed.
 
     A reward is a weighted sum; NaN for no reward: a function failed, or no function applies to the completion. A
-    completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged. Sums that
-    differ only by rounding become bit-identical, also a sum and 0.
+    completion without a reward is in no mean, and has no advantage. Functions of weight 0 are only logged. Sums are
+    rounded, so that sums of the same parts in two orders are bit-identical, also a sum and 0.
     """
     kinds = np.array([[kind for kind, *_ in row] for row in answers])
     values = np.array([[number(answer) for answer in row] for row in answers])
     counts = weights != 0
     parts = np.where(counts & (kinds == "value"), weights * values, 0.0)
-    sums, tolerance = parts.sum(axis=1), ROUNDINGS * np.abs(parts).sum(axis=1)
-    sums = without_rounding(np.where(np.abs(sums) <= tolerance, 0.0, sums), tolerance)
+    largest = np.abs(parts).sum(axis=1).max(initial=1.0)
+    sums = parts.sum(axis=1).round(DIGITS - math.ceil(math.log10(largest)))
     failed = (counts & np.isin(kinds, FAILURES)).any(axis=1)
     unscored = counts.any() & (~counts | (kinds == NOT_APPLICABLE)).all(axis=1)
     return np.where(failed | unscored, np.nan, sums), failed
-
-
-def without_rounding(sums: Float[np.ndarray, "B"], tolerance: Float[np.ndarray, "B"]) -> Float[np.ndarray, "B"]:
-    """The sums, where a sum within its tolerance of the next lower sum is replaced by the lower sum."""
-    order = np.argsort(sums, kind="stable")
-    ordered, allowed = sums[order], tolerance[order]
-    distinct = np.diff(ordered, prepend=-np.inf) > np.maximum(allowed, np.roll(allowed, 1))
-    lowest = np.maximum.accumulate(np.where(distinct, np.arange(len(sums)), 0))
-    result = np.empty_like(sums)
-    result[order] = ordered[lowest]
-    return result
 
 
 def with_failures(values: Float[np.ndarray, "B"], failures: int) -> Float[np.ndarray, " K"]:
