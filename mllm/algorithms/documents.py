@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,12 @@ from mllm.config.data import Column, DataConfig, names_files
 from mllm.data.cache import cached_documents, hash_of
 from mllm.data.dataset import training_order
 from mllm.data.records import Origin
-from mllm.data.tasks.task import OnDemand, Task
+from mllm.data.tasks.task import Example, Task
 from mllm.data.tokenizing import Document, Documents, Pair, Skipped, encode_document, encode_pair, joined
 from mllm.errors import UserError
 from mllm.model.tokenizer import Renderer
 
 log = logging.getLogger(__name__)
-
-CACHED_DOCUMENTS = 2**16
-"""The number of a task's documents that are kept in memory after their sizes were computed."""
-
-MAX_PAIRS = 2**17
-"""The largest number of pairs from a task: every start computes the reference's log-probabilities of every pair."""
 
 
 def load_documents(
@@ -62,35 +55,30 @@ def load_documents(
 
 
 def task_documents(task: Task, renderer: Renderer, max_length: int, pairs: bool = False) -> Documents:
-    """The solutions of a task's training problems, or `pairs` of solutions and rejected completions, made on demand.
+    """The solutions of a task's training problems, or `pairs` of solutions and rejected completions.
 
-    Reading a problem without a solution raises UserError.
+    UserError is raised for a problem without a solution.
     """
-    if pairs and len(task.train) > MAX_PAIRS:
-        fault = f"task {task.name} has {len(task.train)} problems, and at most {MAX_PAIRS} pairs can be compared"
-        raise UserError(f"data.source: {fault}: give a file")
     needed = {"chosen": "solution", "rejected": "rejected"} if pairs else {"completion": "solution"}
     encode = encode_pair if pairs else encode_document
 
-    @lru_cache(CACHED_DOCUMENTS)
-    def make(index: int) -> Document | Pair:
-        example = task.train[index]
-        location = example.place or f"{task.name}[{index}]"
+    def make(example: Example) -> Document | Pair:
         record: dict[str, Any] = {"prompt": example.prompt}
         for field, name in needed.items():
             if (text := getattr(example, name)) is None:
-                raise UserError(f"data.source: {location} has no {name} to learn from: give a file of JSON lines")
+                raise UserError(f"data.source: {example.place} has no {name} to learn from: give a file of JSON lines")
             record[field] = [{"role": "assistant", "content": text}]
         try:
             encoded = encode(renderer, max_length, record)
         except UserError as error:
-            raise UserError(f"{location}: {error}") from None
+            raise UserError(f"{example.place}: {error}") from None
         if isinstance(encoded, Skipped):
-            raise UserError(f"{location}: {encoded.reason}")
+            raise UserError(f"{example.place}: {encoded.reason}")
         return encoded[0]
 
-    sizes = OnDemand(lambda index: make(index).size, range(len(task.train)))
-    return Documents(sizes, lambda indices: [make(index) for index in indices], task.content, renderer.form)
+    documents = [*map(make, task.train)]
+    sizes, hashes = np.array([one.size for one in documents], np.int32), np.array([*map(hash_of, documents)], np.uint64)
+    return Documents(sizes, hashes, lambda indices: [documents[i] for i in indices], task.content, renderer.form)
 
 
 def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents], list[Documents]]:
@@ -98,7 +86,7 @@ def hold_out(sources: Sequence[Documents], share: float) -> tuple[list[Documents
 
     Equal documents are on the same side, also if they are from several sources.
     """
-    hashes = [source.hashes for source in sources if source.hashes is not None]  # a task's has none, and no share
+    hashes = [source.hashes for source in sources]
     chosen = np.concatenate([first_hashes(each, share) for each in hashes])
     sides = []
     for documents, each in zip(sources, hashes, strict=True):
@@ -132,18 +120,13 @@ def choose(documents: Documents, indices: Int[np.ndarray, " chosen"]) -> Documen
         sizes=documents.sizes[indices],
         read=lambda at: documents.read(indices[at].tolist()),
         content=f"{documents.content} {len(indices)}",
-        hashes=None if documents.hashes is None else documents.hashes[indices],
+        hashes=documents.hashes[indices],
     )
 
 
 def warn_of_repeats(key: str, training: Documents, heldout: Documents) -> None:
-    """Warn if validation documents are also trained on. A task's documents are compared if there are few of them."""
-    hashes = training.hashes
-    if hashes is None and len(training) <= CACHED_DOCUMENTS:
-        hashes = np.array([hash_of(document) for document in training.read(range(len(training)))], np.uint64)
-    if hashes is None or heldout.hashes is None:
-        return
-    if repeated := np.isin(heldout.hashes, hashes).sum():
+    """Warn if validation documents are also trained on."""
+    if repeated := np.isin(heldout.hashes, training.hashes).sum():
         log.warning("%s: %d of %d examples are also trained on", key, repeated, len(heldout))
 
 

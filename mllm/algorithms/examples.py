@@ -1,11 +1,14 @@
 """The source of given examples: how many steps they last, and the data of each step."""
 
 import logging
-import os
+import math
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Generic, TypeVar
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from mllm.algorithms.documents import load_documents
 from mllm.algorithms.rows import RowBatches
@@ -15,16 +18,18 @@ from mllm.data.batch import Batch
 from mllm.data.source import WAY_OUT, Evaluate, FrozenModels, Step
 from mllm.errors import UserError
 from mllm.model.layout import Params
+from mllm.parallel.mesh import shard_batch, sharding
 from mllm.parallel.processes import RowShare, raise_everywhere
 from mllm.stopwatch import Stopwatch
 from mllm.training.recipe import Parts
-from mllm.training.step import Forward
+from mllm.training.step import Forward, Metrics
 
 log = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", bound=RowBatches)
-Validation = Callable[[Forward, Callable[[], Iterable[Batch]], Callable[[], None]], Evaluate]
-"""(model and head, makes the batches that hold each example once, poll) -> the function that measures them."""
+Validation = Callable[[Forward, Params, Batch], tuple[Metrics, Float[Array, ""]]]
+"""(model and head, parameters, a batch) -> the means of its metrics, and their weight. A `perplexity` is given by its
+logarithm."""
 
 
 class ExampleSource(Generic[Rows]):
@@ -50,8 +55,6 @@ class ExampleSource(Generic[Rows]):
         if (examples := len(next(batches.plans()))) > len(training):
             excess = f"a batch holds {examples} examples, and there are {len(training)}"
             log.warning("data.source: %s: each is learned several times in an update; lower batch_size", excess)
-        if steps is None and training.content is None and len(training) * (data.epochs or 1) > 2**24:
-            raise UserError(f"steps: set them: the task's {len(training)} problems have more batches than are counted")
         # `steps`, or fewer where the data ends before: so the schedule of the learning rate always comes to its end.
         self.steps = batches.count(steps or LARGEST_NUMBER)
         passes = f"data.epochs: {data.epochs} passes over the {len(training)} examples are {self.steps} batches"
@@ -68,25 +71,11 @@ class ExampleSource(Generic[Rows]):
         return f"{len(self.batches.documents):,} examples to train on{heldout}"
 
     def next(self, params: Params, step: int, watch: Stopwatch, frozen: FrozenModels) -> Step:
-        begin = self.data.position
         with watch.phase("data"), raise_everywhere():
             batch = next(self.data)
         tokens = sum(self.rows.gather(int(np.count_nonzero(batch.segments))))
         self.num_tokens += tokens
-        metrics = {"num_tokens": self.num_tokens, **self.count_sources(begin, self.data.position)}
-        return Step(batch, metrics, [], tokens)
-
-    def count_sources(self, begin: int, end: int) -> dict[str, Any]:
-        """How many of the examples between two positions are of each source, where there are several."""
-        batches = self.batches
-        if not batches.config.mix:
-            return {}
-        numbers = [batches.order[index] for index in range(begin, end)]
-        owners = np.searchsorted(np.cumsum(batches.documents.parts), numbers, "right")
-        counts = np.bincount(owners, minlength=len(batches.config.mix)).tolist()
-        names = [os.path.basename(entry.source) for entry in batches.config.mix]
-        names = [f"{name}:{number}" if names.count(name) > 1 else name for number, name in enumerate(names, 1)]
-        return {f"data/{name}": count for name, count in zip(names, counts, strict=True)}
+        return Step(batch, {"num_tokens": self.num_tokens}, [], tokens)
 
     def position(self) -> dict[str, Any]:
         position = {"data": self.data.get_state(), "num_tokens": self.num_tokens}
@@ -104,4 +93,29 @@ class ExampleSource(Generic[Rows]):
 
     def evaluations(self, poll: Callable[[], None]) -> Iterable[Evaluate]:
         if self.heldout is not None:
-            yield self.validation(self.forward, self.heldout.validate, poll)
+            yield make_validation(self.validation, self.forward, self.heldout.validate, poll)
+
+
+def make_validation(
+    metrics: Validation, forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
+) -> Evaluate:
+    """The function (parameters, step) -> means of the `metrics` of `batches`, which have each example once.
+
+    All processes call `poll` between two batches; its exceptions end the validation.
+    """
+    rows = sharding(forward.mesh, ("batch",))
+    validation_pass = jax.jit(partial(metrics, forward), in_shardings=(None, rows))
+
+    def validate(params: Params, step: int) -> dict[str, float]:
+        results = []
+        for batch in batches():
+            poll()
+            results.append(validation_pass(params, shard_batch(forward.mesh, batch)))
+        parts, weights = zip(*jax.device_get(results), strict=True)
+        values = {name: np.array([part[name] for part in parts], np.float64) for name in parts[0]}
+        means = {name: float(np.average(each, weights=weights)) for name, each in values.items()}
+        if "perplexity" in means:  # the exponential of a mean, not the mean of exponentials
+            means["perplexity"] = math.exp(min(means["perplexity"], 700.0))
+        return {f"validation/{name}": value for name, value in means.items()}
+
+    return validate

@@ -21,7 +21,7 @@ from mllm.algorithms.grpo.inputs import pack
 from mllm.algorithms.grpo.losses import sequence_weights
 from mllm.algorithms.grpo.settings import RolloutRun
 from mllm.data.batch import Batch, Trajectory
-from mllm.data.prompts import PromptIterator
+from mllm.data.prompts import prompt_iterator
 from mllm.data.source import Evaluate, FrozenModels, Step
 from mllm.model.layout import Params
 from mllm.parallel.processes import RowShare, is_writer, raise_everywhere
@@ -79,7 +79,7 @@ class RolloutSource:
     """A `mllm.data.source.Source` over batches of completions."""
 
     def __init__(self, config: RolloutRun, parts: Parts, learning: Learning) -> None:
-        """UserError is raised as by `PromptIterator`."""
+        """UserError is raised as by `prompt_iterator`."""
         assert parts.sampling is not None
         self.config, self.learning, self.batch_size = config.grpo, learning, config.batch_size
         self.task, self.sampler, self.rewards = parts.sampling.task, parts.sampling.sampler, parts.sampling.rewards
@@ -87,9 +87,9 @@ class RolloutSource:
         self.steps = config.steps or 0
         self.logged_samples = config.log.samples
         self.shape = parts.forward.shape
-        self.rows, ahead = RowShare.of_mesh(parts.mesh), 2 * self.config.groups_per_rollout(self.batch_size)
+        self.rows = RowShare.of_mesh(parts.mesh)
         limit, seed = config.rollout.max_prompt_length, config.seed
-        self.prompts = PromptIterator(self.task, self.sampler.renderer, max_prompt_length=limit, seed=seed, ahead=ahead)
+        self.prompts = prompt_iterator(self.task, self.sampler.renderer, max_prompt_length=limit, seed=seed)
         self.num_tokens = 0
         self.updates_without_gradient = 0
         self.rollouts_without_signal = 0
@@ -187,7 +187,6 @@ class RolloutSource:
             "frac_groups_failed": float(np.isnan(rollout.rewards).all(axis=1).mean()),
             **trajectories.completion_metrics(rollout.trajectories, self.rewards.names),
             "num_tokens": self.num_tokens,
-            "prompts_skipped": self.prompts.position - self.prompts.given,
         }
         if self.config.dynamic_sampling > 1:
             names = ("dynamic_sampling/rounds", "dynamic_sampling/frac_groups_kept")

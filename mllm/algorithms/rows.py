@@ -87,9 +87,8 @@ class RowBatches(grain.IterDataset[Batch], ABC):
         if self.config.epochs is None:
             return most
         end = len(self.order)
-        # `room` is the most tokens of a batch; a problem made on demand has at least one token.
-        sizes, room = self.documents.sizes, self.batch_size * self.config.max_length
-        tokens = int(sizes[:, 0].sum(dtype=np.int64)) if isinstance(sizes, np.ndarray) else len(sizes)
+        room = self.batch_size * self.config.max_length  # the most tokens of a batch
+        tokens = int(self.documents.sizes[:, 0].sum(dtype=np.int64))
         if self.config.packing and tokens * self.config.epochs >= (most + 1) * room:
             return most
         if self.config.packing:

@@ -3,7 +3,7 @@
 import re
 from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, StrictBool, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from mllm.config.answer_form import AnswerForm
 from mllm.config.section import Section, impossible
@@ -98,8 +98,6 @@ class TaskConfig(Section):
     """The environment that replies to the assistant, `package.module:Class`; docs/environments.md has the details."""
     tools: tuple[str, ...] | None = None
     """Functions that the assistant may call, each `package.module:function`."""
-    keep_thoughts: StrictBool | None = None
-    """Keep the thoughts of earlier turns in the conversation, though the chat template would drop them."""
     reward_timeout: PositiveFloat = 2.0
     """Time limit in seconds of a reward function per completion, and of an environment per turn. A batched call gets
     this limit times its completions."""

@@ -74,7 +74,7 @@ def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pai
         if count:
             log.warning("%s: %s: %d examples were %s", origin.key, origin.source, count, outcome)
     form: Form = "texts" if summary["texts"] == len(sizes) else "chats"
-    return Documents(sizes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form, hashes=hashes)
+    return Documents(sizes, hashes, reader(cache.with_suffix(RECORDS), pairs), summary["content"], form)
 
 
 def folder_of(config: DataConfig) -> Path:

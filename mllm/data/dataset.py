@@ -59,19 +59,16 @@ class DataIterator(Generic[T]):
         order: grain.MapDataset[int],
         examples: int,
         epochs: int | None = None,
-        content: str | None = None,
-        ahead: int = 2,
+        content: str = "",
     ) -> None:
-        """An epoch has `examples` positions of the order; `content` is a hash of the examples, or None.
+        """An epoch has `examples` positions of the order; `content` is a hash of the examples.
 
-        The state of an iterator over `items` is Grain's `{"next_index": position}`. `ahead` items are prefetched.
+        The state of an iterator over `items` is Grain's `{"next_index": position}`.
         """
         self.examples, self.epochs, self.content = examples, epochs, content
         self.first = [order[index] for index in range(min(examples, 8))]
         """The order's first numbers, which identify it: another version of Grain may give another order."""
-        self.given = 0
-        """How many items were given since training began."""
-        self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=ahead))
+        self.items = iter(ThreadPrefetchIterDataset(items, prefetch_buffer_size=2))
         # Grain's iterator closes itself too late where a program ends, and perhaps in the thread that closing joins.
         weakref.finalize(self, close, vars(self))
 
@@ -84,15 +81,9 @@ class DataIterator(Generic[T]):
         StepError is raised if an example can't be made or read; the caller must tell other processes.
         """
         try:
-            item = self.take()
+            return next(self.items)
         except UserError as error:
             raise StepError(str(error)) from None
-        self.given += 1
-        return item
-
-    def take(self) -> T:
-        """The next item, before it is counted; UserError if an example can't be made or read."""
-        return next(self.items)
 
     @property
     def position(self) -> int:
@@ -101,8 +92,8 @@ class DataIterator(Generic[T]):
 
     def get_state(self) -> dict[str, Any]:
         """The position after the items so far: JSON, with the state of Grain's iterator under `grain`."""
-        state = {"examples": self.examples, "first": self.first, "given": self.given, "grain": self.items.get_state()}
-        return state if self.content is None else state | {"content": self.content}
+        state = {"examples": self.examples, "content": self.content, "first": self.first}
+        return state | {"grain": self.items.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `get_state` returned; UserError if the examples or their order differ."""
@@ -113,5 +104,4 @@ class DataIterator(Generic[T]):
             raise UserError("data: the run began with another order of them: install the Grain it began with")
         if self.epochs is not None and state["grain"]["next_index"] > self.examples * self.epochs:
             raise UserError(f"data.epochs: {self.epochs}: the run has gone through more of its data: raise it")
-        self.given = state["given"]
         self.items.set_state(state["grain"])

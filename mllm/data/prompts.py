@@ -1,6 +1,7 @@
-"""A task's prompts for GRPO, without prompts that are too long."""
+"""A task's prompts for GRPO, tokenized at the start, without prompts that are too long."""
 
 import logging
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,15 +19,12 @@ from mllm.model.tokenizer import Renderer, encode_prompt
 
 log = logging.getLogger(__name__)
 
-CHECKED = 100
-"""The number of problems made on demand that are checked before training begins."""
-
 
 class Prompt(NamedTuple):
     """A problem and the token ids of its prompt."""
 
     example: Example
-    tokens: list[int]
+    tokens: Sequence[int]
     thinks: bool = False
     """Whether the prompt has opened a thought (`<think>`)."""
 
@@ -37,33 +35,17 @@ def task_renderer(config: TaskConfig, task: Task, renderer: Renderer, learned: F
     for name in args:
         if name not in str(renderer.tokenizer.chat_template) or renderer.rule == "never":
             raise UserError(f"task.template_args: no chat template that is used has a variable {name}: remove it")
-    lists = [part for part in (task.train, task.heldout, task.test) if isinstance(part, list)]
-    given_messages = any(example.conversational for part in lists for example in part)
+    given_messages = any(example.conversational for example in (*task.train, *task.heldout, *(task.test or ())))
     are_texts = config.system_prompt is None and not (given_messages or config.converses)
     return replace(renderer, args=args).for_prompts(learned, are_texts)
 
 
-class PromptIterator(DataIterator[Prompt]):
-    """An endless iterator over a task's prompts: each prompt once per epoch, shuffled anew.
-
-    A prompt that is too long is left out, but counts in the position.
-    """
-
-    def __init__(self, task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int, ahead: int = 2) -> None:
-        """Checks all listed prompts, or the first hundred made on demand; UserError as in `usable_prompts`.
-        `ahead` prompts are prefetched."""
-        examples, self.max_length = task.train, max_prompt_length
-        checked = examples if isinstance(examples, list) else examples[:CHECKED]
-        usable_prompts(checked, renderer, max_prompt_length, f"training prompts of task {task.name}")
-        order = training_order(len(examples), seed)
-        prompts = order.map(examples.__getitem__).map(partial(prompt_of, renderer))
-        ordered = prompts.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-        super().__init__(ordered, order, len(examples), content=task.content, ahead=ahead)
-
-    def take(self) -> Prompt:
-        while len((prompt := next(self.items)).tokens) > self.max_length:
-            pass  # `usable_prompts` found at least one shorter prompt
-        return prompt
+def prompt_iterator(task: Task, renderer: Renderer, *, max_prompt_length: int, seed: int) -> DataIterator[Prompt]:
+    """An endless iterator over a task's usable prompts: each prompt once per epoch, shuffled anew."""
+    prompts = usable_prompts(task.train, renderer, max_prompt_length, f"training prompts of task {task.name}")
+    order = training_order(len(prompts), seed)
+    items = order.map(prompts.__getitem__).to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    return DataIterator(items, order, len(prompts), content=task.content)
 
 
 def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: int, what: str) -> list[Prompt]:
@@ -87,4 +69,4 @@ def usable_prompts(examples: Sequence[Example], renderer: Renderer, max_length: 
 def prompt_of(renderer: Renderer, example: Example) -> Prompt:
     """The problem with its prompt's tokens; UserError if the chat template refuses the prompt."""
     tokens = encode_prompt(renderer, example.prompt)
-    return Prompt(example, tokens, opens_thought(renderer, tokens))
+    return Prompt(example, array("i", tokens), opens_thought(renderer, tokens))

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -32,8 +33,6 @@ LISTED_FAULTS, LISTED_LINES = 5, 40
 """The number of kinds of faults that an error lists, and of lines of each fault."""
 PARQUET_ROWS = 64
 """The rows of a parquet file that are read at a time."""
-DEEPEST = 100
-"""The deepest nesting of a record's lists and objects."""
 
 
 class BadRecord(UserError):
@@ -221,25 +220,11 @@ def read_lines(path: Path, key: str) -> Iterator[bytes]:
 
 
 def read_json(path: Path, key: str) -> Iterator[bytes | Record]:
-    """The objects of a file with one JSON list, or with JSON lines; UserError for any other content."""
+    """The items of a file with one JSON list, or the lines of a file with JSON lines."""
     with open_file(path, key, ValueError) as file:
-        content = file.read().decode("utf-8-sig")
-        first = content.lstrip().partition("\n")[0]
-        rows = None if not first or is_object(first) else json.loads(content)
-    if rows is None:
-        yield from read_lines(path, key)
-    elif isinstance(rows, list) and all(isinstance(row, dict) for row in rows):
-        yield from rows
-    else:
-        raise UserError(f"{key}: {path} holds neither a list of objects nor JSON lines")
-
-
-def is_object(line: str) -> bool:
-    """Whether the line is a JSON object."""
-    try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
+        content = file.read()
+        rows = json.loads(content) if content.removeprefix(BOM_UTF8).lstrip().startswith(b"[") else content.splitlines()
+    yield from (row if isinstance(row, bytes | dict) else json.dumps(row).encode() for row in rows)
 
 
 READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
@@ -255,7 +240,7 @@ def parse(row: bytes | Record) -> Record:
     if isinstance(row, dict):
         if None in row:
             raise UserError("it has more values than the first line has names")
-        return shallow({name: value for name, value in row.items() if value is not None})
+        return {name: value for name, value in row.items() if value is not None}
     try:
         record = json.loads(row.decode("utf-8-sig"))
     except json.JSONDecodeError as error:  # its own text counts lines within the line
@@ -264,18 +249,6 @@ def parse(row: bytes | Record) -> Record:
         raise UserError(f"not JSON in UTF-8 ({error})") from None
     if not isinstance(record, dict):
         raise UserError(f"expected a JSON object, got {type(record).__name__}")
-    return shallow(record)
-
-
-def shallow(record: Record) -> Record:
-    """The record; UserError if it is nested so deeply that recursive functions would fail."""
-
-    def exceeds(value: Any, levels: int) -> bool:
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-        return levels < 0 or any(exceeds(item, levels - 1) for item in items)
-
-    if exceeds(record, DEEPEST):
-        raise UserError(f"it has more than {DEEPEST} levels")
     return record
 
 

@@ -46,17 +46,17 @@ class Pair(NamedTuple):
 class Documents:
     """A sequence of documents or pairs, read on demand; the sizes are in memory."""
 
-    sizes: Any
-    """Int [N, 2], or a sequence of two numbers: the tokens of each document, and how many of them count."""
+    sizes: Int32[np.ndarray, "N 2"]
+    """The tokens of each document, and how many of them count."""
+    hashes: UInt64[np.ndarray, "N"]
+    """A hash of each document, to find equal documents."""
     read: Callable[[Sequence[int]], list[Any]]
     """The documents of the given indices; one call for many is faster than many calls."""
-    content: str | None = None
-    """A hash of all documents; None if documents are made on demand."""
+    content: str
+    """A hash of all documents."""
     form: Form = "chats"
     parts: tuple[int, ...] = ()
     """The number of documents of each source, in order; empty for a single source."""
-    hashes: UInt64[np.ndarray, "N"] | None = None
-    """A hash of each document, to find equal documents; None if documents are made on demand."""
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -82,11 +82,11 @@ def joined(sources: Sequence[Documents]) -> Documents:
                 documents[at] = document
         return documents
 
-    content = hashlib.sha256(" ".join(str(source.content) for source in sources).encode()).hexdigest()
+    content = hashlib.sha256(" ".join(source.content for source in sources).encode()).hexdigest()
     sizes = np.concatenate([source.sizes for source in sources])
     form: Form = "texts" if all(source.form == "texts" for source in sources) else "chats"
-    hashes = np.concatenate([np.zeros(0, np.uint64) if x.hashes is None else x.hashes for x in sources])
-    return Documents(sizes, read, content, form, parts, hashes)
+    hashes = np.concatenate([source.hashes for source in sources])
+    return Documents(sizes, hashes, read, content, form, parts)
 
 
 class Skipped(NamedTuple):

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rewards.functions import BUILT_IN, find, math
+from mllm.rewards.functions import BUILT_IN, find
 from mllm.rewards.scores import Answer, Logged, failed, judge
 from mllm.strict_json import whole_characters
 
@@ -72,12 +72,8 @@ def environment_of(sample: Sample) -> Any:
 
 
 def fields_of(task: Task) -> tuple[str, ...]:
-    """The names of the fields that the task's examples have besides prompts: `answer`, `solution` and the data's own.
-
-    If problems are made on demand, only the first problem is read.
-    """
-    parts = [part if isinstance(part, list) else part[:1] for part in (task.train, task.heldout)]
-    examples = [example for part in parts for example in part]
+    """The names of the fields that examples have besides prompts: `answer`, `solution` and the data's own."""
+    examples = [*task.train, *task.heldout]
     basic = (name for name in ("answer", "solution") if any(getattr(example, name) is not None for example in examples))
     return tuple(dict.fromkeys([*basic, *(name for example in examples for name in example.fields)]))
 
@@ -161,15 +157,8 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """How the function is called: with one completion (`single`), with several (`quick`), or with all of them
-        (`batched`, `async`).
-
-        A function that may hang is `single`; a built-in function other than `math` is `quick`.
-        """
-        if inspect.iscoroutinefunction(self.function):
-            return "async"
-        quick = self.function in BUILT_IN.values() and self.function is not math
-        return "batched" if self.batched else "quick" if quick else "single"
+        """How the function is called: with one completion (`single`), or with all of them (`batched`, `async`)."""
+        return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """The function's result for the samples; an unbatched function gets one sample."""

@@ -184,7 +184,7 @@ class Run:
         if config.task.converses:
             tools = [*rewards.tools]
             if rollout.turns > 1:
-                check_turns(renderer, tools, bool(config.task.keep_thoughts))
+                check_turns(renderer, tools)
             renderer = with_tools(renderer, tools)
         warn_of_mismatch(who, learned, f"the prompts of task {task.name}", renderer.form)
         keeps_reference, completions = demands.reference == "held", demands.completions

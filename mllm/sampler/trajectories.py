@@ -51,7 +51,7 @@ def sample_trajectories(
     or not.
     """
     local = range(len(prompts))[rows.part_of(len(prompts), group)]
-    tokens = [prompt.tokens for prompt in prompts]
+    tokens = [[*prompt.tokens] for prompt in prompts]
     talk: Conversations | None = None
 
     def sample_of(i: int, reply: Completion) -> Sample:

@@ -17,10 +17,11 @@ from flax import nnx
 from tiny import config as run_config
 from tiny import load_weights, with_inputs
 
-from mllm.algorithms.dpo.algorithm import make_validation
-from mllm.algorithms.dpo.losses import means, pairs_of, preference_loss, preference_sums
+from mllm.algorithms.dpo.algorithm import validation_metrics
+from mllm.algorithms.dpo.losses import pairs_of, preference_loss, preference_metrics
 from mllm.algorithms.dpo.settings import DpoConfig
 from mllm.algorithms.dpo.source import PreferenceBatches, PreferenceInputs
+from mllm.algorithms.examples import make_validation
 from mllm.algorithms.recipes import recipe_of
 from mllm.config.data import DataConfig
 from mllm.config.model import HeadConfig, MeshConfig
@@ -150,10 +151,10 @@ def test_a_certain_completion_has_a_finite_gradient():
     gradient = jax.jit(jax.grad(lambda logprob: preference_loss(config, logprob, batch)))(certain)
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0
-    assert means(preference_sums(config, certain, batch))["rewards/accuracies"] == 0.5
+    assert preference_metrics(config, certain, batch)["rewards/accuracies"] == 0.5
     batch, _, _ = make_rows(config_of("sigmoid"))
     equal = with_inputs(batch, reference_logprobs=np.zeros(logprob.shape, np.float32))
-    assert means(preference_sums(config_of("sigmoid"), certain, equal))["rewards/accuracies"] == 0.5
+    assert preference_metrics(config_of("sigmoid"), certain, equal)["rewards/accuracies"] == 0.5
     # Rewards that differ by rounding alone are equal; a difference above it is none.
     for scale, accuracies in ((1e-7, {0.5}), (1e-3, {0.0, 1.0})):
         noisy = jnp.float32(logprob * (1 + scale * np.random.default_rng(1).normal(size=logprob.shape)))
@@ -162,7 +163,7 @@ def test_a_certain_completion_has_a_finite_gradient():
         )
         starts = batch.inputs.reference_logprobs != 0
         close = with_inputs(batch, reference_logprobs=jnp.where(starts, first, 0))
-        accuracy = means(preference_sums(config_of("sigmoid"), noisy, close))["rewards/accuracies"]
+        accuracy = preference_metrics(config_of("sigmoid"), noisy, close)["rewards/accuracies"]
         assert (float(accuracy) == 0.5) == (accuracies == {0.5})
 
 
@@ -182,7 +183,7 @@ def documents():
     pairs = [[sequence(one["prompt"], one[part] + end) for part in ("chosen", "rejected")] for one in given["examples"]]
     examples = [Pair(*pair) for pair in pairs]
     sizes = np.array([one.size for one in examples], np.int32)
-    return Documents(sizes, lambda at: [examples[i] for i in at], "trl's")
+    return Documents(sizes, np.zeros(len(sizes), np.uint64), lambda at: [examples[i] for i in at], "trl's")
 
 
 def make_forward(config):
@@ -228,7 +229,9 @@ def test_validation_is_a_mean_over_examples_in_any_batches():
         made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)
         batches = [*made.validate()]
         poll = partial(polled.append, rows)
-        validate = make_validation(config, make_forward(config), lambda given=batches: given, poll)
+        validate = make_validation(
+            partial(validation_metrics, config), make_forward(config), lambda given=batches: given, poll
+        )
         metrics.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert polled.count(rows) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples

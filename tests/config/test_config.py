@@ -114,6 +114,13 @@ def test_a_configuration_is_found_by_its_name_in_configs(tmp_path, monkeypatch):
         (DISTILL.replace("grpo: {num_generations: 4}", ""), None, "grpo: this setting is required"),
         (DISTILL, "head.impl=mosaic_gpu", "head.impl: mosaic_gpu has no divergences"),
         (DATA, "distill.estimator=sampled", "distill.estimator: unknown setting"),
+        (
+            DISTILL,
+            "distill={estimator: sampled, kind: jsd}",
+            "distill.kind: sampled estimates reverse_kl, not jsd",
+        ),
+        (DISTILL, "grpo={beta: 0.1, reference: initial}", "grpo.beta: distillation has no reference policy"),
+        (DISTILL, "grpo.dynamic_sampling=2", "grpo.dynamic_sampling: distillation compares no rewards: remove it"),
         (GRPO, "teacher={source: teacher}", "teacher: unknown setting of algorithm: grpo; it is for distill"),
         (SFT, "grpo.beta=0.1", "grpo: unknown setting of algorithm: sft; it is for grpo, distill"),
         (

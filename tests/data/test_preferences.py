@@ -172,6 +172,3 @@ def test_a_task_gives_right_and_wrong_completions():
     (chosen, rejected), example = documents.read([3])[0], task.train[3]
     for document, answer in ((chosen, example.answer), (rejected, example.rejected)):
         assert document.tokens.tolist() == [START, *example.question.encode(), END, START, *answer.encode(), END]
-    endless = load_task(TaskConfig(name="arithmetic", arithmetic=ArithmeticConfig(digits=6)))
-    with pytest.raises(UserError, match=r"task .* problems, and at most"):
-        load_documents(config, RENDERER, endless, pairs=True)

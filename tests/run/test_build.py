@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import changed
-from tiny import METHODS, config
+from tiny import config
 
 from mllm.data.dataset import training_order
 from mllm.errors import UserError
@@ -108,10 +107,3 @@ def test_a_signal_ends_rollouts_rewards_and_validation(built, monkeypatch):
     for poll in (built.sampling.sampler.poll, built.sampling.rewards.poll, *validations):
         with pytest.raises(Interrupted):
             poll()
-
-
-def test_turns_are_checked_with_the_keep_thoughts_of_the_run(tmp_path, monkeypatch):
-    keeps = []
-    monkeypatch.setattr(build, "check_turns", lambda renderer, tools, keep: keeps.append(keep))
-    with Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"), task={"keep_thoughts": True})):
-        assert keeps == [True]

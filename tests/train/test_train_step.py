@@ -11,7 +11,8 @@ import pytest
 from runs import changed
 from tiny import ARCHITECTURE, config, forward_of, make_trainer, random_batch, with_inputs
 
-from mllm.algorithms.sft.algorithm import DocumentBatches, make_validation
+from mllm.algorithms.examples import make_validation
+from mllm.algorithms.sft.algorithm import DocumentBatches, validation_metrics
 from mllm.data.batch import Batch
 from mllm.data.tokenizing import Document, Documents
 from mllm.errors import UserError
@@ -222,7 +223,8 @@ def measured():
     metrics = {"loss": loss, "perplexity": np.exp(loss), "token_accuracy": np.mean(correct)}
     assert 0.3 < metrics["token_accuracy"] < 0.7
     sizes = [document.size for document in documents]
-    listed = Documents(sizes, lambda indices: [documents[index] for index in indices])
+    hashes = np.zeros(len(sizes), np.uint64)
+    listed = Documents(np.int32(sizes), hashes, lambda indices: [documents[i] for i in indices], "")
     return listed, {f"validation/{name}": value for name, value in metrics.items()}
 
 
@@ -238,7 +240,8 @@ def test_validation_is_the_mean_over_all_learned_tokens(measured, sections):
     params = jax.device_put(policy.initial_params(), jax.tree.map(lambda leaf: leaf.sharding, policy.params))
     polls = []
     batches = DocumentBatches(one.data, documents, one.batch_size, share=RowShare.of_mesh(mesh))
-    validate = make_validation(forward_of(policy.graphdef, mesh, one), batches.validate, lambda: polls.append(1))
+    forward = forward_of(policy.graphdef, mesh, one)
+    validate = make_validation(validation_metrics, forward, batches.validate, lambda: polls.append(1))
     values = validate(params, 0)
     assert values.keys() == metrics.keys()
     for name, value in values.items():

@@ -81,12 +81,8 @@ def make_sampled(config: OwnDistillRun) -> Recipe[TokenLogprobs]:
         ask_policies = SampledDivergence(grpo.PolicyPasses(config.grpo, parts.forward), parts.forward)
         return RolloutSource(config, parts, Learning(learn_all, ask_policies, True, compares_rewards=False))
 
-    passes = *((Pass("policy"),) if config.grpo.passes else ()), Pass("teacher")
-    demands = replace(
-        grpo.rollout_demands(config, partial(grpo.input_shapes, config.grpo)),
-        passes=passes,
-        group=config.grpo.num_generations,
-    )
+    demands = grpo.policy_demands(config)
+    demands = replace(demands, passes=(*demands.passes, Pass("teacher")))
     progress = MappingProxyType({"kl": "kl", "entropy": "entropy", **grpo.LENGTHS})
     return Recipe(partial(grpo.loss, config.grpo), partial(grpo.metrics, config.grpo), source, demands, progress)
 

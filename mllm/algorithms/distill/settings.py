@@ -41,6 +41,12 @@ class OwnDistillConfig(DivergenceConfig):
     """`full`: the divergence over the whole vocabulary. `sampled`: the objective of `grpo` with each sampled token's
     advantage log p_teacher - log p_sampler, an estimate of reverse_kl's gradient."""
 
+    @model_validator(mode="after")
+    def check(self) -> Self:
+        if self.estimator == "sampled" and self.kind != "reverse_kl":
+            raise impossible("kind", f"sampled estimates reverse_kl, not {self.kind}: set estimator=full")
+        return self
+
 
 class TaughtRun(RunConfig, ABC):
     """The settings of a run that learns from a teacher."""
@@ -81,3 +87,11 @@ class OwnDistillRun(TaughtRun, RolloutRun):
     @property
     def over_vocabulary(self) -> bool:
         return self.distill.estimator == "full"
+
+    @model_validator(mode="after")
+    def check_objective(self) -> Self:
+        if self.grpo.beta > 0:
+            raise impossible("grpo.beta", "distillation has no reference policy, only the teacher: remove it")
+        if self.grpo.dynamic_sampling > 1:
+            raise impossible("grpo.dynamic_sampling", "distillation compares no rewards: remove it")
+        return self

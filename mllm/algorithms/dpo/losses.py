@@ -15,7 +15,7 @@ and l the chosen and the rejected completion, s the sigmoid, e `label_smoothing`
 The loss of an update is the mean over its pairs.
 """
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,6 @@ from mllm.data.batch import Batch
 
 LARGEST_LOGPROB = -(2.0**-24)  # float32's next number below 1 has this logarithm; the odds of 1 are infinite
 ROUNDING = 2.0**-20  # eight roundings of float32: how far a sum of log-probabilities may be off, over its size
-Sums: TypeAlias = dict[str, tuple[Float[Any, ""], Float[Any, ""]]]
-"""The sum of a metric over the examples that have it, and their number."""
 
 
 class Completions(NamedTuple):
@@ -97,8 +95,8 @@ def preference_loss(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batc
     return batch.inputs.share[0] * jnp.sum(jnp.where(present, pair_loss(config, chosen, rejected), 0.0))
 
 
-def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> Sums:
-    """The metrics of a batch under TRL's names, to be added up over batches and divided by `means`.
+def preference_metrics(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batch) -> dict[str, Float[Array, ""]]:
+    """The means of metrics over a whole batch's pairs, under TRL's names.
 
     `rewards` are beta times the log-ratio, and without a reference beta times the mean log-probability; as in TRL,
     ipo's rewards are sums over the tokens. In `rewards/accuracies` a pair counts half if its two rewards differ by
@@ -106,26 +104,19 @@ def preference_sums(config: DpoConfig, logprob: Float[Array, "B T"], batch: Batc
     """
     chosen, rejected, present = pairs_of(logprob, batch, not config.needs_reference)
 
-    def total(values: Float[Array, "B P"]) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        return jnp.sum(jnp.where(present, values, 0.0)), present.sum(dtype=jnp.float32)
+    def mean(values: Float[Array, "B P"]) -> Float[Array, ""]:
+        return batch.inputs.share[0] * jnp.sum(jnp.where(present, values, 0.0))
 
-    parts = {"chosen": chosen, "rejected": rejected}
-    sums = {f"rewards/{name}": total(config.beta * part.log_ratio) for name, part in parts.items()}
-    sums |= {f"logps/{name}": total(part.logprob) for name, part in parts.items()}
     margin = chosen.log_ratio - rejected.log_ratio
     rounding = ROUNDING * sum(abs(part) for completion in (chosen, rejected) for part in completion)
-    sums["rewards/accuracies"] = total(jnp.where(abs(margin) <= rounding, 0.5, (margin > 0).astype(jnp.float32)))
+    metrics = {
+        "rewards/margins": mean(config.beta * margin),
+        "rewards/accuracies": mean(jnp.where(abs(margin) <= rounding, 0.5, (margin > 0).astype(jnp.float32))),
+    }
+    for name, part in {"chosen": chosen, "rejected": rejected}.items():
+        metrics |= {f"rewards/{name}": mean(config.beta * part.log_ratio), f"logps/{name}": mean(part.logprob)}
     if config.loss_type == "orpo":
         odds = log_odds_ratio(chosen, rejected)
-        sums["nll_loss"] = total(-chosen.logprob)
-        sums["log_odds_chosen"] = total(odds)
-        sums["log_odds_ratio"] = total(jax.nn.log_sigmoid(odds))
-    return sums
-
-
-def means(sums: Sums) -> dict[str, Float[Array, ""]]:
-    """The means of sums; NaN where no example has the metric."""
-    averages = {
-        name: jnp.where(count > 0, value / jnp.maximum(count, 1), jnp.nan) for name, (value, count) in sums.items()
-    }
-    return {**averages, "rewards/margins": averages["rewards/chosen"] - averages["rewards/rejected"]}
+        metrics |= {"nll_loss": mean(-chosen.logprob), "log_odds_chosen": mean(odds)}
+        metrics["log_odds_ratio"] = mean(jax.nn.log_sigmoid(odds))
+    return metrics

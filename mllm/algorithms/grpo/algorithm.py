@@ -35,13 +35,18 @@ def make(config: GrpoRun) -> Recipe[TokenLogprobs]:
         has_gradient = bool(grpo.beta > 0 or grpo.entropy_coef)
         return RolloutSource(config, parts, Learning(score, PolicyPasses(grpo, parts.forward), has_gradient))
 
-    demands = replace(
+    return Recipe(partial(loss, grpo), partial(metrics, grpo), source, policy_demands(config), PROGRESS)
+
+
+def policy_demands(config: RolloutRun) -> Demands:
+    """The demands of GRPO's loss."""
+    grpo = config.grpo
+    return replace(
         rollout_demands(config, partial(input_shapes, grpo)),
         reference="held" if grpo.beta > 0 else None,
         passes=(Pass("policy"),) if grpo.passes else (),
         group=grpo.num_generations,
     )
-    return Recipe(partial(loss, grpo), partial(metrics, grpo), source, demands, PROGRESS)
 
 
 def rollout_demands(config: RolloutRun, inputs: Callable[[Shape, Shape], PolicyInputs]) -> Demands:

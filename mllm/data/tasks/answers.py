@@ -6,8 +6,9 @@ from mllm.config.answer_form import AnswerForm
 
 HASHES = re.compile(r"#### (-?[.,]*[0-9][0-9.,]*+)(?![ \t]*(?:[/^×÷]|[-+−*:=eE_]{0,2}[ \t]*[0-9]))")
 """GSM8K's own answer pattern (grade_school_math/dataset.py), except that the 3 of 3/4, 3e5 or 3 000 doesn't match."""
-OPEN, CLOSE = "<answer>", "</answer>"
+ELEMENT = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 THINK, THOUGHT = "<think>", "</think>"
+WHOLE_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 BOXED = "\\boxed{"
 STATED = {"whole": "{}", "hashes": "#### {}", "tags": "<answer>{}</answer>", "boxed": "\\boxed{{{}}}"}
 """The text that states an answer in each form."""
@@ -35,23 +36,12 @@ def final_answer(completion: str, form: AnswerForm) -> str | None:
 
 def without_thoughts(text: str) -> str:
     """The text without its thoughts; the first thought may lack its opening tag, the last its closing tag."""
-    parts, end = list[str](), 0
-    while (start := text.find(THINK, end)) >= 0:
-        parts.append(text[end:start])
-        close = text.find(THOUGHT, start)
-        end = close + len(THOUGHT) if close >= 0 else len(text)
-    return "".join([*parts, text[end:]]).rpartition(THOUGHT)[2]
+    return WHOLE_THOUGHT.sub("", text).rpartition(THOUGHT)[2]
 
 
 def last_element(completion: str) -> str:
-    """The content of the last <answer> element, or the whole text without such an element.
-
-    A regular expression would search the rest of the text once for every <answer> that is not closed.
-    """
-    end, content = 0, completion
-    while (start := completion.find(OPEN, end)) >= 0 and (end := completion.find(CLOSE, start)) >= 0:
-        content = completion[start + len(OPEN) : end].rpartition(OPEN)[2]
-    return content
+    """The content of the last <answer> element, or the whole text without such an element."""
+    return (ELEMENT.findall(completion) or [completion])[-1]
 
 
 def last_box(completion: str) -> str | None:

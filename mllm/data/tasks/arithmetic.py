@@ -1,10 +1,13 @@
-"""The task `arithmetic`: sums, differences and products, made on demand."""
+"""The task `arithmetic`: sums, differences and products."""
 
 import hashlib
 
 from mllm.config.task import ArithmeticConfig, TaskConfig
-from mllm.data.tasks.task import MAX_LENGTH, Example, OnDemand, Task, messages
+from mllm.data.tasks.task import Example, Task, content_of, messages
 from mllm.errors import UserError
+
+MOST = 2**14
+"""The most problems to train on: all of them are made and tokenized at the start."""
 
 
 def arithmetic(config: TaskConfig) -> Task:
@@ -27,8 +30,9 @@ def arithmetic(config: TaskConfig) -> Task:
             messages(config.system_prompt, f"{expression}="), answer, solution=answer, place=place, rejected=str(wrong)
         )
 
-    train = min(problems - heldout, MAX_LENGTH)
-    return Task(config.name, OnDemand(make, range(train)), OnDemand(make, range(problems - heldout, problems)))
+    train = [*map(make, range(min(problems - heldout, MOST)))]
+    heldout_problems = [*map(make, range(problems - heldout, problems))]
+    return Task(config.name, train, heldout_problems, content=content_of([*train, *heldout_problems]))
 
 
 def permute_index(index: int, size: int, key: str = "") -> int:

@@ -1,4 +1,4 @@
-"""Loads the task that a configuration names: made on demand, or listed in files, on the hub, or by a function.
+"""Loads the task that a configuration names: made by rule, or listed in files, on the hub, or by a function.
 
 A record has `prompt` (a text, or messages) or `messages`, an optional `answer`, and any further fields. An answer may
 be a worked solution that states the final answer in the task's form, as in GSM8K and MATH.
@@ -17,7 +17,7 @@ from mllm.config import places
 from mllm.config.answer_form import AnswerForm
 from mllm.config.task import ColumnsConfig, TaskConfig
 from mllm.data.formats import text, turns
-from mllm.data.records import Origin, Record, Records, read_records, shallow, sound_records
+from mllm.data.records import Origin, Record, Records, read_records, sound_records
 from mllm.data.tasks.answers import HASHES, STATED, final_answer
 from mllm.data.tasks.arithmetic import arithmetic
 from mllm.data.tasks.task import Example, Task, messages, split_task
@@ -95,7 +95,7 @@ def returned_record(row: Any) -> Record:
         raise UserError(f"can't be sent to the rewards' process: {brief(error)}") from None
     if not isinstance(row, Mapping):
         raise UserError(f"expected a mapping, got {type(row).__name__}")
-    return shallow(dict(row))
+    return dict(row)
 
 
 def listed_example(config: TaskConfig, instruction: str | None, record: Record) -> Example:

@@ -6,7 +6,7 @@ Modules of this folder must not import JAX, because reward processes must start 
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,6 @@ from mllm.config.answer_form import AnswerForm
 from mllm.errors import UserError
 
 log = logging.getLogger(__name__)
-
-MAX_LENGTH = 2**62
-"""The length of the longest sequence: `len()` is limited to sys.maxsize."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +53,8 @@ class Task:
     """Problems for evaluation, never trained on; the same in every run."""
     test: Sequence[Example] | None = None
     """The test set, measured once at the end of a run, if the task has one."""
-    content: str | None = None
-    """A hash of all problems, in order; None if problems are made on demand."""
-
-
-class OnDemand(Sequence[Any]):
-    """A sequence that makes its items on demand, by `make(index)` for the indices of a range."""
-
-    def __init__(self, make: Callable[[int], Any], indices: range) -> None:
-        self.make = make
-        self.indices = indices
-
-    def __getitem__(self, index: Any) -> Any:
-        chosen = self.indices[index]
-        return OnDemand(self.make, chosen) if isinstance(chosen, range) else self.make(chosen)
-
-    def __len__(self) -> int:
-        return len(self.indices)
+    content: str = ""
+    """A hash of all problems, in order."""
 
 
 def messages(system_prompt: str | None, question: str, instruction: str | None = None) -> list[dict[str, str]]:
@@ -107,9 +89,12 @@ def split_task(
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
-    examples = (*problems, *(test or ()))
-    contents = [(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in examples]
-    return Task(name, train, [listed[key] for key in chosen], test, content=digest(contents))
+    return Task(name, train, [listed[key] for key in chosen], test, content_of([*problems, *(test or ())]))
+
+
+def content_of(examples: Sequence[Example]) -> str:
+    """A hash of the problems, in order."""
+    return digest([(prompt_hash(e), e.answer, e.solution, e.answer_form, digest({**e.fields})) for e in examples])
 
 
 def prompt_hash(example: Example, fields: bool = False) -> str:
