@@ -63,6 +63,7 @@ TABLE = (
     ("logging_steps logging_dir", "every step is logged, in run_dir"),
     ("report_to wandb_project project_name", "log.wandb, the project; TensorBoard's files are always in run_dir"),
     ("resume_from_checkpoint", "a run resumes by the same command"),
+    ("keep_thoughts", "conversations always keep their thoughts: remove it"),  # config.yaml of older versions has it
 )
 """Other trainers' names of settings, and the answer to each."""
 
