@@ -48,8 +48,8 @@ Found: TypeAlias = tuple[Int32[np.ndarray, "N 2"], UInt64[np.ndarray, "N"], dict
 def cached_documents(origin: Origin, config: DataConfig, renderer: Renderer, pairs: bool = False) -> Documents:
     """All examples, or `pairs`, of files or a hub id, read from the cache or tokenized into it.
 
-    A warning counts skipped and cut examples. All processes must call this inside `raise_everywhere`. UserError is
-    raised if the source can't be read, differs between processes, has no example, or has a bad line.
+    A warning counts skipped and cut examples. All processes must call this. UserError is raised if the source can't be
+    read, differs between processes, has no example, or has a bad line.
     """
     caches, content = folder_of(config), origin.content()
     contents = gather_objects(content)

@@ -23,7 +23,7 @@ LEARNED = "mllm_learned"
 TEXTS = "language_model."
 """The part of tensor names that marks the text part of a vision-language model."""
 LEFT_OUT = re.compile(r"mtp\.|(model\.)?visual\.|.*\.rotary_emb\.inv_freq$")
-"""The tensors of Qwen3.5's further networks, multi-token prediction and vision; and Llama 2's constants."""
+"""The tensors of Qwen3.5's further networks, multi-token prediction and vision; and Llama 2's rotary frequencies."""
 HEAD = TENSORS["head"].removesuffix("weight")
 CONVOLUTION = TENSORS["delta.conv"].rpartition("{}")[2]
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
