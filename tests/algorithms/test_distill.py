@@ -166,6 +166,13 @@ def test_the_sampled_term_keeps_the_old_log_probabilities():
     assert np.any(batch.inputs.advantages)
 
 
+def test_the_sampled_term_demands_the_passes_of_grpo_and_the_teacher():
+    settings = make_settings(estimator="sampled")
+    assert [one.policy for one in recipe_of(settings).demands.passes] == ["teacher"]
+    settings = settings.model_copy(update={"grpo": settings.grpo.model_copy(update={"num_iterations": 2})})
+    assert [one.policy for one in recipe_of(settings).demands.passes] == ["policy", "teacher"]
+
+
 def test_the_sampled_term_is_the_teacher_minus_sampler_logprob():
     """A token that the teacher lacks has the lowest term that there is."""
     settings = make_settings(estimator="sampled")

@@ -139,7 +139,11 @@ def test_sft_from_a_task_learns_its_solutions_alone():
     for question, tokens in zip(questions(batch), documents(batch), strict=True):
         assert tokens[-len(str(eval(question[:-1]))) - 1 :] == [*str(eval(question[:-1])).encode(), END]
     prompt = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "2"), ("user", "b"))]
-    (document,) = task_documents(Task("shots", [Example(prompt, "4", "4")], []), Renderer(BYTES), 64).read([0])
+    shots = [Example(prompt, answer, answer) for answer in ("4", "44", "4")]
+    made = task_documents(Task("shots", shots, []), Renderer(BYTES), 64)
+    document, other, again = made.read([0, 1, 2])
+    assert made.sizes.tolist() == [[len(one.tokens), one.counts.sum()] for one in (document, other, again)]
+    assert made.hashes[0] == made.hashes[2] != made.hashes[1]
     assert bytes(document.tokens[document.counts].tolist()[:-1]) == b"4"  # not the answers in the prompt
     with pytest.raises(UserError, match=r"data:7 has no solution"):
         task_documents(Task("judged", [Example(prompt, "", None, place="data:7")], []), Renderer(BYTES), 9)

@@ -51,7 +51,9 @@ def test_prompts_resume_where_they_stopped() -> None:
     bad = set(range(100, 190, 3))
     task = listed(*(LONG if i in bad else f"{i}" for i in range(190)))
     prompts, resumed = prompts_of(task), prompts_of(task)
-    assert sorted(texts(prompts, 160)) == sorted(str(i) for i in range(190) if i not in bad)
+    drawn = texts(prompts, 160)
+    assert sorted(drawn) == sorted(str(i) for i in range(190) if i not in bad)
+    assert texts(prompts_of(task, seed=1), 160) != drawn
     resumed.set_state(json.loads(json.dumps(prompts.get_state())))
     for _ in range(160):
         assert next(resumed) == next(prompts)

@@ -40,7 +40,9 @@ def test_one_digit_sums_split_alike_under_every_seed() -> None:
     assert (len(task.train), len(task.heldout)) == (68, 32)
     assert train.isdisjoint(heldout)
     assert train | heldout == {f"{a}+{b}=" for a in range(10) for b in range(10)}
-    assert list(load(TaskConfig(name="arithmetic", heldout=32)).heldout) == list(task.heldout)
+    again = load(TaskConfig(name="arithmetic", heldout=32))
+    assert (list(again.heldout), again.content) == (list(task.heldout), task.content)
+    assert arithmetic(operators="-").content != task.content
 
 
 def test_answers_match_python_also_for_a_part_of_all_problems(monkeypatch) -> None:
