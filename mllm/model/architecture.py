@@ -216,7 +216,7 @@ class Architecture:
                 raise UserError(f"{where}: {name} must be a mapping, not {value!r}")
             return value
 
-        if (model_type := settings.get("model_type")) in TEXT_PARTS:
+        if isinstance(model_type := settings.get("model_type"), str) and model_type in TEXT_PARTS:
             settings = {**settings, "model_type": TEXT_PARTS[model_type], **mapping(settings, "text_config")}
         family = settings.get("model_type", "qwen2")
         if not isinstance(family, str) or family not in FAMILIES:
