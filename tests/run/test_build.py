@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tiny import config
+from runs import changed
+from tiny import METHODS, config
 
 from mllm.data.dataset import training_order
 from mllm.errors import UserError
@@ -107,3 +108,15 @@ def test_a_signal_ends_rollouts_rewards_and_validation(built, monkeypatch):
     for poll in (built.sampling.sampler.poll, built.sampling.rewards.poll, *validations):
         with pytest.raises(Interrupted):
             poll()
+
+
+def test_the_template_of_a_run_in_turns_is_checked(tmp_path, monkeypatch):
+    def refuse(renderer, tools):
+        raise UserError(f"refused with {tools}")
+
+    monkeypatch.setattr(build, "check_turns", refuse)
+    with (
+        pytest.raises(UserError, match="refused with"),
+        Run.build(changed(METHODS["turns"], run_dir=str(tmp_path / "run"))),
+    ):
+        pass

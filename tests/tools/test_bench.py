@@ -7,6 +7,9 @@ import tiny
 
 from lm_head.gpu import tiles as gpu_tiles
 from lm_head.tpu import tiles as tpu_tiles
+from mllm.parallel.mesh import make_mesh
+from mllm.plan.programs import Programs, RolloutPrograms
+from mllm.sampler.slots import CHUNK
 from tools import tune
 from tools.bench import __main__ as bench
 from tools.bench import head, logits, methods, rollout, step
@@ -86,6 +89,14 @@ def test_the_parts_of_a_step_are_update_and_rollout(algorithm, capsys):
     assert float(output.splitlines()[2].split()[0].replace(",", "")) == pytest.approx(
         1e3 * rows * length / update[0], rel=0.02
     )
+
+
+@pytest.mark.slow
+def test_a_decode_call_takes_a_whole_chunk():
+    settings = tiny.config()
+    programs = RolloutPrograms(Programs(settings, make_mesh(settings.mesh)), settings.rollout)
+    *_, steps = step.decode_calls(programs)[0]["decode"]()
+    assert int(steps) == CHUNK
 
 
 def test_kernels_are_counted_in_branches_of_a_decode_loop():
