@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from mllm.data.tasks.task import Example, Task
 from mllm.errors import UserError
-from mllm.rewards.functions import BUILT_IN, find
+from mllm.rewards.functions import BUILT_IN, find, math
 from mllm.rewards.scores import Answer, Logged, failed, judge
 from mllm.strict_json import whole_characters
 
@@ -157,8 +157,15 @@ class Reward:
 
     @property
     def kind(self) -> str:
-        """How the function is called: with one completion (`single`), or with all of them (`batched`, `async`)."""
-        return "async" if inspect.iscoroutinefunction(self.function) else "batched" if self.batched else "single"
+        """How the function is called: with one completion (`single`), with several (`quick`), or with all of them
+        (`batched`, `async`).
+
+        A function that may hang is `single`; a built-in function other than `math` is `quick`.
+        """
+        if inspect.iscoroutinefunction(self.function):
+            return "async"
+        quick = self.function in BUILT_IN.values() and self.function is not math
+        return "batched" if self.batched else "quick" if quick else "single"
 
     def __call__(self, samples: Sequence[Sample], notes: Notes | None = None) -> Any:
         """The function's result for the samples; an unbatched function gets one sample."""

@@ -132,9 +132,10 @@ class Scoring:
     def add(self, samples: Mapping[int, Sample]) -> None:
         """Begin to score samples, by index; a failed conversation is not passed to functions of one completion."""
         self.samples |= samples
-        singles = [function for function, kind in enumerate(self.runner.kinds) if kind == "single"]
-        for function, number in product(singles, (i for i, sample in samples.items() if not sample.failed)):
-            self.call([function], [number])
+        new = [i for i, sample in samples.items() if not sample.failed]
+        for function, kind in enumerate(self.runner.kinds):
+            for numbers in [[i] for i in new] if kind == "single" else [[*new]] if kind == "quick" else []:
+                self.call([function], numbers)
 
     def call(self, functions: Sequence[int], numbers: Sequence[int]) -> None:
         if functions and numbers:
