@@ -1,6 +1,6 @@
 """Divergence between a teacher's and a student's next-token distributions, from the hidden states of both models.
 
-Neither model's logits are stored as an array. It is `token_loss` with the divergence as its objective.
+Neither model's logits are stored as an array. The divergence is `token_loss`'s objective.
 """
 
 from typing import Any

@@ -105,7 +105,7 @@ def check_turns(renderer: Renderer, tools: Tools | None) -> None:
     """Raise UserError if the template would render earlier turns differently from the sampled and given turns.
 
     The probe has two answers with thoughts, each followed by a message of a tool (or of the user without tools). A
-    template that drops thoughts is a warning, since the conversation keeps them.
+    template that drops thoughts gets a warning: the conversation keeps the thoughts.
     """
     if renderer.rule == "never":
         raise UserError("chat_template: never renders no turns, which an environment needs: remove it")
@@ -127,7 +127,7 @@ def check_turns(renderer: Renderer, tools: Tools | None) -> None:
     if THOUGHTS.sub("", actual) != THOUGHTS.sub("", expected):
         raise UserError(f"model.tokenizer: {template} rewrites earlier turns: use one that appends to them")
     if actual != expected:
-        log.warning("%s drops the thoughts of earlier turns, and the conversations here keep them", template)
+        log.warning("%s drops the thoughts of earlier turns; the conversations keep the thoughts", template)
 
 
 def tool_schemas(functions: Iterable[Callable[..., Any]]) -> Tools:

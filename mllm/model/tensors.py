@@ -40,7 +40,7 @@ class Tensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape; a convolution of each channel, [C, 1, taps], has [C, taps]."""
+        """The tensor's shape; [C, taps] for a convolution of each channel, stored as [C, 1, taps]."""
         shape = tuple(self.stored.get_shape())
         return shape[::2] if self.name.endswith(CONVOLUTION) and shape[1:-1] == (1,) else shape
 
