@@ -99,7 +99,7 @@ class ExampleSource(Generic[Rows]):
 def make_validation(
     metrics: Validation, forward: Forward, batches: Callable[[], Iterable[Batch]], poll: Callable[[], None]
 ) -> Evaluate:
-    """The function (parameters, step) -> means of the `metrics` of `batches`, which have each example once.
+    """The function (parameters, step) -> means of the `metrics` of `batches`. The batches have each example once.
 
     All processes call `poll` between two batches; its exceptions end the validation.
     """

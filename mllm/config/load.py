@@ -120,11 +120,12 @@ def dump(config: RunConfig) -> str:
 def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """The differences of two configurations: dotted key, old value, new value.
 
-    The sources of a mix are compared one by one, with keys such as `data.mix.0.source`: their places may differ.
+    The sources of a mix are compared one by one, with keys such as `data.mix.source`.
     """
-    if key == "data.mix" and old and new and len(old) == len(new):
-        old, new = dict(enumerate(old)), dict(enumerate(new))
-    if isinstance(old, dict) and isinstance(new, dict):
+    if key == "data.mix" and isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for one, other in zip(old, new, strict=True):
+            yield from differences(one, other, key)
+    elif isinstance(old, dict) and isinstance(new, dict):
         for name in [*old, *(name for name in new if name not in old)]:
             yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
     elif old != new:

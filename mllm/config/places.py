@@ -14,7 +14,7 @@ FILES = ("data.source", "data.mix", "data.validation.source", "task.train", "tas
 FOLDERS = ("model.source", "model.tokenizer", "model.lora.source", "task.path", "teacher.source")
 """Settings that may name a folder."""
 PLACES = {*FILES, *FOLDERS, "data.mix.source"} - {"data.mix"}
-"""Settings that name a file or a folder, as `general` writes them."""
+"""The keys of settings that name a file or a folder."""
 WORDS = ("task", "bytes")
 """Values of these settings that never name a file."""
 MODULES: list[str] = []
@@ -41,11 +41,6 @@ def importable() -> Iterator[None]:
     finally:
         for folder in added:
             sys.path.remove(folder)
-
-
-def general(key: str) -> str:
-    """The key of a setting without the places in lists: `data.mix.source` of `data.mix.0.source`."""
-    return ".".join(part for part in key.split(".") if not part.isdecimal())
 
 
 def locate(settings: dict[str, Any], folders: Sequence[Path]) -> None:

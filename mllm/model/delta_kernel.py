@@ -6,7 +6,7 @@ kernels: the gradient of the memories, from the last chunk to the first; the gra
 the gradient of the operands, side by side. JAX differentiates `prepare` inside the last kernel.
 
 No GPU has run these kernels. Tests compare them with the recurrence under JAX's interpreter, and compile them for an
-H100. Newer JAX deprecates Pallas' Triton backend; jax 0.10.2 to 0.12, which pyproject.toml permits, have it.
+H100. JAX 0.11 deprecates Pallas' Triton backend. JAX 0.12 still has the backend.
 
 Letters: as in delta_net.py; H = K G value heads.
 """

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from mllm.config.load import differences
-from mllm.config.places import FILES, general
+from mllm.config.places import FILES
 from mllm.errors import RESTART, CommonError, UserError, brief, ending, printable
 from mllm.parallel.processes import gather_objects
 
@@ -56,7 +56,7 @@ def compare(settings: Mapping[str, Any]) -> None:
     first, *others = gather_objects({"mllm": code, "jax": jax.__version__, **settings})
     for number, other in enumerate(others, 1):
         for key, expected, actual in differences(first, other):
-            if general(key) not in MAY_DIFFER:
+            if key not in MAY_DIFFER:
                 raise CommonError(f"{key}: process {number} has {actual!r}, process 0 {expected!r}: give all the same")
 
 

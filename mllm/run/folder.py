@@ -13,7 +13,7 @@ from typing import Any
 
 from mllm.config.load import differences, dump, read
 from mllm.config.model import LoraConfig
-from mllm.config.places import PLACES, general
+from mllm.config.places import PLACES
 from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.parallel.processes import from_writer, is_writer
@@ -103,7 +103,7 @@ def check_changes(
     refused = []
     for key, before, after in differences(old, config.model_dump(mode="json")):
         # The checkpoint's document shows whether the files are the same.
-        moved = general(key) in PLACES and None not in (before, after) and before != "task"
+        moved = key in PLACES and None not in (before, after) and before != "task"
         if moved or {key, key.split(".")[0]} & FREE:
             continue
         if fixed(key, before, after):

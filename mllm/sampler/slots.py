@@ -179,8 +179,9 @@ def decode(
     Returns the drawn tokens [B, C], the number of steps, the tail, and the states. The loop stops early if all or
     `stop_after` sequences have ended. Drawn tokens after a stop token, or after the last step, are garbage.
 
-    For each kind of layers, `pages` has the contents of the cache before the chunk; `slots` counts these tokens. A
-    slot's states don't change after a stop token. The memory of `tail` and `states` is donated.
+    For each kind of layers, `pages` has the contents of the cache before the chunk. The lengths in `slots` are of the
+    cache before the chunk. A slot's states don't change after a stop token. The memory of `tail` and `states` is
+    donated.
     """
     model = merge(graphdef, weights)
     keys = sampling.sequence_keys(stream.seed, stream.step, slots.sequences)

@@ -250,9 +250,7 @@ def test_files_may_lie_elsewhere_on_another_machine_and_weights_of_a_mix_are_equ
         group_module.compare(mine)
 
     compared(1.0, 1.0)
-    with pytest.raises(
-        CommonError, match=r"data\.mix\.1\.weight: process 1 has 9\.0, process 0 1\.0: give all the same"
-    ):
+    with pytest.raises(CommonError, match=r"data\.mix\.weight: process 1 has 9\.0, process 0 1\.0: give all the same"):
         compared(1.0, 9.0)
 
 

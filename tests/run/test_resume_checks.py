@@ -114,7 +114,7 @@ def settings_of(kind, at, run_dir):
 @pytest.mark.slow
 def test_paths_may_move_but_their_contents_may_not_change(place):
     """For each setting of `PLACES`, one after the other; all move at once."""
-    assert {name for name, *_ in EDITS} == PLACES - {"model.lora.source"}  # which a checkpoint has
+    assert {name for name, *_ in EDITS} == PLACES - {"model.lora.source"}  # a checkpoint has the adapters
     here = place / "here"
     here.mkdir()
     for name in ("model", "tokenizer"):
@@ -185,7 +185,7 @@ def test_template_arguments_may_begin_with_change_and_weights_of_a_mix_may_not(t
         for weight in (1, 2)
     )
     with pytest.raises(
-        UserError, match=r"^data\.mix\.1\.weight: run belongs to a run with 1\.0, not 2\.0; it can't change"
+        UserError, match=r"^data\.mix\.weight: run belongs to a run with 1\.0, not 2\.0; it can't change"
     ):
         folder.check_changes("run", other, True, equal.model_dump(mode="json"), 3, [])
 
