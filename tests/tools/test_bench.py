@@ -24,8 +24,10 @@ def cells(text):
 
 
 def wrong(hidden, weight, labels, weights, *rest):
-    value, dh, dw = METHOD.call(hidden, weight, labels, weights, *rest)
-    return value * 1.01, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
+    """A log-probability is 3 nats off at rows that don't count, 0.25 at one that counts."""
+    value, logprob, dh, dw = METHOD.call(hidden, weight, labels, weights, *rest)
+    logprob = logprob + jnp.where(weights == 0, 3.0, 0.0).at[jnp.argmax(weights)].add(0.25)
+    return value * 1.01, logprob, dh.at[3, 5].add(0.5 * jnp.abs(dh).max()), dw.at[-1].set(jnp.nan)
 
 
 def fails(*arrays):
@@ -36,13 +38,15 @@ def fails(*arrays):
 def test_the_head_table_has_times_and_locates_errors(monkeypatch, capsys):
     known = {"right": METHOD, "general": methods.methods("cpu")["xla, general backward"]}
     known |= {"value only": Method(methods.value_only(fused())), "wrong": Method(wrong), "fails": Method(fails)}
+    known["loss alone"] = Method(lambda *arrays: (METHOD.call(*arrays)[0], None))
     monkeypatch.setattr(head, "methods", lambda _: known)
     assert bench.main(["head", "--shape", "24,16,130", "--live", "0.5", "--repeats", "1"]) == 0
     output = capsys.readouterr().out
-    _, _, bare, right, general, value, off = cells(output)
-    assert (bare[0], bare[2:]) == ("3 bare products", ["1.00", "", "", "", ""])
-    assert all(float(error) < 1e-5 for error in (*right[4:], *general[4:], value[4]))
-    assert (value[5:], off[4:]) == (["", ""], ["1.0e-02", "5.0e-01", "nan"])
+    _, _, bare, right, general, value, off, alone = cells(output)
+    assert (bare[0], bare[2:]) == ("3 bare products", ["1.00", "", "", "", "", ""])
+    assert all(float(error) < 1e-5 for error in (*right[4:], *general[4:], *value[4:6]))
+    assert (value[6:], off[4:]) == (["", ""], ["1.0e-02", "2.5e-01", "5.0e-01", "nan"])
+    assert alone[5:] == ["", "", ""]
     assert "failed: fails: MemoryError: no room" in output
     assert bench.main(["head", "--methods", "none"]) == 2
 

@@ -8,8 +8,12 @@ fails is named with the reason.
     /three     the median, over rounds, of the ratio to the time of h Wᵀ, g W and gᵀ h, as XLA
                multiplies them in the same round, at the rows that count
     temp MiB   memory beside arguments and results                                           [the compiler's figure]
-    loss ...   the largest difference to plain JAX in float64 (on TPUs float32 at the highest precision), relative to
-               the largest magnitude there; for the general backward, "loss" compares logprob and lse
+    logprob    the largest error of a log-probability at the rows that count, in nats; empty where a library returns
+               the loss alone
+    loss ...   the largest error, relative to the largest magnitude expected; for the general backward, "loss" compares
+               the sum of logprob and lse
+
+Errors are differences to plain JAX in float64, on TPUs to float32 at the highest precision.
 
 Methods named "float32 master" are the trainer's case: the weight is the bfloat16 copy of a float32 master, which gets a
 float32 gradient. In other methods the gradient has the weight's dtype.
@@ -36,7 +40,7 @@ from tools.bench.methods import Method, methods
 
 LARGE, SMALL = (8192, 2048, 151936), (1024, 256, 16384)
 """Tokens, hidden size and vocabulary: the head of Qwen2.5-3B, and a CPU's."""
-COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "dh", "dW")
+COLUMNS = ("method", "ms", "/three", "temp MiB", "loss", "logprob", "dh", "dW")
 PACKAGES = ("jax", "jaxlib", "optax", "tokamax", "google-tunix")
 """The packages to print versions of, if installed."""
 BARE = "3 bare products"
@@ -85,7 +89,7 @@ def measured(problem: "Problem", methods: Mapping[str, Method], live: float, rou
                 program = problem.compiled(method)
             calls[name] = partial(program, *problem.arguments(method.transposed), *problem.per_token(method, live))
             analysis: Any = program.memory_analysis()
-            off = [f"{error:.1e}" for error in problem.errors(calls[name](), method, live)]
+            off = ["" if error is None else f"{error:.1e}" for error in problem.errors(calls[name](), method, live)]
             beside[name] = [f"{analysis.temp_size_in_bytes / 2**20:.1f}", *off]
         except Exception as error:  # a library may fail in any way
             calls.pop(name, None)
@@ -132,21 +136,30 @@ class Problem:
         return lambda: (products[0](h, w), products[1](g, w), products[2](g, h))
 
     def plain(self, general: bool, live: float) -> list[Array]:
-        """Plain JAX's results in float32: the sum weighted by the cotangents, dh and dW.
+        """Plain JAX's results in float32: the sum weighted by the cotangents, log-probabilities, dh and dW.
 
         The tests' oracle, in NumPy, would take hours at the sizes that are timed.
         """
-        _, *cotangents = self.per_token(Method(lambda: None, general), live)
+        _, *cotangents = self.per_token(Method(tuple, general), live)
         with jax.enable_x64(jax.default_backend() != "tpu"):
-            value, gradients = _plain(self.hidden.astype(float), self.weight.astype(float), self.labels, *cotangents)
-            return [x.astype(jnp.float32) for x in (value, *gradients)]
+            values, gradients = _plain(self.hidden.astype(float), self.weight.astype(float), self.labels, *cotangents)
+            return [x.astype(jnp.float32) for x in (*values, *gradients)]
 
-    def errors(self, results: Sequence[Array], method: Method, live: float) -> list[float]:
-        """Each result's largest difference over the largest magnitude expected; NaN if a number is."""
-        errors = []
-        for index, (result, right) in enumerate(zip(results, self.expected(method.general, live), strict=False)):
-            result = jnp.asarray(result).T if method.transposed and index == 2 else jnp.asarray(result)
-            errors.append(float(jnp.max(jnp.abs(result.astype(jnp.float32) - right)) / jnp.max(jnp.abs(right))))
+    def errors(self, results: Sequence[Array | None], method: Method, live: float) -> list[float | None]:
+        """The largest error of each result, NaN if a number is; None for results that a method doesn't return.
+
+        Log-probabilities are compared at the rows that count, in nats. Other errors are over the largest magnitude
+        expected.
+        """
+        errors: list[float | None] = []
+        counts = self.per_token(method, live)[0] != 0
+        for name, result, right in zip(COLUMNS[4:], results, self.expected(method.general, live), strict=False):
+            if result is None:
+                errors.append(None)
+                continue
+            result = jnp.asarray(result).T if method.transposed and name == "dW" else jnp.asarray(result)
+            off = jnp.abs(result.astype(jnp.float32) - right)
+            errors.append(float(jnp.max(off[counts]) if name == "logprob" else jnp.max(off) / jnp.max(jnp.abs(right))))
         return errors
 
 
@@ -156,15 +169,17 @@ def live_rows(tokens: int, live: float) -> int:
 
 
 @jax.jit
-@partial(jax.value_and_grad, argnums=(0, 1))
-def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_lse: Array) -> Array:
-    """Sum of logprob and lse, each times its cotangent, from the logits of a row at a time."""
+@partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+def _plain(hidden: Array, weight: Array, labels: Array, by_logprob: Array, by_lse: Array) -> tuple[Array, Array]:
+    """Sum of logprob and lse, each times its cotangent, and logprob, from the logits of a row at a time."""
 
     @jax.checkpoint
-    def of_row(row: tuple[Array, ...]) -> Array:
+    def of_row(row: tuple[Array, ...]) -> tuple[Array, Array]:
         hidden, label, by_logprob, by_lse = row
         logits = jnp.matmul(weight, hidden, precision="highest")
         lse = jax.nn.logsumexp(logits)
-        return by_logprob * (logits[label] - lse) + by_lse * lse
+        logprob = logits[label] - lse
+        return by_logprob * logprob + by_lse * lse, logprob
 
-    return jnp.sum(jax.lax.map(of_row, (hidden, labels, by_logprob, by_lse), batch_size=CHUNK))
+    sums, logprobs = jax.lax.map(of_row, (hidden, labels, by_logprob, by_lse), batch_size=CHUNK)
+    return jnp.sum(sums), logprobs

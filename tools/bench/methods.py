@@ -17,10 +17,11 @@ from jaxtyping import Array
 
 from lm_head import token_logprobs, token_loss
 
-Loss = Callable[..., Array]
-"""(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows."""
-Call = Callable[..., Any]
-"""(hidden, weight, labels, ...) -> (value,) or (value, dh, dW)."""
+Loss = Callable[..., tuple[Array, Array | None]]
+"""(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows, and the
+log-probabilities [N], None where a library keeps them to itself."""
+Call = Callable[..., tuple[Any, ...]]
+"""(hidden, weight, labels, ...) -> (value, log-probabilities) or (value, log-probabilities, dh, dW)."""
 WORKSPACE = 640 << 20
 
 
@@ -42,7 +43,8 @@ def methods(platform: str) -> dict[str, Method]:
         "chunked logits": Method(value_and_gradients(chunked())),
         "chunked logits, workspace 640 MiB": Method(value_and_gradients(chunked(workspace=WORKSPACE))),
         **engine_methods("xla"),
-        "optax on full logits": Method(value_and_gradients(optax_on_logits)),
+        "optax on full logits": Method(value_and_gradients(optax_on_logits(23))),
+        "optax on logits in bfloat16": Method(value_and_gradients(optax_on_logits(7))),
         "full logits, value only": Method(value_only(full_logits)),
     }
     if importlib.util.find_spec("tokamax"):
@@ -64,8 +66,8 @@ def engine_methods(impl: str) -> dict[str, Method]:
         "default workspace": value_and_gradients(fused(impl=impl)),
         "value only": value_only(fused(impl=impl)),
         "general backward": value_and_gradients(general(impl=impl)),
-        # The entropy's gradient takes kernels of its own on TPUs.
-        "with entropy": value_and_gradients(fused(0.01, impl=impl, workspace=0)),
+        # On TPUs the gradient of the entropy takes kernels of its own, at any coefficient.
+        "with entropy": value_and_gradients(fused(1e-9, impl=impl, workspace=0)),
     }
     return {f"{impl}, {name}": Method(call, name == "general backward") for name, call in calls.items()}
 
@@ -76,9 +78,10 @@ def engine_methods(impl: str) -> dict[str, Method]:
 def fused(entropy: float = 0.0, **options: Any) -> Loss:
     """The cross-entropy less `entropy` times the entropy, by `token_loss` with these options."""
 
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Array, Array]:
         objective = (lambda logprob, nats: -logprob - entropy * nats) if entropy else (lambda logprob, _: -logprob)
-        return token_loss(hidden, weight, labels, objective, weights=weights, **options)[0]
+        value, result = token_loss(hidden, weight, labels, objective, weights=weights, **options)
+        return value, result.logprob
 
     return loss
 
@@ -86,21 +89,29 @@ def fused(entropy: float = 0.0, **options: Any) -> Loss:
 def general(**options: Any) -> Loss:
     """The sum of logprob and lse by `token_logprobs`, each times a cotangent."""
 
-    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, by_logprob: Array, by_lse: Array) -> Array:
-        values = token_logprobs(hidden, weight, labels, where=weights != 0, **options)
-        return jnp.sum(by_logprob * values.logprob + by_lse * values.lse)
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *slopes: Array) -> tuple[Array, Array]:
+        values, (by_logprob, by_lse) = token_logprobs(hidden, weight, labels, where=weights != 0, **options), slopes
+        return jnp.sum(by_logprob * values.logprob + by_lse * values.lse), values.logprob
 
     return loss
 
 
-def optax_on_logits(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
-    import optax
+def optax_on_logits(mantissa: int) -> Loss:
+    """The cross-entropy of logits with so many bits of mantissa; 7 are bfloat16's."""
 
-    logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
-    return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+    def loss(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Array, Array]:
+        import optax
+
+        logits = jnp.matmul(hidden, weight.T, preferred_element_type=jnp.float32)
+        # XLA may leave out a mere conversion to bfloat16 and back.
+        logits = jax.lax.reduce_precision(logits, exponent_bits=8, mantissa_bits=mantissa)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return jnp.sum(weights * losses), -losses
+
+    return loss
 
 
-def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> Array:
+def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array) -> tuple[Array, None]:
     """The mean that tunix's trainer minimizes, times the number of tokens that count."""
     from flax import nnx
     from tunix.models.qwen2.model import Embedder  # type: ignore[import-not-found]  # nothing here depends on it
@@ -114,7 +125,7 @@ def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array
     tokens = jnp.pad(labels, (1, 0))[None]  # the loss compares each row with the next token
     mask, rows = jnp.pad(weights, (1, 0))[None], jnp.pad(hidden, ((0, 1), (0, 0)))[None]
     mean = _default_loss_fn(lambda *_: (head.decode(rows), None), tokens, mask, None, None)
-    return (mean * jnp.sum(weights)).astype(jnp.float32)
+    return (mean * jnp.sum(weights)).astype(jnp.float32), None
 
 
 # --- calls
@@ -122,8 +133,8 @@ def tunix(hidden: Array, weight: Array, labels: Array, weights: Array, *_: Array
 
 def value_and_gradients(loss: Loss) -> Call:
     def call(*arrays: Array) -> tuple[Any, ...]:
-        value, gradients = jax.value_and_grad(loss, (0, 1))(*arrays)
-        return value, *gradients
+        values, gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(*arrays)
+        return *values, *gradients
 
     return call
 
@@ -133,14 +144,14 @@ def gradients_of_master(**options: Any) -> Call:
 
     def call(hidden: Array, weight: Array, *per_token: Array) -> tuple[Any, ...]:
         loss = lambda hidden, master: fused(weight_copy=weight, **options)(hidden, master, *per_token)  # noqa: E731
-        value, gradients = jax.value_and_grad(loss, (0, 1))(hidden, weight.astype(jnp.float32))
-        return value, *gradients
+        values, gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(hidden, weight.astype(jnp.float32))
+        return *values, *gradients
 
     return call
 
 
 def value_only(loss: Loss) -> Call:
-    return lambda *arrays: (loss(*arrays),)
+    return loss
 
 
 def tokamax(implementation: str | None) -> Call:
@@ -155,6 +166,6 @@ def tokamax(implementation: str | None) -> Call:
         live = weights[:, None].astype(hidden.dtype)
         total, (dh, dw) = jax.value_and_grad(loss, (0, 1))(hidden * live, weight)
         value = total - jnp.sum(weights == 0) * math.log(weight.shape[1])
-        return value, live * dh.astype(hidden.dtype), dw.astype(weight.dtype)
+        return value, None, live * dh.astype(hidden.dtype), dw.astype(weight.dtype)
 
     return call
