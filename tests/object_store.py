@@ -8,7 +8,6 @@ import json
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +19,7 @@ BUCKET = "test-runs"
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers and content."""
 Fault = Callable[[str, str], str | None]
-"""The fault of a request, from its method and path. None: no fault.
-
-A status such as 503; `reset` before or `lost` after the request was carried out; or `late`.
-"""
+"""The status that a request fails with, such as 503, from its method and path; None: it does not fail."""
 
 
 class ObjectStore:
@@ -139,14 +135,8 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
         def do(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = store.fault(self.command, self.path)
-            if fault == "late":
-                time.sleep(0.3)
-            if fault != "reset":
-                refused = (int(fault), {}, b"") if fault and fault.isdecimal() else None
-                status, headers, content = refused or store.answer(self.command, self.path, self.headers, body)
-            if fault in ("reset", "lost"):
-                self.close_connection = True
-                return
+            refused = (int(fault), {}, b"") if fault else None
+            status, headers, content = refused or store.answer(self.command, self.path, self.headers, body)
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)

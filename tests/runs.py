@@ -2,11 +2,13 @@
 
 import functools
 import hashlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,13 @@ def arguments(config: RunConfig) -> list[str]:
     path = folder.with_suffix(".yaml")
     path.write_text(dump(config), encoding="utf-8")
     return ["--config", str(path)]
+
+
+def write_lines(path: Path, records: Iterable[object]) -> str:
+    """Write a file of JSON lines; returns its path as a setting."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
 
 
 def run(config: RunConfig, *options: str) -> int:

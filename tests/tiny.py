@@ -71,6 +71,9 @@ def config(algorithm: str = "grpo", **sections) -> RunConfig:
     return schema().validate_python(settings)
 
 
+SUMS = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
+PAIRS = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
+"""Examples for files."""
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
 TEACHER = {"source": str(Path(__file__).parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
 TURNS = {

@@ -24,7 +24,7 @@ LETTERS = re.compile(r"</?think>|[a-zA-Z]")
 
 def some_chat(public: Public, rng: Random) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
-    if public.system and rng.random() < 0.5:
+    if rng.random() < 0.5:
         chat.append({"role": "system", "content": rng.choice(TEXTS)})
     for _ in range(rng.randint(1, 3)):
         chat.append({"role": "user", "content": rng.choice(TEXTS)})

@@ -1,13 +1,12 @@
 """Runs of DPO and its kin, and of distillation: validation, references and teachers. Resume: test_train.py."""
 
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from runs import newest, records, run
-from tiny import TEACHER, config
+from runs import newest, records, run, write_lines
+from tiny import PAIRS, TEACHER, config
 
 from mllm.algorithms.dpo.source import PreferenceSource
 from mllm.config import load as configs
@@ -27,10 +26,8 @@ HELD_OUT = {"share": 0.2, "every": 2}
 
 def settings(folder, loss_type="sigmoid", **sections):
     """Four updates in two micro-batches each, on pairs of a file, some of them held out."""
-    path = folder / "pairs.jsonl"
-    pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = {"source": str(path), "max_length": 32, "validation": HELD_OUT}
+    source = write_lines(folder / "pairs.jsonl", PAIRS)
+    data = {"source": source, "max_length": 32, "validation": HELD_OUT}
     common = {"micro_batch_size": 4, "checkpoint": {"every": 2}, "task": None, "eval": None, "rollout": None}
     return config("dpo", run_dir=str(folder / "run"), data=data, dpo={"loss_type": loss_type}, **common | sections)
 

@@ -8,8 +8,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from runs import ROOT, assert_same_end, changed, killed_after, records, run
-from tiny import TEACHER, config
+from runs import ROOT, assert_same_end, changed, killed_after, records, run, write_lines
+from tiny import SUMS, TEACHER, config
 
 from mllm.config.load import read
 from mllm.config.places import PLACES
@@ -23,14 +23,7 @@ from mllm.run.build import Run
 from mllm.run.store import RunStore
 from tools import export
 
-SUMS = [(f"{i % 9}+{i % 5}=", str(i % 9 + i % 5)) for i in range(40)]
-LINES = [{"prompt": q, "question": q, "completion": a, "answer": f"#### {a}"} for q, a in SUMS]
-
-
-def write_lines(path, lines):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+PROBLEMS = [{"question": one["prompt"], "answer": f"#### {one['completion']}"} for one in SUMS]
 
 
 @pytest.fixture
@@ -74,75 +67,71 @@ def other_weights(path):
 
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}
-OTHER_EXAMPLES = "the run began with other examples"
-EDITS = (
-    ("model.source", lambda at: edit(at / "model/config.json", **ROPE), "model.source: the architecture is not what"),
-    ("model.source", lambda at: end_by_plus(at / "model"), "model.source: what ends a completion is not what"),
-    ("model.tokenizer", lambda at: edit_template(at / "tokenizer"), "the chat template is not what"),
-    ("task.train", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
-    ("task.test", lambda at: other_lines(at / "task/test.jsonl"), "task: the list of problems is not what"),
-    ("data.source", lambda at: other_lines(at / "train.jsonl"), OTHER_EXAMPLES),
-    ("data.validation.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
-    ("data.mix.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
-    ("task.path", lambda at: other_lines(at / "task/train.jsonl"), "task: the list of problems is not what"),
-    ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
-)
-"""The setting that names a place, the change there, and words of the message."""
-KINDS = {"task.path": "gsm8k", "data.mix.source": "mix", "teacher.source": "distill"}
-"""The kind of run that names a place; else "files"."""
+OTHER_EXAMPLES, OTHER_PROBLEMS = "the run began with other examples", "task: the list of problems is not what"
+EDITS = {
+    "distill": (
+        ("model.source", lambda at: edit(at / "model/config.json", **ROPE), "the architecture is not what"),
+        ("model.source", lambda at: end_by_plus(at / "model"), "model.source: what ends a completion is not what"),
+        ("model.tokenizer", lambda at: edit_template(at / "tokenizer"), "the chat template is not what"),
+        ("task.train", lambda at: other_lines(at / "task/train.jsonl"), OTHER_PROBLEMS),
+        ("task.test", lambda at: other_lines(at / "task/test.jsonl"), OTHER_PROBLEMS),
+        ("data.source", lambda at: other_lines(at / "train.jsonl"), OTHER_EXAMPLES),
+        ("data.validation.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
+        ("teacher.source", lambda at: other_weights(at / "teacher"), "other frozen parameters"),
+    ),
+    "sft": (
+        ("data.mix.source", lambda at: other_lines(at / "validation.jsonl"), OTHER_EXAMPLES),
+        ("task.path", lambda at: other_lines(at / "task/train.jsonl"), OTHER_PROBLEMS),
+    ),
+}
+"""For each of two runs: the setting that names a place, the change there, and words of the message."""
 
 
-def settings_of(kind, at, run_dir):
-    """A run of this kind with every file in the folder `at`."""
-    data = {"source": str(at / "train.jsonl"), "max_length": 64, "cache": str(at.parent / "cache")}
-    model = {"init": "pretrained", "architecture": None, "source": str(at / "model")}
-    if kind == "distill":
-        teacher = {"source": str(at / "teacher"), "dtype": "float32"}
-        parts = {"task": None, "distill": {}, "teacher": teacher, "model": model | {"source": TEACHER["source"]}}
-        return beginning(at, "distill", data=data, run_dir=str(run_dir), **parts)
-    task = {"name": "gsm8k", "path": str(at / "task"), "heldout": 2}
-    if kind == "mix":
-        data["source"] = [data["source"], str(at / "validation.jsonl")]
-    if kind == "files":
-        task = {"name": "jsonl", "heldout": 2, **{name: str(at / f"task/{name}.jsonl") for name in ("train", "test")}}
-        data |= {"validation": {"source": str(at / "validation.jsonl")}}
-    measured = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
-    model |= {"tokenizer": str(at / "tokenizer")}
-    return beginning(at, data=data, task=task, run_dir=str(run_dir), model=model, **measured)
+def settings_of(algorithm, at, run_dir):
+    """A run with every file in the folder `at`: distillation by files of its own, or SFT on a mix with GSM8K's task."""
+    train, other = (str(at / f"{name}.jsonl") for name in ("train", "validation"))
+    task = {name: str(at / f"task/{name}.jsonl") for name in ("train", "test")} | {"name": "jsonl", "heldout": 2}
+    parts = {"rollout": {"max_prompt_length": 300, "max_completion_length": 4}, "eval": {"test": True}}
+    data = {"max_length": 64, "cache": str(at.parent / "cache"), "source": train, "validation": {"source": other}}
+    if algorithm == "distill":
+        parts |= {"distill": {}, "teacher": {"source": str(at / "teacher"), "dtype": "float32"}}
+    else:
+        task = {"name": "gsm8k", "path": str(at / "task"), "heldout": 2}
+        data |= {"source": [train, other], "validation": None}
+    model = {
+        "init": "pretrained",
+        "architecture": None,
+        "source": str(at / "model"),
+        "tokenizer": str(at / "tokenizer"),
+    }
+    return beginning(at, algorithm, data=data, task=task, model=model, run_dir=str(run_dir), **parts)
 
 
 @pytest.mark.slow
-def test_paths_may_move_but_their_contents_may_not_change(place):
-    """For each setting of `PLACES`, one after the other; all move at once."""
-    assert {name for name, *_ in EDITS} == PLACES - {"model.lora.source"}  # a checkpoint has the adapters
+@pytest.mark.parametrize("algorithm", EDITS)
+def test_paths_may_move_but_their_contents_may_not_change(algorithm, place):
+    """All settings of `PLACES` move at once, then one after the other changes."""
+    assert {name for edits in EDITS.values() for name, *_ in edits} == PLACES - {"model.lora.source"}  # kept in the run
     here = place / "here"
-    here.mkdir()
-    for name in ("model", "tokenizer"):
-        shutil.copytree(place / "model", here / name)
-    for name, lines in {"train": LINES[:30], "test": LINES[30:]}.items():
+    for name in ("model", "tokenizer", "teacher"):
+        shutil.copytree(place / "model" if name != "teacher" else TEACHER["source"], here / name)
+    for name, lines in {"train": PROBLEMS[:30], "test": PROBLEMS[30:]}.items():
         write_lines(here / f"task/{name}.jsonl", lines)
-    for name in ("train", "validation"):
-        write_lines(here / f"{name}.jsonl", [{k: line[k] for k in ("prompt", "completion")} for line in LINES])
-    shutil.copytree(TEACHER["source"], here / "teacher")
-    for kind in ("files", "gsm8k", "mix", "distill"):
-        with Run.build(settings_of(kind, here, place / kind)) as built:
-            saved = {"frozen": built.checkpoints.frozen, "known": built.checkpoints.known}
-            position = built.source.position()
+        write_lines(here / f"{name.replace('test', 'validation')}.jsonl", SUMS)
+    with Run.build(settings_of(algorithm, here, place / "run")) as built:
+        saved = {"frozen": built.checkpoints.frozen, "known": built.checkpoints.known}
+        position = built.source.position()
 
-        def resume(at, kind=kind, saved=saved, position=position):
-            with Run.build(settings_of(kind, at, place / kind)) as resumed:
-                resumed.checkpoints.check_dependencies(saved)
-                resumed.source.seek(position)
+    def resume(at):
+        with Run.build(settings_of(algorithm, at, place / "run")) as resumed:
+            resumed.checkpoints.check_dependencies(saved)
+            resumed.source.seek(position)
 
-        shutil.copytree(here, place / "moved", dirs_exist_ok=True)
-        resume(place / "moved")
-        for name, spoil, message in EDITS:
-            if KINDS.get(name, "files") == kind:
-                shutil.copytree(here, place / "changed")
-                spoil(place / "changed")
-                with pytest.raises(UserError, match=message):
-                    resume(place / "changed")
-                shutil.rmtree(place / "changed")
+    resume(shutil.copytree(here, place / "moved"))
+    for number, (_, spoil, message) in enumerate(EDITS[algorithm]):
+        spoil(changed_place := shutil.copytree(here, place / f"changed_{number}"))
+        with pytest.raises(UserError, match=message):
+            resume(changed_place)
 
 
 @pytest.mark.slow
@@ -152,7 +141,7 @@ def test_a_resume_depends_on_adapters_templates_and_data_form(place, monkeypatch
     chat = (place / "model/chat_template.jinja").read_text()
     (place / "model/additional_chat_templates").mkdir()
     (place / "model/additional_chat_templates/tool_use.jinja").write_text(f"tools{chat}")
-    settings = beginning(place, steps=1, task=None, data={"source": write_lines(place / "data/texts.jsonl", LINES)})
+    settings = beginning(place, steps=1, task=None, data={"source": write_lines(place / "data/texts.jsonl", SUMS)})
     settings = changed(settings, model={"lora": {"rank": 2, "alpha": 4}})
     settings = changed(settings, data={"columns": {"prompt": "prompt", "completion": "completion"}})
     policy = load_policy(settings, make_mesh(settings.mesh))
@@ -296,7 +285,6 @@ def test_an_edited_config_yaml_does_not_change_a_run_by_itself(tmp_path, setting
     [
         ({"batch_size": 16}, "batch_size"),
         ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype"),
-        ({"task": {"heldout": 8}}, "task.heldout"),
         ({"optimizer": {"max_grad_norm": None}}, "optimizer.max_grad_norm"),
         ({"eval": {"every": 2}}, "eval"),
     ],
