@@ -144,26 +144,26 @@ def made(*kinds: str) -> tuple[Architecture, nnx.State]:
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(70, 70), pytest.param((64, 1, 200), marks=pytest.mark.nightly)])
 def test_a_packed_row_matches_its_documents_alone(lengths: Sequence[int]) -> None:
+    """The first row of one batch is packed; each other row has a document and padding."""
     sizes, params = made(LINEAR, FULL)
     graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 96, (1, sum(lengths))))
+    total, rows = sum(lengths), [lengths, *((length,) for length in lengths)]
+    documents = np.split(np.random.default_rng(0).integers(0, 96, total), np.cumsum(lengths)[:-1])
+    tokens = np.stack([np.resize(x, total) for x in (np.concatenate(documents), *documents)])
+    segments = jnp.concatenate([segments_of(*row, padding=total - sum(row)) for row in rows])
+    positions = np.stack([np.resize(np.concatenate([np.arange(length) for length in row]), total) for row in rows])
 
     @jax.jit
     @partial(jax.grad, has_aux=True)
-    def run(params: nnx.State, tokens: Any, positions: Any, segments: Any) -> tuple[jax.Array, jax.Array]:
+    def run(params: nnx.State, is_learned: Any) -> tuple[jax.Array, jax.Array]:
         hidden = nnx.merge(graphdef, params).apply_layers(tokens, positions, segments)[0]
-        return jnp.sum(jnp.sin(hidden)), hidden
+        return jnp.sum(jnp.sin(hidden) * (is_learned[:, None] & (segments != 0))[..., None]), hidden
 
-    positions = jnp.concatenate([jnp.arange(length) for length in lengths])[None]
-    gradient, hidden = run(params, tokens, positions, segments_of(*lengths))
-    parts = [slice(end - length, end) for end, length in zip(np.cumsum(lengths), lengths, strict=True)]
-    alone = [run(params, tokens[:, x], positions[:, x], jnp.ones_like(tokens[:, x])) for x in parts]
-    together = jnp.concatenate([one for _, one in alone], axis=1)
-    np.testing.assert_allclose(hidden, together, rtol=0, atol=1e-5)
-    summed = jax.tree.map(lambda *leaves: sum(leaves), *(one for one, _ in alone))
-    for (path, leaf), expected in zip(
-        jax.tree_util.tree_leaves_with_path(gradient), jax.tree.leaves(summed), strict=True
-    ):
+    gradient, (together, *alone) = run(params, jnp.arange(len(rows)) == 0)
+    apart = np.concatenate([hidden[:length] for hidden, length in zip(alone, lengths, strict=True)])
+    np.testing.assert_allclose(together, apart, rtol=0, atol=1e-5)
+    summed, leaves = run(params, jnp.arange(len(rows)) > 0)[0], jax.tree_util.tree_leaves_with_path(gradient)
+    for (path, leaf), expected in zip(leaves, jax.tree.leaves(summed), strict=True):
         assert np.abs(expected).max() > 0 or parameter_name(path) in ("norm", "head")
         limit = 1e-5 * np.abs(expected).max()
         np.testing.assert_allclose(leaf, expected, rtol=0, atol=limit, err_msg=parameter_name(path))

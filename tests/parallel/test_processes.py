@@ -1,13 +1,12 @@
 """Processes begin together, give the results of one process, write them once, and end with one line and exit code."""
 
-import json
 import math
 import os
 import pickle
 import re
-import signal
 import socket
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -28,9 +27,10 @@ from runs import (
     run,
     spawn,
     start_group,
+    write_lines,
 )
 from states import like, make_state, opened, save
-from tiny import METHODS, config
+from tiny import METHODS, PAIRS, SUMS, config
 
 import train
 from mllm.config.data import DataConfig
@@ -77,9 +77,8 @@ GRPO = config(
 @pytest.mark.nightly
 def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     """The examples stay the same."""
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
-    data = {"source": str(path), "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
+    path = write_lines(tmp_path / "train.jsonl", SUMS * 3)
+    data = {"source": path, "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
     one, many = (
         config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, task=None, rollout=None, eval=None, steps=6)
         for name in ("one", "many")
@@ -92,7 +91,6 @@ def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     assert newest(many).position == newest(one).position
 
 
-PAIRS = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
 RUNS = {
     "grpo": GRPO,
     "turns": METHODS["turns"],
@@ -112,7 +110,7 @@ RUNS = {
 @pytest.mark.parametrize("method", RUNS)
 def test_two_processes_log_the_values_of_one_process(method, tmp_path):
     """A signal to one of them: tests/faults/test_campaign.py."""
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
+    write_lines(tmp_path / "pairs.jsonl", PAIRS)
     one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
     devices = math.prod(one.mesh.model_dump().values()) // 2
     outputs(start_group(["train.py", *arguments(two)], 2, devices))
@@ -216,78 +214,50 @@ def check_rows_and_reading(path):
 # How processes end
 
 
-def join_and_end(what):
-    """In each of two processes: join, with other settings in one of them, and end."""
-    options = train.make_parser().parse_args(["--config", ""])
-    group, number = (options.coordinator, options.processes, options.process), options.process
-    group_module.join(group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}})
-    end(what)
-
-
-def end(what):
+def fail_in_one():
     """In each of two processes: work, and let process 1 fail in the midst of it."""
-    number = jax.process_index()
     with group_module.ending_together():
         for step in range(1000):
             gather_objects(step)
-            if step == 3 and number == 1:
-                match what:
-                    case "error":
-                        raise UserError("a line")
-                    case "bug":
-                        raise KeyError("a key")
-                    case "killed":
-                        os.kill(os.getpid(), signal.SIGKILL)
+            if step == 3 and jax.process_index() == 1:
+                raise UserError("a line")
 
 
-def test_files_may_lie_elsewhere_on_another_machine_and_weights_of_a_mix_are_equal(monkeypatch):
-    def compared(weight, other):
+def test_files_may_lie_elsewhere_on_another_machine_and_all_else_is_equal(monkeypatch):
+    def compared(weight, **others):
         mine, theirs = (
             {"data": {"mix": [{"source": f"{at}/a.jsonl", "weight": 1.0}, {"source": f"{at}/b.jsonl", "weight": x}]}}
-            for at, x in (("/here", weight), ("/there", other))
+            for at, x in (("/here", 1.0), ("/there", weight))
         )
-        monkeypatch.setattr(group_module, "gather_objects", lambda settings: [settings, settings | theirs])
+        monkeypatch.setattr(group_module, "gather_objects", lambda settings: [settings, settings | theirs | others])
         group_module.compare(mine)
 
-    compared(1.0, 1.0)
+    compared(1.0)
     with pytest.raises(CommonError, match=r"data\.mix\.weight: process 1 has 9\.0, process 0 1\.0: give all the same"):
-        compared(1.0, 9.0)
-
-
-LOST = (RESTART, r"error: another process was lost \(.*\): the same command resumes")
-SETTINGS = (2, "error: seed: process 1 has 1, process 0 0: give all the same")
-ENDS = {
-    "settings": (SETTINGS, SETTINGS),
-    "error": (LOST, (2, "error: a line")),
-    "bug": (LOST, (1, "error: KeyError: 'a key'")),
-    "killed": (LOST, (-signal.SIGKILL, None)),
-}
-"""The fault in process 1, and the exit code and the line at the end of each process."""
-
-
-def assert_all_end(what, call):
-    """Two processes that call this end with the exit code and the line."""
-    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
-    processes = start_group(["-c", script], 2, 4)
-    texts = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code for code, _ in ENDS[what]], texts
-    for output, (_, line) in zip(texts, ENDS[what], strict=True):
-        matches = re.findall(f"^{line}$", output, re.MULTILINE) if line else []
-        assert len(matches) == output.count("error: ") == (line is not None), output
-    assert ('raise KeyError("a key")' in texts[1]) == (what == "bug")  # its traceback
+        compared(9.0)
+    with pytest.raises(CommonError, match=r"mllm: process 1 has 'code of 1', process 0 'code "):
+        compared(1.0, mllm="code of 1")
 
 
 @pytest.mark.slow
 def test_each_process_reads_its_part_and_one_failure_ends_all(tmp_path):
-    """One start for both, which takes most of the time."""
-    path = str(tmp_path / "run")
-    assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
+    """One start for both, which takes most of the time. Other faults: tests/faults/test_campaign.py."""
+    call = f"test_processes.check_rows_and_reading({str(tmp_path / 'run')!r}) or test_processes.fail_in_one()"
+    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
+    processes = start_group(["-c", script], 2, 4)
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [RESTART, 2], texts
+    lines = r"error: another process was lost \(.*\): the same command resumes", "error: a line"
+    for output, line in zip(texts, lines, strict=True):
+        assert len(re.findall(f"^{line}$", output, re.MULTILINE)) == output.count("error: ") == 1, output
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", ["settings", "bug", "killed"])
-def test_all_processes_end_alike_after_a_failure_of_one_process(what):
-    assert_all_end(what, f"test_processes.join_and_end({what!r})")
+def test_a_bug_in_one_process_is_printed_with_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=r"^1$"), group_module.ending_together():
+        raise KeyError("a key")
+    assert re.search(r"Traceback.*\nKeyError: 'a key'\nerror: KeyError: 'a key'", capsys.readouterr().err, re.DOTALL)
 
 
 @pytest.mark.nightly

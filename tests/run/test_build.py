@@ -26,7 +26,12 @@ ROWS = RowShare(0, 1)
 def built(request, tmp_path_factory):
     """A run that validates and has too few data for its steps, or a run with a reference."""
     folder = tmp_path_factory.mktemp("built")
-    data = {"source": write_lines(folder / "train.jsonl", SUMS), "epochs": 1, "validation": {"share": 0.2}}
+    data = {
+        "source": write_lines(folder / "train.jsonl", SUMS),
+        "max_length": 16,
+        "epochs": 1,
+        "validation": {"share": 0.2},
+    }
     parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
     settings = config(
         request.param,

@@ -23,7 +23,7 @@ from mllm.run.build import Run
 from mllm.run.store import RunStore
 from tools import export
 
-PROBLEMS = [{"question": one["prompt"], "answer": f"#### {one['completion']}"} for one in SUMS]
+PROBLEMS = [{**one, "question": one["prompt"], "answer": f"#### {one['completion']}"} for one in SUMS]
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_paths_may_move_but_their_contents_may_not_change(algorithm, place):
     assert {name for edits in EDITS.values() for name, *_ in edits} == PLACES - {"model.lora.source"}  # kept in the run
     here = place / "here"
     for name in ("model", "tokenizer", "teacher"):
-        shutil.copytree(place / "model" if name != "teacher" else TEACHER["source"], here / name)
+        shutil.copytree(place / "model", here / name)
     for name, lines in {"train": PROBLEMS[:30], "test": PROBLEMS[30:]}.items():
         write_lines(here / f"task/{name}.jsonl", lines)
         write_lines(here / f"{name.replace('test', 'validation')}.jsonl", SUMS)
