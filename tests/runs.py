@@ -61,6 +61,11 @@ def write_lines(path: Path, records: Iterable[object]) -> str:
     return str(path)
 
 
+def edit(path: Path, **changes: object) -> None:
+    """Change settings in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def run(config: RunConfig, *options: str) -> int:
     return train.main([*arguments(config), *options])
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.tree_util import tree_leaves_with_path
-from tiny import ARCHITECTURE, config, load_weights, logits
+from tiny import ARCHITECTURE, FIXTURES, config, load_weights, logits
 
 from mllm.config.model import ModelConfig
 from mllm.errors import UserError
@@ -32,7 +31,6 @@ from mllm.model.load import find_model, load_policy
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 NAMES = ("tied", "untied_sharded", "grouped_bfloat16", "qwen3", "llama", "gemma3", "smollm3", "olmo2", "qwen3_5")
 QUICK = ("gemma3", "qwen3_5")
 FAMILIES = [*QUICK, pytest.param("qwen3", marks=pytest.mark.slow)]

@@ -10,25 +10,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file, save_file
 from test_model import FAMILIES
-from tiny import load_weights
+from test_peft import abstract_model
+from tiny import FIXTURES, load_weights
 from transformers import AutoConfig
 
 from mllm.config.model import LoraConfig, MeshConfig, ModelConfig
 from mllm.errors import UserError
 from mllm.model import load, peft, weights
 from mllm.model.architecture import FULL, KNOWN_KEYS, LINEAR, Architecture
-from mllm.model.decoder import Decoder
 from mllm.model.folder import replacing
-from mllm.model.layout import Layout
-from mllm.model.lora import split_adapters
 from mllm.model.original import Original
 from mllm.model.presets import PRESETS
 from mllm.parallel.mesh import make_mesh
-
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 def assert_same_bits(left: Any, right: Any) -> None:
@@ -253,8 +248,7 @@ def test_adapters_are_written_under_the_names_of_the_source(whole: Path, tmp_pat
     sizes = weights.read_config(whole)
     lora, _ = peft.resolve(LoraConfig(rank=2, alpha=4.0), sizes)
     assert lora.targets == ("q", "k", "v", "o", "gate", "up", "down", "qkv", "z", "beta", "decay", "out")
-    layout = Layout.of(make_mesh(MeshConfig(fsdp=1)), sizes)
-    shapes, _ = split_adapters(layout.abstract_parameters(nnx.state(Decoder.abstract(sizes, lora=lora))))
+    _, shapes, _ = abstract_model("qwen3_5", lora)
     adapters = jax.tree.map(lambda x: np.full(x.shape, 0.5, np.float32), shapes)
     for place, original, prefix in (("own", None, "model."), ("as", Original.open(whole), "model.language_model.")):
         peft.save(tmp_path / place, sizes, lora, adapters, str(whole), original=original)

@@ -13,7 +13,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import multihost_utils
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
@@ -27,10 +26,9 @@ from runs import (
     run,
     spawn,
     start_group,
-    write_lines,
 )
 from states import like, make_state, opened, save
-from tiny import METHODS, PAIRS, SUMS, config
+from tiny import EXAMPLES, FIXTURES, METHODS, config, load_weights
 
 import train
 from mllm.config.data import DataConfig
@@ -39,9 +37,6 @@ from mllm.data import cache
 from mllm.data import records as data_records
 from mllm.data.source import FrozenModels
 from mllm.errors import RESTART, CommonError, StepError, UserError
-from mllm.model import weights
-from mllm.model.decoder import Decoder
-from mllm.model.layout import Layout
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel import group as group_module
 from mllm.parallel.mesh import make_mesh, shard_batch
@@ -53,7 +48,7 @@ from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
+TIED = FIXTURES / "tied"
 GRPO = config(
     steps=6,
     mesh={"fsdp": 2, "tp": 2},
@@ -77,8 +72,7 @@ GRPO = config(
 @pytest.mark.nightly
 def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     """The examples stay the same."""
-    path = write_lines(tmp_path / "train.jsonl", SUMS * 3)
-    data = {"source": path, "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
+    data = {"source": str(EXAMPLES / "sums.jsonl"), "epochs": 1, "cache": str(tmp_path / "cache")}
     one, many = (
         config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, task=None, rollout=None, eval=None, steps=6)
         for name in ("one", "many")
@@ -91,26 +85,13 @@ def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     assert newest(many).position == newest(one).position
 
 
-RUNS = {
-    "grpo": GRPO,
-    "turns": METHODS["turns"],
-    "distill": METHODS["distill"],
-    "dpo": config(
-        "dpo",
-        steps=2,
-        mesh=MESH,
-        dpo={},  # with a reference and a validation
-        data={"source": "pairs.jsonl", "max_length": 32, "validation": {"share": 0.2, "every": 2}},
-        **dict.fromkeys(("task", "eval", "rollout")),
-    ),
-}
+RUNS = {"grpo": GRPO, **{name: METHODS[name] for name in ("turns", "distill", "dpo")}}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", RUNS)
 def test_two_processes_log_the_values_of_one_process(method, tmp_path):
     """A signal to one of them: tests/faults/test_campaign.py."""
-    write_lines(tmp_path / "pairs.jsonl", PAIRS)
     one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
     devices = math.prod(one.mesh.model_dump().values()) // 2
     outputs(start_group(["train.py", *arguments(two)], 2, devices))
@@ -169,7 +150,7 @@ def check_rows_and_reading(path):
         if process == 1:
             raise UserError("no such tokenizer")
 
-    source = f"{FIXTURE}/{('config', 'generation_config')[process]}.json"
+    source = f"{TIED}/{('config', 'generation_config')[process]}.json"
     settings = DataConfig(source=source, max_length=32)
     with pytest.raises(UserError, match=r"^data\.source: process 1 and process 0 have different examples"):
         cache.cached_documents(data_records.Origin("data.source", source), settings, Renderer(bytes_tokenizer()))
@@ -186,23 +167,17 @@ def check_rows_and_reading(path):
     own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), FrozenModels()).batch))
     assert sum(gather_objects(own)) == 2 * GROUP
 
-    sizes = weights.read_config(FIXTURE)
-    loaded = []
-    for mesh_config in (MeshConfig(fsdp=8), MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
-        layout = Layout.of(make_mesh(mesh_config), sizes)
-        params = weights.load(FIXTURE, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)
-        loaded.append(checksums(by_name(params)))
-    assert loaded[0] == loaded[1] == loaded[2]
+    loaded, other = (checksums(by_name(load_weights(TIED, **mesh))) for mesh in (MESH, {"fsdp": 8}))
+    assert loaded == other
 
     store = RunStore(path)
     with lock_run(store) if process == 0 else nullcontext():
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
-        for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
-            with opened(store) as checkpoints:
-                state = checkpoints.restore(like(mesh_config))
-            assert state.step == 2
-            same = checksums(by_name(make_state(2, mesh_config).train))
-            assert checksums(by_name(state.train)) == same
+        with opened(store) as checkpoints:
+            state = checkpoints.restore(like(MeshConfig(**MESH)))
+        assert state.step == 2
+        same = checksums(by_name(make_state(2, MeshConfig(**MESH)).train))
+        assert checksums(by_name(state.train)) == same
         if process == 0:
             for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
                 file.write_bytes(bytes(file.stat().st_size))

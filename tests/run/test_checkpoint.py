@@ -173,14 +173,17 @@ def test_logs_are_cut_at_the_checkpoint(store, caplog):
 
 
 @disk
-def test_a_reader_moves_nothing_and_takes_no_damaged_arrays(store):
+def test_a_reader_moves_nothing_and_takes_no_damaged_or_nan_arrays(store):
     save(store, 1, 2)
     each(store, 2, "state/d", "flip")
     with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
         restore_params(store, like().params, 2)
+    save(store, make_state(3, value=np.nan))
+    with pytest.raises(UserError, match=r"3: can't be read \(embed has numbers that are not finite\); take an older"):
+        restore_params(store, like().params, 3)
     params = restore_params(store, like().params, 1)
     jax.tree.map(np.testing.assert_array_equal, params, make_state(1).train.params)
-    assert store.steps() == [1, 2]
+    assert store.steps() == [1, 2, 3]
 
 
 @disk

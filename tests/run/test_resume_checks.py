@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from runs import ROOT, assert_same_end, changed, killed_after, records, run, write_lines
+from runs import ROOT, assert_same_end, changed, edit, killed_after, records, run, write_lines
 from tiny import SUMS, TEACHER, config
 
 from mllm.config.load import read
@@ -39,14 +39,6 @@ def beginning(place, algorithm="sft", **sections):
     model = {"init": "pretrained", "architecture": None, "source": str(place / "model")}
     plain = {"run_dir": str(place / "run"), "model": model, "eval": None, "checkpoint": {"every": 1, "keep": 9}}
     return config(algorithm, **{**plain, **({} if algorithm == "grpo" else {"rollout": None}), **sections})
-
-
-def read_json(path):
-    return json.loads(path.read_text())
-
-
-def edit(path, **values):
-    path.write_text(json.dumps(read_json(path) | values))
 
 
 def edit_template(model):
@@ -154,7 +146,7 @@ def test_a_resume_depends_on_adapters_templates_and_data_form(place, monkeypatch
     monkeypatch.chdir("/")
     shutil.rmtree(place / "adapter")
     assert export.main([str(place / "run")]) == 0
-    assert read_json(place / "run/export/config.json")[weights.LEARNED] == "texts"
+    assert json.loads((place / "run/export/config.json").read_text())[weights.LEARNED] == "texts"
     assert [*load_tokenizer(str(place / "run/export")).chat_template] == ["default", "tool_use"]
 
 
@@ -271,13 +263,6 @@ def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings, 
     folder.write(RunStore(tmp_path), resumed)
     assert check(tmp_path, other) == resumed
     assert check(tmp_path, settings, change=True).changes == ()  # taken back before any step
-
-
-def test_an_edited_config_yaml_does_not_change_a_run_by_itself(tmp_path, settings):
-    edited = changed(settings, optimizer={"learning_rate": 0.5}, model={"dtype": "bfloat16"})
-    folder.write(RunStore(tmp_path), edited)
-    with pytest.raises(UserError, match=r"^model.dtype, optimizer.learning_rate: .* belongs to a run with"):
-        check(tmp_path, edited)
 
 
 @pytest.mark.parametrize(

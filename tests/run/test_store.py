@@ -56,20 +56,6 @@ def test_unparsable_lines_are_left_out(tmp_path):
     assert RunStore(tmp_path).records("timings.jsonl") == [{"step": 1}, {"step": 2}]
 
 
-@google
-def test_a_bucket_has_the_logs_of_each_checkpoint_and_the_end(store, server):
-    with lock_run(store):
-        store.write(CONFIG, b"{}")
-        log = RunLog(store, -1, 2)
-        log.write(1, {"loss": 1.0})
-        assert "metrics.jsonl" not in store.entries()
-        assert log.sync()["metrics.jsonl"] == len((store.place / "metrics.jsonl").read_bytes())
-        log.write(2, {"loss": 1.0})
-        log.close()
-    with lock_run(again := RunStore(store.url)):
-        assert [record["step"] for record in again.records("metrics.jsonl")] == [1, 2]
-
-
 def test_a_record_that_does_not_fit_is_an_error(tmp_path, capfd):
     log = RunLog(RunStore(tmp_path), -1, 1)
     with open("/dev/full", "wb") as full:
