@@ -82,10 +82,10 @@ def start_group(command: list[str], processes: int = 2, devices: int = 4, **vari
     return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(processes)]
 
 
-def join_group() -> None:
-    """In a process that `start_group` started: connect to the other processes."""
+def join_group(**settings: object) -> None:
+    """In a process that `start_group` started: connect to the other processes, and compare settings."""
     group = train.make_parser().parse_args(["--config", ""])
-    join((group.coordinator, group.processes, group.process), {})
+    join((group.coordinator, group.processes, group.process), settings)
 
 
 def free_address() -> str:

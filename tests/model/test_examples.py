@@ -166,40 +166,30 @@ CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d",
 
 CONTROLS = ("<|START|>", "<|SAYS|>", "<|SAID|>", "<|END|>")
 TURN_ENDS = {
-    "Command": (
-        SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>",
-        turns(*"abcd"),
-        ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
-    ),
+    "Command": (SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>", ["b<|SAID|><|END|>", "d<|SAID|><|END|>"]),
     "LFM2.5": (
         SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}",
-        CALLED,
         ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
     ),
-    "GLM": (SAID + CALLS, CALLED, ["<call>add: 1</call>", "e"]),
-    "Gemma 4": (SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}", CALLED, ["<call>add: 1</call>", "e<|END|>"]),
-    "the result has the call's name": (
-        SAID.replace("role", "name or m.role") + CALLS,
-        CALLED,
-        ["<call>add: 1</call>", "e"],
-    ),
+    "GLM": (SAID + CALLS, ["<call>add: 1</call>", "e"]),
+    "Gemma 4": (SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}", ["<call>add: 1</call>", "e<|END|>"]),
+    "the result has the call's name": (SAID.replace("role", "name or m.role") + CALLS, ["<call>add: 1</call>", "e"]),
     "gpt-oss": (
         SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}",
-        CALLED,
         ["<call>add: 1</call>", "e<|END|>"],
     ),
     "gpt-oss marked": (
         MARKED.replace("END{", "{{ '<|END|>' if loop.last else '<|SAID|>' }}\n{"),
-        turns(*"abcd"),
         ["b<|SAID|>", "d<|END|>"],
     ),
-    "Phi-3 marked": (MARKED.replace("END{", "<|SAID|>\n{"), turns(*"ab"), ["b<|SAID|>"]),
+    "Phi-3 marked": (MARKED.replace("END{", "<|SAID|>\n{"), ["b<|SAID|>", "d<|SAID|>"]),
 }
 
 
 @pytest.mark.parametrize("name", TURN_ENDS)
 def test_a_turn_is_learned_with_its_call_closing_and_end(name: str) -> None:
-    template, chat, expected = TURN_ENDS[name]
+    template, expected = TURN_ENDS[name]
+    chat = CALLED if "tool_calls" in template else turns(*"abcd")
     template += ASKS + "{% generation %}<|END|>{% endgeneration %}" * (name == "Phi-3 marked")
     assert learned(Public(template, CONTROLS).tokenizer(), chat) == expected
 

@@ -125,8 +125,9 @@ def test_messages_between_processes_are_json_never_unpickled(monkeypatch):
 
 
 def check_rows_and_reading(path):
-    """In each of two processes: rows are shared, and each reads its part of data and weights."""
-    join_group()
+    """In each of two processes: settings are compared, rows shared, and each reads its part of data and weights."""
+    with pytest.raises(CommonError, match=r"^seed: process 1 has 1, process 0 0: give all the same$"):
+        join_group(seed=int(os.environ["JAX_PROCESS_ID"]))
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]

@@ -171,15 +171,12 @@ def test_template_arguments_may_begin_with_change_and_weights_of_a_mix_may_not(t
         folder.check_changes("run", other, True, equal.model_dump(mode="json"), 3, [])
 
 
-TOKENIZER = "model/tokenizer_config.json"
-
-
 @pytest.mark.slow
 def test_a_model_written_down_otherwise_is_the_same(place, caplog):
     """The same holds after the model's folder was deleted."""
     settings = beginning(place, steps=1)
     assert run(settings) == 0
-    edit(place / TOKENIZER, local_files_only=True, is_local=True)  # a hub's answer about itself
+    edit(place / "model/tokenizer_config.json", local_files_only=True, is_local=True)  # a hub's answer about itself
     edit(place / "model/config.json", transformers_version="9.0", new_setting=1)
     template = place / "model/chat_template.jinja"
     template.write_text("{# edited #}" + template.read_text())
@@ -191,9 +188,9 @@ def test_a_model_written_down_otherwise_is_the_same(place, caplog):
     assert [line["step"] for line in records(settings)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["train.log", "slurm-1.out", "lost+found", ".DS_Store", "lock"])
-def test_a_new_run_may_begin_beside_other_files(tmp_path, name):
-    (tmp_path / name).touch()
+def test_a_new_run_may_begin_beside_other_files(tmp_path):
+    for name in ("train.log", "slurm-1.out", "lost+found", ".DS_Store", "lock"):
+        (tmp_path / name).touch()
     with folder.open_run(config(run_dir=str(tmp_path))):
         pass
 
@@ -228,37 +225,23 @@ def check(place, settings, change=False):
 
 
 def test_how_a_run_is_carried_out_may_change(tmp_path, settings):
-    how = {
-        "mesh": {"dp": 2},
-        "micro_batch_size": 2,
-        "model": {"remat": "full"},
-        "head": {"impl": "full_logits"},
-        "checkpoint": {"every": 2, "keep": 5},
-        "log": {"samples": 1},
-        "run_dir": "elsewhere",
-        "optimizer": {"max_skipped": 1},
-    }
+    how = {"mesh": {"dp": 2}, "micro_batch_size": 2, "model": {"remat": "full"}, "head": {"impl": "full_logits"}}
+    how |= {"checkpoint": {"every": 2, "keep": 5}, "log": {"samples": 1}, "optimizer": {"max_skipped": 1}}
     assert check(tmp_path, changed(settings, **how)).changes == ()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"steps": 5},
-        {"optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "final_fraction": 0.1, "max_grad_norm": 0.5}},
-        {"grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none", "baseline": "token"}},
-        {"task": {"rewards": [{"name": "exact_match", "weight": 0.5}]}},
-    ],
-    ids=str,
-)
-def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings, how):
-    other = changed(settings, **how)
+def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings):
+    how = {
+        "optimizer": {"learning_rate": 1e-3, "schedule": "cosine", "final_fraction": 0.1, "max_grad_norm": 0.5},
+        "grpo": {"beta": 0.1, "reference": "initial", "scale_rewards": "none", "baseline": "token"},
+        "task": {"rewards": [{"name": "exact_match", "weight": 0.5}]},
+    }
+    other = changed(settings, steps=5, **how)
     with pytest.raises(UserError, match=r"belongs to a run with .*; --change goes on with the new values; else give"):
         check(tmp_path, other)
     resumed = check(tmp_path, other, change=True)
-    ((section, values),) = how.items()
-    expected = {section} if section == "steps" else {f"{section}.{name}" for name in values}
-    assert {change.key for change in resumed.changes} == expected
+    keys = {f"{section}.{name}" for section, values in how.items() for name in values}
+    assert {change.key for change in resumed.changes} == {"steps", *keys}
     assert {change.step for change in resumed.changes} == {4}
     folder.write(RunStore(tmp_path), resumed)
     assert check(tmp_path, other) == resumed
