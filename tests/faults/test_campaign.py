@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, arguments, assert_same_end, changed, environment, free_address, outputs, run, spawn
+from runs import ROOT, arguments, assert_same_end, changed, environment, outputs, run, start_group
 from tiny import METHODS, config
 
 from mllm.errors import RESTART
@@ -118,9 +118,7 @@ KILLED = {-signal.SIGKILL}
 
 def launch(settings) -> list[subprocess.Popen]:
     """Start both processes of the run."""
-    command = ["train.py", *arguments(settings), "--coordinator", free_address(), "--processes", "2"]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    return [spawn([*command, "--heartbeat", "10", "--process", number], subprocess.STDOUT, **flags) for number in "01"]
+    return start_group(["train.py", *arguments(settings), "--heartbeat", "10"], 2, 1)
 
 
 def strike(fault: str, settings, rng: random.Random) -> list[subprocess.Popen]:

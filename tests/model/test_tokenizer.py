@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from runs import edit
 from templates import PUBLIC
+from test_examples import turns
 from tiny import FIXTURES, TEACHER
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
@@ -32,10 +33,7 @@ from mllm.parallel.mesh import make_mesh
 
 BYTES = bytes_tokenizer()
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
-CHAT = [
-    {"role": role, "content": text}
-    for role, text in zip(["user", "assistant"] * 2, ["3+4=", "7", "a", "b"], strict=True)
-]
+CHAT = turns("3+4=", "7", "a", "b")
 
 
 def test_a_byte_tokenizer_reloads_beside_a_qwen2_config(tmp_path: Path) -> None:

@@ -49,16 +49,11 @@ from mllm.stopwatch import Stopwatch
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
 TIED = FIXTURES / "tied"
+LOSS = {"loss_type": "gspo", "importance_sampling": "sequence_mask", "dual_clip": 3.0}
 GRPO = config(
     steps=6,
     mesh={"fsdp": 2, "tp": 2},
-    grpo={
-        "dynamic_sampling": 3,
-        "updates_per_generation": 2,
-        "loss_type": "gspo",
-        "importance_sampling": "sequence_mask",
-        "dual_clip": 3.0,
-    },
+    grpo={"dynamic_sampling": 3, "updates_per_generation": 2, **LOSS},
     task={"rewards": [{"name": "user_rewards:seldom"}]},
     rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
     checkpoint={"every": 2},

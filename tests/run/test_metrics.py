@@ -32,16 +32,12 @@ def test_tensorboard_reads_finite_numbers_and_hides_redone_steps(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("fault", ["No space left on device", "Not a directory"])
-def test_unwritable_events_are_a_warning_and_block_nothing(tmp_path, monkeypatch, caplog, fault):
-    folder = tmp_path / "tensorboard"
-    if fault == "Not a directory":
-        folder = tmp_path / "file" / "tensorboard"
-        folder.parent.write_text("")
-    monkeypatch.setattr(
-        "tensorboardX.record_writer.open_file", lambda path: io.BufferedWriter(io.FileIO("/dev/full", "w"))
-    )
-    with optional("TensorBoard's events"), closing(open_events(folder, 0)) as events:
+@pytest.mark.parametrize(("folder", "fault"), [("", "No space left on device"), ("file", "Not a directory")])
+def test_unwritable_events_are_a_warning_and_block_nothing(tmp_path, monkeypatch, caplog, folder, fault):
+    (tmp_path / "file").touch()
+    full = lambda path: io.BufferedWriter(io.FileIO("/dev/full", "w"))  # noqa: E731
+    monkeypatch.setattr("tensorboardX.record_writer.open_file", full)
+    with optional("TensorBoard's events"), closing(open_events(tmp_path / folder / "tensorboard", 0)) as events:
         for step in range(100):  # more than tensorboardX's queue holds
             write_numbers(events, step, {f"number {n}": 0.5 for n in range(20)})
     (warning,) = [record.getMessage() for record in caplog.records]
