@@ -207,14 +207,14 @@ def test_a_new_run_refuses_a_folder_of_checkpoints_or_weights(tmp_path, name):
 
 @pytest.fixture
 def settings(tmp_path):
-    """The configuration of a run in `tmp_path`. Its newest whole checkpoint is step 4; step 6 is damaged."""
+    """The configuration of a run in `tmp_path`. Its newest whole checkpoint is step 4; the document of 6 is cut."""
     settings = config(run_dir=str(tmp_path), steps=6, optimizer={"schedule": "linear", "warmup_steps": 2})
     folder.write(RunStore(tmp_path), settings)
-    for step, recorded in ((3, 3), (4, 4), (6, 4)):
-        document = {"step": recorded, "arrays": {}, "config": settings.model_dump(mode="json")}
+    for step, length in ((3, None), (4, None), (6, 99)):
+        document = {"step": step, "arrays": {}, "config": settings.model_dump(mode="json")}
         path = tmp_path / f"checkpoints/{step}/document/metadata"
         path.parent.mkdir(parents=True)
-        path.write_text(json.dumps(document))
+        path.write_text(json.dumps(document)[:length])
     return settings
 
 
@@ -253,6 +253,7 @@ def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings):
     [
         ({"batch_size": 16}, "batch_size"),
         ({"model": {"param_dtype": "bfloat16"}}, "model.param_dtype"),
+        ({"task": {"heldout": 8}}, "task.heldout"),
         ({"optimizer": {"max_grad_norm": None}}, "optimizer.max_grad_norm"),
         ({"eval": {"every": 2}}, "eval"),
     ],
