@@ -143,9 +143,9 @@ def test_a_packed_row_matches_its_documents_alone(lengths: Sequence[int]) -> Non
     graphdef = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0]
     total, rows = sum(lengths), [lengths, *((length,) for length in lengths)]
     documents = np.split(np.random.default_rng(0).integers(0, 96, total), np.cumsum(lengths)[:-1])
-    tokens = np.stack([np.resize(x, total) for x in (np.concatenate(documents), *documents)])
+    tokens = jnp.stack([np.resize(x, total) for x in (np.concatenate(documents), *documents)])
     segments = jnp.concatenate([segments_of(*row, padding=total - sum(row)) for row in rows])
-    positions = np.stack([np.resize(np.concatenate([np.arange(length) for length in row]), total) for row in rows])
+    positions = jnp.stack([np.resize(np.concatenate([np.arange(length) for length in row]), total) for row in rows])
 
     @jax.jit
     @partial(jax.grad, has_aux=True)

@@ -146,7 +146,7 @@ FILES = {
     "parquet that is none": ("train.parquet", GOOD, "{path} can't be read (Parquet"),
     "a long row": ("train.csv", b"text\n\na\na,b\n", "it has more values than the first line has names ({path}:4)"),
     "a pipe": ("data", os.mkfifo, "{path} is no regular file: give a file of JSON"),
-    "a line of no UTF-8": ("train.jsonl", GOOD + GOOD.replace(b"1+1", b"\xff") + GOOD, "not JSON in UTF-8 ({path}:2)"),
+    "a line of no UTF-8": ("train.jsonl", GOOD + GOOD.replace(b"1+1", b"\xff") + GOOD, "not JSON in UTF-8 ("),
     "a line of other fields": ("train.jsonl", GOOD + b'{"txt": "a"}\n', "none of messages, conversations, question"),
 }
 """A data source's name, its bytes or how it is made, and the message."""
