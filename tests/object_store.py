@@ -1,7 +1,7 @@
 """Google's object store in memory, as tensorstore and gcsfs ask for it. Its requests fail when a test says so.
 
-The store has objects, their ranges, lists in a single page, copies, and uploads in one request or several. A write
-may depend on an object's generation. Credentials are not checked.
+The store has objects, their ranges, lists in a single page, and uploads in one request or several. A write may depend
+on an object's generation. Credentials are not checked.
 """
 
 import json
@@ -57,14 +57,6 @@ class ObjectStore:
         with self.lock:
             if place.startswith("/upload/") and query.get("uploadType") == "resumable":
                 return self.upload(query, headers, body)
-            if match := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
-                source, how, target = match.groups()
-                if source not in self.objects:
-                    return 404, {}, b""
-                made = self.put(target, self.objects[source][0])
-                if how == "move":
-                    del self.objects[source]
-                return 200, {}, json.dumps({"done": True, "resource": made} if how == "rewrite" else made).encode()
             content, generation = self.objects.get(name, (b"", "0"))
             if query.get("ifGenerationMatch", generation) != generation:
                 return 412, {}, b""
