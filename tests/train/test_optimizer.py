@@ -1,6 +1,6 @@
 """The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and updates of bfloat16 numbers.
 
-bfloat16 parameters move as far as float32 parameters, though an update is far below the distance of bfloat16 numbers.
+bfloat16 numbers are updated without a bias, though an update is far below the distance of two of them.
 """
 
 from typing import get_args
