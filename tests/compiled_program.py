@@ -29,14 +29,9 @@ class Exchanged(NamedTuple):
 
 
 def kernels(program: jax.stages.Compiled) -> set[str]:
-    """Names of the Pallas kernels."""
+    """Names of the Pallas kernels, without XLA's numbers and JAX's marks of what is differentiated."""
     calls = re.findall(r"%(\S+) = .*custom_call_target=\"tpu_custom_call\"", text(program))
-    return {own_name(name) for name in calls}
-
-
-def own_name(name: str) -> str:
-    """A kernel's name from that in a program, where XLA numbers it and JAX marks what it differentiates."""
-    return re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name)
+    return {re.sub(r"^(?:transpose_|jvp_)*(.*?)_*(?:\.\d+)*$", r"\1", name) for name in calls}
 
 
 def exchanged(program: jax.stages.Compiled) -> list[Exchanged]:

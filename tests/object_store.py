@@ -1,14 +1,13 @@
 """Google's object store in memory, as tensorstore and gcsfs ask for it. Its requests fail when a test says so.
 
-The store has objects, their ranges, lists in a single page, copies, and uploads in one request or several. A write
-may depend on an object's generation. Credentials are not checked.
+The store has objects, their ranges, lists in a single page, and uploads in one request or several. A write may depend
+on an object's generation. Credentials are not checked.
 """
 
 import json
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,10 +19,7 @@ BUCKET = "test-runs"
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers and content."""
 Fault = Callable[[str, str], str | None]
-"""The fault of a request, from its method and path. None: no fault.
-
-A status such as 503; `reset` before or `lost` after the request was carried out; or `late`.
-"""
+"""The status that a request fails with, such as 503, from its method and path; None: it does not fail."""
 
 
 class ObjectStore:
@@ -61,14 +57,6 @@ class ObjectStore:
         with self.lock:
             if place.startswith("/upload/") and query.get("uploadType") == "resumable":
                 return self.upload(query, headers, body)
-            if match := re.fullmatch(r"(.*)/(rewrite|copy|move)To/(?:b/[^/]*/)?o/(.*)", name):
-                source, how, target = match.groups()
-                if source not in self.objects:
-                    return 404, {}, b""
-                made = self.put(target, self.objects[source][0])
-                if how == "move":
-                    del self.objects[source]
-                return 200, {}, json.dumps({"done": True, "resource": made} if how == "rewrite" else made).encode()
             content, generation = self.objects.get(name, (b"", "0"))
             if query.get("ifGenerationMatch", generation) != generation:
                 return 412, {}, b""
@@ -139,14 +127,8 @@ def make_handler(store: ObjectStore) -> type[BaseHTTPRequestHandler]:
         def do(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fault = store.fault(self.command, self.path)
-            if fault == "late":
-                time.sleep(0.3)
-            if fault != "reset":
-                refused = (int(fault), {}, b"") if fault and fault.isdecimal() else None
-                status, headers, content = refused or store.answer(self.command, self.path, self.headers, body)
-            if fault in ("reset", "lost"):
-                self.close_connection = True
-                return
+            refused = (int(fault), {}, b"") if fault else None
+            status, headers, content = refused or store.answer(self.command, self.path, self.headers, body)
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)

@@ -2,11 +2,13 @@
 
 import functools
 import hashlib
+import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,18 @@ def arguments(config: RunConfig) -> list[str]:
     return ["--config", str(path)]
 
 
+def write_lines(path: Path, records: Iterable[object]) -> str:
+    """Write a file of JSON lines; returns its path as a setting."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Change settings in a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def run(config: RunConfig, *options: str) -> int:
     return train.main([*arguments(config), *options])
 
@@ -68,10 +82,10 @@ def start_group(command: list[str], processes: int = 2, devices: int = 4, **vari
     return [spawn(command, subprocess.STDOUT, **variables, JAX_PROCESS_ID=str(number)) for number in range(processes)]
 
 
-def join_group() -> None:
-    """In a process that `start_group` started: connect to the other processes."""
+def join_group(**settings: object) -> None:
+    """In a process that `start_group` started: connect to the other processes, and compare settings."""
     group = train.make_parser().parse_args(["--config", ""])
-    join((group.coordinator, group.processes, group.process), {})
+    join((group.coordinator, group.processes, group.process), settings)
 
 
 def free_address() -> str:

@@ -8,12 +8,11 @@ from mllm.model.tokenizer import bytes_tokenizer
 
 
 class Public(NamedTuple):
-    """A model's template, its control tokens, and the abilities of its rules. The last token ends a text."""
+    """A model's template, its control tokens, and whether it has calls of tools. The last token ends a text."""
 
     template: str
     controls: tuple[str, ...]
     calls: bool = False
-    system: bool = True
 
     def tokenizer(self, template: str | None = None) -> PreTrainedTokenizerFast:
         tokenizer = bytes_tokenizer()

@@ -22,6 +22,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.training.optimizer import make_optimizer, make_schedule
 from mllm.training.step import Forward, make_train_step
 
+FIXTURES = Path(__file__).parent / "fixtures"
 ARCHITECTURE = {
     "model_type": "qwen2",
     "vocab_size": 260,
@@ -71,8 +72,11 @@ def config(algorithm: str = "grpo", **sections) -> RunConfig:
     return schema().validate_python(settings)
 
 
+SUMS = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
+"""Examples for a file."""
+EXAMPLES = FIXTURES.parents[1] / "docs" / "examples"
 FOUR_STEPS = {"steps": 4, "batch_size": 4, "eval": None, "checkpoint": {"every": 2}}
-TEACHER = {"source": str(Path(__file__).parent / "fixtures" / "tiny_grpo"), "dtype": "float32"}
+TEACHER = {"source": str(FIXTURES / "tiny_grpo"), "dtype": "float32"}
 TURNS = {
     **FOUR_STEPS,
     "mesh": {"dp": 2},
@@ -115,7 +119,15 @@ METHODS = {
         distill={},
         teacher=TEACHER,
     ),
-    "dpo": config("dpo", **FOUR_STEPS, mesh={"dp": 2}, rollout=None, dpo={}),
+    "dpo": config(
+        "dpo",
+        **FOUR_STEPS,
+        mesh={"dp": 2},
+        micro_batch_size=2,
+        data={"source": str(EXAMPLES / "preferences.jsonl"), "validation": {"share": 0.2, "every": 2}},
+        dpo={},
+        **dict.fromkeys(("task", "rollout")),
+    ),
 }
 """Runs with several checkpoints, which `finished` in conftest.py makes once a session."""
 
@@ -172,8 +184,8 @@ def logits(graphdef: nnx.GraphDef, params: nnx.State, tokens, positions=None, se
     return jnp.einsum("btd,vd->btv", hidden, model.head_weight, precision="highest")
 
 
-def load_weights(folder: Path) -> nnx.State:
-    """The parameters in a model's folder, float32 on one device."""
+def load_weights(folder: Path, **mesh: int) -> nnx.State:
+    """The parameters in a model's folder, float32; by default on one device."""
     sizes = weights.read_config(folder)
-    layout = Layout.of(make_mesh(MeshConfig(fsdp=1)), sizes)
+    layout = Layout.of(make_mesh(MeshConfig(**{"fsdp": 1, **mesh})), sizes)
     return weights.load(folder, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)

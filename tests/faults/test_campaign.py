@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, arguments, assert_same_end, changed, environment, free_address, outputs, run, spawn
+from runs import ROOT, arguments, assert_same_end, changed, environment, outputs, run, start_group
 from tiny import METHODS, config
 
 from mllm.errors import RESTART
@@ -114,28 +113,16 @@ TWO = config(
 )
 LOST = {RESTART, -signal.SIGABRT}
 """The exit codes of a process that has lost another process: its own, or JAX's coordination service's."""
-KILLED, MISTAKE = {-signal.SIGKILL}, {2}
-TIMES = ["--heartbeat", "10"]
+KILLED = {-signal.SIGKILL}
 
 
-def launch(settings, program: Path = ROOT) -> list[subprocess.Popen]:
-    """Start both processes of the run. The second process may have its program in another folder."""
-    command = [*arguments(settings), "--coordinator", free_address(), "--processes", "2", *TIMES]
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-    trainers = [str(folder / "train.py") for folder in (ROOT, program)]
-    commands = [[trainer, *command, "--process", str(number)] for number, trainer in enumerate(trainers)]
-    return [spawn(command, subprocess.STDOUT, **flags) for command in commands]
+def launch(settings) -> list[subprocess.Popen]:
+    """Start both processes of the run."""
+    return start_group(["train.py", *arguments(settings), "--heartbeat", "10"], 2, 1)
 
 
-def strike(fault: str, settings, rng: random.Random, folder: Path) -> list[subprocess.Popen]:
+def strike(fault: str, settings, rng: random.Random) -> list[subprocess.Popen]:
     """Start the run, and let the fault befall it."""
-    if fault == "other code in 1":
-        for room in ("kernels", "mllm"):
-            shutil.copytree(ROOT / room, folder / room)
-        shutil.copy(ROOT / "train.py", folder)
-        with (folder / "mllm" / "errors.py").open("a") as file:
-            file.write("# another version\n")
-        return launch(settings, program=folder)
     processes = launch(settings)
     metrics, steps = Path(settings.run_dir, "metrics.jsonl"), rng.randrange(1, 35)
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < steps:
@@ -152,7 +139,6 @@ FAULTS = {
     "SIGSTOP of 0": (LOST, LOST),
     "SIGSTOP of 1": (LOST, LOST),
     "SIGTERM to 1": ({143}, {143}),
-    "other code in 1": (MISTAKE, MISTAKE),
 }
 """Each fault, with its process, and the exit codes that the processes may have."""
 
@@ -168,7 +154,7 @@ def undisturbed_two(tmp_path_factory):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_all_processes_and_loses_nothing(fault, undisturbed_two, tmp_path):
     settings = changed(TWO, run_dir=str(tmp_path / "run"))
-    processes = strike(fault, settings, random.Random(fault), tmp_path / "code")
+    processes = strike(fault, settings, random.Random(fault))
     while left := [process for process in processes if process.poll() is None]:
         time.sleep(0.01)
         if "SIGSTOP" in fault and len(left) == 1:
@@ -176,8 +162,6 @@ def test_a_fault_ends_all_processes_and_loses_nothing(fault, undisturbed_two, tm
     texts = [process.stdout.read() for process in processes]
     codes = zip([process.returncode for process in processes], FAULTS[fault], strict=True)
     assert all(code in allowed for code, allowed in codes), texts
-    if FAULTS[fault][0] is MISTAKE:
-        assert not Path(settings.run_dir).exists()
     outputs(launch(settings))
     assert_same_end(settings, undisturbed_two)
 

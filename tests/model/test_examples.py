@@ -24,7 +24,7 @@ LETTERS = re.compile(r"</?think>|[a-zA-Z]")
 
 def some_chat(public: Public, rng: Random) -> list[dict[str, Any]]:
     chat: list[dict[str, Any]] = []
-    if public.system and rng.random() < 0.5:
+    if rng.random() < 0.5:
         chat.append({"role": "system", "content": rng.choice(TEXTS)})
     for _ in range(rng.randint(1, 3)):
         chat.append({"role": "user", "content": rng.choice(TEXTS)})
@@ -120,10 +120,9 @@ def turns(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.6", "qwen3.8"])
-def test_a_thought_is_learned_once_and_in_the_sampler_s_form(name: str) -> None:
+def test_a_thought_is_learned_once_and_in_the_sampler_s_form() -> None:
     """A thought may be in the content or in its own field."""
-    tokenizer, user = PUBLIC[name].tokenizer(), {"role": "user", "content": "1+1="}
+    tokenizer, user = PUBLIC["qwen3.8"].tokenizer(), {"role": "user", "content": "1+1="}
     inside = {"role": "assistant", "content": "<think>\nEasy.\n</think>\n\n2"}
     apart = {"role": "assistant", "reasoning_content": "Easy.", "content": "2"}
     for answer in (inside, apart):
@@ -166,40 +165,30 @@ CALLED = [*CALLING, {"role": "tool", "content": "c", "name": "add"}, *turns("d",
 
 CONTROLS = ("<|START|>", "<|SAYS|>", "<|SAID|>", "<|END|>")
 TURN_ENDS = {
-    "Command": (
-        SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>",
-        turns(*"abcd"),
-        ["b<|SAID|><|END|>", "d<|SAID|><|END|>"],
-    ),
+    "Command": (SAID + "{{ '<|SAID|>' if m.role == 'assistant' }}<|END|>", ["b<|SAID|><|END|>", "d<|SAID|><|END|>"]),
     "LFM2.5": (
         SAID + CALLS.replace("</call>", "<|SAID|>") + "{{ '\\n<|END|>' }}",
-        CALLED,
         ["<call>add: 1<|SAID|>\n<|END|>", "e\n<|END|>"],
     ),
-    "GLM": (SAID + CALLS, CALLED, ["<call>add: 1</call>", "e"]),
-    "Gemma 4": (SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}", CALLED, ["<call>add: 1</call>", "e<|END|>"]),
-    "the result has the call's name": (
-        SAID.replace("role", "name or m.role") + CALLS,
-        CALLED,
-        ["<call>add: 1</call>", "e"],
-    ),
+    "GLM": (SAID + CALLS, ["<call>add: 1</call>", "e"]),
+    "Gemma 4": (SAID + CALLS + "{{ '<|END|>' if not m.tool_calls }}", ["<call>add: 1</call>", "e<|END|>"]),
+    "the result has the call's name": (SAID.replace("role", "name or m.role") + CALLS, ["<call>add: 1</call>", "e"]),
     "gpt-oss": (
         SAID + CALLS + "{{ '<|END|>' if loop.last and m.role == 'assistant' else '<|SAID|>' }}",
-        CALLED,
         ["<call>add: 1</call>", "e<|END|>"],
     ),
     "gpt-oss marked": (
         MARKED.replace("END{", "{{ '<|END|>' if loop.last else '<|SAID|>' }}\n{"),
-        turns(*"abcd"),
         ["b<|SAID|>", "d<|END|>"],
     ),
-    "Phi-3 marked": (MARKED.replace("END{", "<|SAID|>\n{"), turns(*"ab"), ["b<|SAID|>"]),
+    "Phi-3 marked": (MARKED.replace("END{", "<|SAID|>\n{"), ["b<|SAID|>", "d<|SAID|>"]),
 }
 
 
 @pytest.mark.parametrize("name", TURN_ENDS)
 def test_a_turn_is_learned_with_its_call_closing_and_end(name: str) -> None:
-    template, chat, expected = TURN_ENDS[name]
+    template, expected = TURN_ENDS[name]
+    chat = CALLED if "tool_calls" in template else turns(*"abcd")
     template += ASKS + "{% generation %}<|END|>{% endgeneration %}" * (name == "Phi-3 marked")
     assert learned(Public(template, CONTROLS).tokenizer(), chat) == expected
 

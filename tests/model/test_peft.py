@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from runs import edit
 from safetensors.numpy import load_file, save_file
-from tiny import logits
+from tiny import FIXTURES, logits
 
 from mllm.config.model import LoraConfig, LoraTarget, MeshConfig, ModelConfig
 from mllm.errors import UserError
@@ -25,7 +26,6 @@ from mllm.model.load import load_model
 from mllm.model.lora import Lora, split_adapters
 from mllm.parallel.mesh import make_mesh
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 PEFT, BASE = FIXTURES / "peft", "untied_sharded"
 SIZES = weights.read_config(FIXTURES / BASE)
 ALL: tuple[LoraTarget, ...] = ("q", "k", "v", "o", "gate", "up", "down", "head")
@@ -98,8 +98,7 @@ def test_adapters_say_that_they_have_learned_texts(tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_adapter_settings_are_refused_by_field(field: str, value: Any, tmp_path: Path) -> None:
-    settings = json.loads((PEFT / peft.CONFIG).read_text()) | {field: value}
-    (tmp_path / peft.CONFIG).write_text(json.dumps(settings))
+    edit(Path(shutil.copy(PEFT / peft.CONFIG, tmp_path)), **{field: value})
     with pytest.raises(UserError, match=rf"adapter_config.json: {field} is .*; supported is only "):
         peft.read_config(tmp_path)
 
@@ -112,13 +111,10 @@ def test_settings_must_agree_with_those_of_the_lora_source() -> None:
             peft.resolve(LoraConfig.model_validate({"source": str(PEFT), name: value}), SIZES)
 
 
-def test_nan_missing_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
+def test_missing_and_pickled_adapters_are_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(PEFT, tmp_path / "adapter"))
     abstract = abstract_model(BASE, peft.read_config(PEFT))[1]
     tensors, name = load_file(PEFT / peft.FILE), "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
-    save_file(tensors | {name: tensors[name] * np.nan}, folder / peft.FILE)
-    with pytest.raises(UserError, match=f"tensor {name} has numbers that are not finite"):
-        peft.load(folder, abstract, SIZES)
     del tensors[name]
     save_file(tensors, folder / peft.FILE)
     with pytest.raises(UserError, match=f"tensor {name} is missing; adapter_config.json and the model asks"):

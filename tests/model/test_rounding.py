@@ -14,7 +14,7 @@ from mllm.algorithms.sft.algorithm import validation_metrics
 from mllm.model.architecture import Architecture
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.decoder import Decoder
-from mllm.model.int8 import Int8Matrix, quantize
+from mllm.model.int8 import is_int8, quantize
 from mllm.model.layer import AttentionLayer
 from mllm.model.layout import QUANTIZED, map_parameters
 from mllm.model.load import load_policy
@@ -246,9 +246,6 @@ def test_a_decode_step_uses_the_int8_matrices(mesh, model):
     for leaf, like in zip(jax.tree.leaves(weights), jax.tree.leaves(abstract), strict=True):
         assert (leaf.shape, leaf.dtype) == (like.shape, like.dtype)
         assert leaf.sharding.is_equivalent_to(like.sharding, leaf.ndim)
-
-    def is_int8(x):
-        return isinstance(x, Int8Matrix)
 
     def widened(x):
         return jnp.asarray(dequantized(x)) if is_int8(x) else x

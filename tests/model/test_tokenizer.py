@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from runs import edit
 from templates import PUBLIC
+from test_examples import turns
+from tiny import FIXTURES, TEACHER
 from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -14,7 +17,6 @@ from mllm.config.model import MeshConfig, ModelConfig
 from mllm.data.formats import pair_of
 from mllm.data.tokenizing import encode_record
 from mllm.errors import UserError
-from mllm.model.architecture import Architecture
 from mllm.model.examples import encode_example
 from mllm.model.load import load_model
 from mllm.model.tokenizer import (
@@ -26,15 +28,12 @@ from mllm.model.tokenizer import (
     save_tokenizer,
     stop_ids,
 )
-from mllm.model.weights import write_settings
+from mllm.model.weights import read_config, write_settings
 from mllm.parallel.mesh import make_mesh
 
-BYTES, FIXTURE = bytes_tokenizer(), Path(__file__).parent.parent / "fixtures" / "tiny_grpo"
+BYTES = bytes_tokenizer()
 ENDOFTEXT, START, END, PAD = 256, 257, 258, 259
-CHAT = [
-    {"role": role, "content": text}
-    for role, text in zip(["user", "assistant"] * 2, ["3+4=", "7", "a", "b"], strict=True)
-]
+CHAT = turns("3+4=", "7", "a", "b")
 
 
 def test_a_byte_tokenizer_reloads_beside_a_qwen2_config(tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_no_template_makes_a_prompt_bos_and_the_user_text() -> None:
 
 
 def test_a_model_without_a_template_takes_texts_and_no_chats(tmp_path: Path) -> None:
-    model = ModelConfig(source=str(shutil.copytree(FIXTURE, tmp_path / "model")))
+    model = ModelConfig(source=str(shutil.copytree(TEACHER["source"], tmp_path / "model")))
     (tmp_path / "model/chat_template.jinja").unlink()
     policy = load_model(model, make_mesh(MeshConfig(fsdp=1)), packed=False)
     assert policy.learned == "texts"
@@ -125,8 +124,7 @@ def test_texts_begin_with_the_first_token_of_the_family(settings, model_type, be
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    stored = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(stored | settings))
+    edit(tmp_path / "tokenizer_config.json", **settings)
     loaded = load_tokenizer(str(tmp_path))
     first = [260] if begins else []
     renderer = Renderer(loaded, "never")
@@ -174,13 +172,9 @@ def test_a_base_model_stops_at_the_turn_end_of_its_template() -> None:
         stop_ids(bare)
 
 
-LLAMA = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 260}
-LLAMA |= {"num_attention_heads": 1, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
-
-
 def test_exported_bos_and_eos_ids_match_the_tokenizer(tmp_path):
     """The class of the configuration has other defaults."""
-    architecture = Architecture.from_hf(LLAMA, "config.json")
+    architecture = read_config(FIXTURES / "llama")
     for bos, ends, eos in ((3, (4,), 4), (None, (4, 7), [4, 7])):
         write_settings(tmp_path, architecture, "float32", ends, pad_id=5, bos_id=bos)
         config = AutoConfig.from_pretrained(tmp_path)

@@ -177,8 +177,6 @@ def test_the_log_prob_pass_keeps_rows_and_runs_forward_only(policy, monkeypatch)
 
 # Results
 
-MESHES = {"qwen3": (2, 2, 2), "qwen2": (1, 1, 8), "qwen3_5_text": (1, 2, 4)}
-"""All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing beyond the first case."""
 MODEL = {**ARCHITECTURE, "vocab_size": 264, "num_attention_heads": 8, "initializer_range": 0.2, "head_dim": 4}
 """With 2 heads of keys and values, which tp = 8 does not divide."""
 DELTA = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4, "linear_value_head_dim": 4}
@@ -215,12 +213,13 @@ def compute_results(family, shape):
 @pytest.mark.parametrize(
     ("family", "shape"),
     [
-        pytest.param("qwen3", MESHES["qwen3"], marks=pytest.mark.slow),
-        pytest.param("qwen2", MESHES["qwen2"], marks=pytest.mark.nightly),
-        pytest.param("qwen3_5_text", MESHES["qwen3_5_text"], marks=pytest.mark.nightly),
+        pytest.param("qwen3", (2, 2, 2), marks=pytest.mark.slow),
+        pytest.param("qwen2", (1, 1, 8), marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_text", (1, 2, 4), marks=pytest.mark.nightly),
     ],
 )
 def test_loss_gradients_and_log_probs_match_one_device(family, shape):
+    """All axes at once, and tp as far as it goes. dp or fsdp alone exchanges nothing beyond the first case."""
     loss, gradients, logprobs = compute_results(family, shape)
     expected_loss, expected, expected_logprobs = compute_results(family, (1, 1, 1))
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)

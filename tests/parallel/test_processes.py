@@ -1,20 +1,18 @@
 """Processes begin together, give the results of one process, write them once, and end with one line and exit code."""
 
-import json
 import math
 import os
 import pickle
 import re
-import signal
 import socket
 import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 from jax.experimental import multihost_utils
 from rollouts import GROUP, SquareRewards, grpo_source, sequences
 from runs import (
@@ -30,7 +28,7 @@ from runs import (
     start_group,
 )
 from states import like, make_state, opened, save
-from tiny import METHODS, config
+from tiny import EXAMPLES, FIXTURES, METHODS, config, load_weights
 
 import train
 from mllm.config.data import DataConfig
@@ -39,9 +37,6 @@ from mllm.data import cache
 from mllm.data import records as data_records
 from mllm.data.source import FrozenModels
 from mllm.errors import RESTART, CommonError, StepError, UserError
-from mllm.model import weights
-from mllm.model.decoder import Decoder
-from mllm.model.layout import Layout
 from mllm.model.tokenizer import Renderer, bytes_tokenizer
 from mllm.parallel import group as group_module
 from mllm.parallel.mesh import make_mesh, shard_batch
@@ -53,17 +48,12 @@ from mllm.sampler import trajectories
 from mllm.stopwatch import Stopwatch
 
 MESH = {"dp": 2, "fsdp": 2, "tp": 2}
-FIXTURE = Path(__file__).parent.parent / "fixtures" / "tied"
+TIED = FIXTURES / "tied"
+LOSS = {"loss_type": "gspo", "importance_sampling": "sequence_mask", "dual_clip": 3.0}
 GRPO = config(
     steps=6,
     mesh={"fsdp": 2, "tp": 2},
-    grpo={
-        "dynamic_sampling": 3,
-        "updates_per_generation": 2,
-        "loss_type": "gspo",
-        "importance_sampling": "sequence_mask",
-        "dual_clip": 3.0,
-    },
+    grpo={"dynamic_sampling": 3, "updates_per_generation": 2, **LOSS},
     task={"rewards": [{"name": "user_rewards:seldom"}]},
     rollout={"max_slots": 4, "top_p": 0.95, "temperature": 0.7},
     checkpoint={"every": 2},
@@ -77,9 +67,7 @@ GRPO = config(
 @pytest.mark.nightly
 def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     """The examples stay the same."""
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"question": f"#{i}#", "answer": "a" * (i % 5 + 1)}) + "\n" for i in range(120)))
-    data = {"source": str(path), "max_length": 32, "epochs": 1, "cache": str(tmp_path / "cache")}
+    data = {"source": str(EXAMPLES / "sums.jsonl"), "epochs": 1, "cache": str(tmp_path / "cache")}
     one, many = (
         config("sft", run_dir=str(tmp_path / name), mesh=MESH, data=data, task=None, rollout=None, eval=None, steps=6)
         for name in ("one", "many")
@@ -92,27 +80,13 @@ def test_a_run_resumes_with_other_processes_and_devices(tmp_path):
     assert newest(many).position == newest(one).position
 
 
-PAIRS = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
-RUNS = {
-    "grpo": GRPO,
-    "turns": METHODS["turns"],
-    "distill": METHODS["distill"],
-    "dpo": config(
-        "dpo",
-        steps=2,
-        mesh=MESH,
-        dpo={},  # with a reference and a validation
-        data={"source": "pairs.jsonl", "max_length": 32, "validation": {"share": 0.2, "every": 2}},
-        **dict.fromkeys(("task", "eval", "rollout")),
-    ),
-}
+RUNS = {"grpo": GRPO, **{name: METHODS[name] for name in ("turns", "distill", "dpo")}}
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", RUNS)
 def test_two_processes_log_the_values_of_one_process(method, tmp_path):
     """A signal to one of them: tests/faults/test_campaign.py."""
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in PAIRS))
     one, two = (changed(RUNS[method], run_dir=str(tmp_path / name)) for name in ("one", "two"))
     devices = math.prod(one.mesh.model_dump().values()) // 2
     outputs(start_group(["train.py", *arguments(two)], 2, devices))
@@ -146,8 +120,9 @@ def test_messages_between_processes_are_json_never_unpickled(monkeypatch):
 
 
 def check_rows_and_reading(path):
-    """In each of two processes: rows are shared, and each reads its part of data and weights."""
-    join_group()
+    """In each of two processes: settings are compared, rows shared, and each reads its part of data and weights."""
+    with pytest.raises(CommonError, match=r"^seed: process 1 has 1, process 0 0: give all the same$"):
+        join_group(seed=int(os.environ["JAX_PROCESS_ID"]))
     process = jax.process_index()
     assert gather_objects({"process": process}) == [{"process": 0}, {"process": 1}]
     assert gather_objects("x" * 5000 * process) == ["", "x" * 5000]
@@ -171,7 +146,7 @@ def check_rows_and_reading(path):
         if process == 1:
             raise UserError("no such tokenizer")
 
-    source = f"{FIXTURE}/{('config', 'generation_config')[process]}.json"
+    source = f"{TIED}/{('config', 'generation_config')[process]}.json"
     settings = DataConfig(source=source, max_length=32)
     with pytest.raises(UserError, match=r"^data\.source: process 1 and process 0 have different examples"):
         cache.cached_documents(data_records.Origin("data.source", source), settings, Renderer(bytes_tokenizer()))
@@ -188,23 +163,17 @@ def check_rows_and_reading(path):
     own = len(sequences(source.next(np.float32(0), 0, Stopwatch(), FrozenModels()).batch))
     assert sum(gather_objects(own)) == 2 * GROUP
 
-    sizes = weights.read_config(FIXTURE)
-    loaded = []
-    for mesh_config in (MeshConfig(fsdp=8), MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
-        layout = Layout.of(make_mesh(mesh_config), sizes)
-        params = weights.load(FIXTURE, layout.abstract_parameters(nnx.state(Decoder.abstract(sizes))), sizes)
-        loaded.append(checksums(by_name(params)))
-    assert loaded[0] == loaded[1] == loaded[2]
+    loaded, other = (checksums(by_name(load_weights(TIED, **mesh))) for mesh in (MESH, {"fsdp": 8}))
+    assert loaded == other
 
     store = RunStore(path)
     with lock_run(store) if process == 0 else nullcontext():
         save(store, *(make_state(step, MeshConfig(fsdp=8)) for step in (1, 2)))
-        for mesh_config in (MeshConfig(dp=8, fsdp=1), MeshConfig(**MESH)):
-            with opened(store) as checkpoints:
-                state = checkpoints.restore(like(mesh_config))
-            assert state.step == 2
-            same = checksums(by_name(make_state(2, mesh_config).train))
-            assert checksums(by_name(state.train)) == same
+        with opened(store) as checkpoints:
+            state = checkpoints.restore(like(MeshConfig(**MESH)))
+        assert state.step == 2
+        same = checksums(by_name(make_state(2, MeshConfig(**MESH)).train))
+        assert checksums(by_name(state.train)) == same
         if process == 0:
             for file in Path(store.folder, "checkpoints/2/state/d").iterdir():
                 file.write_bytes(bytes(file.stat().st_size))
@@ -216,78 +185,50 @@ def check_rows_and_reading(path):
 # How processes end
 
 
-def join_and_end(what):
-    """In each of two processes: join, with other settings in one of them, and end."""
-    options = train.make_parser().parse_args(["--config", ""])
-    group, number = (options.coordinator, options.processes, options.process), options.process
-    group_module.join(group, {"seed": number if what == "settings" else 0, "data": {"source": str(number)}})
-    end(what)
-
-
-def end(what):
+def fail_in_one():
     """In each of two processes: work, and let process 1 fail in the midst of it."""
-    number = jax.process_index()
     with group_module.ending_together():
         for step in range(1000):
             gather_objects(step)
-            if step == 3 and number == 1:
-                match what:
-                    case "error":
-                        raise UserError("a line")
-                    case "bug":
-                        raise KeyError("a key")
-                    case "killed":
-                        os.kill(os.getpid(), signal.SIGKILL)
+            if step == 3 and jax.process_index() == 1:
+                raise UserError("a line")
 
 
-def test_files_may_lie_elsewhere_on_another_machine_and_weights_of_a_mix_are_equal(monkeypatch):
-    def compared(weight, other):
+def test_files_may_lie_elsewhere_on_another_machine_and_all_else_is_equal(monkeypatch):
+    def compared(weight, **others):
         mine, theirs = (
             {"data": {"mix": [{"source": f"{at}/a.jsonl", "weight": 1.0}, {"source": f"{at}/b.jsonl", "weight": x}]}}
-            for at, x in (("/here", weight), ("/there", other))
+            for at, x in (("/here", 1.0), ("/there", weight))
         )
-        monkeypatch.setattr(group_module, "gather_objects", lambda settings: [settings, settings | theirs])
+        monkeypatch.setattr(group_module, "gather_objects", lambda settings: [settings, settings | theirs | others])
         group_module.compare(mine)
 
-    compared(1.0, 1.0)
+    compared(1.0)
     with pytest.raises(CommonError, match=r"data\.mix\.weight: process 1 has 9\.0, process 0 1\.0: give all the same"):
-        compared(1.0, 9.0)
-
-
-LOST = (RESTART, r"error: another process was lost \(.*\): the same command resumes")
-SETTINGS = (2, "error: seed: process 1 has 1, process 0 0: give all the same")
-ENDS = {
-    "settings": (SETTINGS, SETTINGS),
-    "error": (LOST, (2, "error: a line")),
-    "bug": (LOST, (1, "error: KeyError: 'a key'")),
-    "killed": (LOST, (-signal.SIGKILL, None)),
-}
-"""The fault in process 1, and the exit code and the line at the end of each process."""
-
-
-def assert_all_end(what, call):
-    """Two processes that call this end with the exit code and the line."""
-    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
-    processes = start_group(["-c", script], 2, 4)
-    texts = [process.communicate(timeout=300)[0] for process in processes]
-    assert [process.returncode for process in processes] == [code for code, _ in ENDS[what]], texts
-    for output, (_, line) in zip(texts, ENDS[what], strict=True):
-        matches = re.findall(f"^{line}$", output, re.MULTILINE) if line else []
-        assert len(matches) == output.count("error: ") == (line is not None), output
-    assert ('raise KeyError("a key")' in texts[1]) == (what == "bug")  # its traceback
+        compared(9.0)
+    with pytest.raises(CommonError, match=r"mllm: process 1 has 'code of 1', process 0 'code "):
+        compared(1.0, mllm="code of 1")
 
 
 @pytest.mark.slow
 def test_each_process_reads_its_part_and_one_failure_ends_all(tmp_path):
-    """One start for both, which takes most of the time."""
-    path = str(tmp_path / "run")
-    assert_all_end("error", f"test_processes.check_rows_and_reading({path!r}) or test_processes.end('error')")
+    """One start for both, which takes most of the time. Other faults: tests/faults/test_campaign.py."""
+    call = f"test_processes.check_rows_and_reading({str(tmp_path / 'run')!r}) or test_processes.fail_in_one()"
+    script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
+    processes = start_group(["-c", script], 2, 4)
+    texts = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [RESTART, 2], texts
+    lines = r"error: another process was lost \(.*\): the same command resumes", "error: a line"
+    for output, line in zip(texts, lines, strict=True):
+        assert len(re.findall(f"^{line}$", output, re.MULTILINE)) == output.count("error: ") == 1, output
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("what", ["settings", "bug", "killed"])
-def test_all_processes_end_alike_after_a_failure_of_one_process(what):
-    assert_all_end(what, f"test_processes.join_and_end({what!r})")
+def test_a_bug_in_one_process_is_printed_with_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match=r"^1$"), group_module.ending_together():
+        raise KeyError("a key")
+    assert re.search(r"Traceback.*\nKeyError: 'a key'\nerror: KeyError: 'a key'", capsys.readouterr().err, re.DOTALL)
 
 
 @pytest.mark.nightly

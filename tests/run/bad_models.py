@@ -8,6 +8,7 @@ import os
 from functools import partial
 
 import numpy as np
+import runs
 from safetensors.numpy import load_file, save_file
 
 WEIGHTS, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"
@@ -19,8 +20,7 @@ TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def edit(name, **changes):
-    """Change settings in a JSON file."""
-    return lambda model: (model / name).write_text(json.dumps(json.loads((model / name).read_text()) | changes))
+    return lambda model: runs.edit(model / name, **changes)
 
 
 def file(name, text):

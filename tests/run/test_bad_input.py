@@ -74,11 +74,9 @@ def finetuned(source):
     return arguments(config("sft", run_dir="run", data=data, task=None, eval=None, rollout=None))
 
 
-def test_a_bad_configuration_file_is_refused(tmp_path, refused):
-    path = tmp_path / "run.yaml"
-    for content, text in (("!!python/object/apply:os.system ['touch code-was-run']", "not"), ("steps", "expected a")):
-        path.write_text(content)
-        assert f"{path}: {text}" in refused(train, "--config", path)
+def test_a_configuration_file_without_settings_is_refused(tmp_path, refused):
+    (path := tmp_path / "run.yaml").write_text("steps")
+    assert f"{path}: expected a mapping" in refused(train, "--config", path)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "a\0b", "/dev/zero"])
@@ -141,31 +139,17 @@ def test_code_in_a_models_folder_is_not_run(model, monkeypatch):
 
 GOOD = b'{"question": "1+1=", "answer": "2"}\n'
 FILES = {
-    "nothing": ("train.jsonl", None, "data.source: {path}: no such file in {here}: give a file of JSON lines ("),
-    "an empty file": ("train.jsonl", b"", "data.source: {path}: there is no example in it"),
-    "too long": (
-        "train.jsonl",
-        b'{"question": "' + b"a" * 99 + b'", "answer": "a"}',
-        "data.source: {path}: there is no example that can be learned: none of the tokens to learn lies within",
-    ),
+    "nothing": ("train.jsonl", None, "{path}: no such file in {here}: give a file of JSON lines ("),
+    "an empty file": ("train.jsonl", b"", "{path}: there is no example in it"),
+    "too long": ("train.jsonl", GOOD.replace(b"1+1", b"a" * 99), "{path}: there is no example that can be learned"),
     "half of gzip": ("train.jsonl.gz", gzip.compress(GOOD * 9)[:30], "{path} can't be read (Compressed file"),
-    "parquet that is none": ("train.parquet", GOOD, "data.source: {path} can't be read (Parquet"),
-    "a row of too many values": (
-        "train.csv",
-        b"text\n\na\na,b\n",
-        "data.source: it has more values than the first line has names ({path}:4); the fields there are text",
-    ),
-    "a pipe": ("data", os.mkfifo, "data.source: {path} is no regular file: give a file of JSON"),
+    "parquet that is none": ("train.parquet", GOOD, "{path} can't be read (Parquet"),
+    "a long row": ("train.csv", b"text\n\na\na,b\n", "it has more values than the first line has names ({path}:4)"),
+    "a pipe": ("data", os.mkfifo, "{path} is no regular file: give a file of JSON"),
+    "a line of no UTF-8": ("train.jsonl", GOOD + GOOD.replace(b"1+1", b"\xff") + GOOD, "not JSON in UTF-8 ("),
+    "a line of other fields": ("train.jsonl", GOOD + b'{"txt": "a"}\n', "none of messages, conversations, question"),
 }
 """A data source's name, its bytes or how it is made, and the message."""
-LINES = {
-    "no UTF-8": (b'{"question": "\xff", "answer": "2"}', "not JSON in UTF-8"),
-    "other fields": (b'{"txt": "a"}', "none of messages, conversations, question and answer, prompt and completion"),
-}
-FILES |= {
-    f"a line: {what}": ("train.jsonl", GOOD + line + b"\n" + GOOD, f"data.source: {text}")
-    for what, (line, text) in LINES.items()
-}
 
 
 @pytest.mark.parametrize("what", FILES)
@@ -176,10 +160,7 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
         make(path)
     elif make is not None:
         path.write_bytes(make)
-    message = refused(train, *finetuned(path))
-    assert text.format(path=path, here=tmp_path) in message
-    if what.startswith("a line: "):
-        assert f" ({path}:2)" in message
+    assert "data.source: " + text.format(path=path, here=tmp_path) in refused(train, *finetuned(path))
 
 
 TOOLS = (

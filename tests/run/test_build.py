@@ -1,13 +1,11 @@
 """The parts of a run: its seed, numbers of steps and tokens, signals, and the facts that a resume compares."""
 
-import json
 import signal
 from functools import partial
-from pathlib import Path
 
 import pytest
-from runs import changed
-from tiny import METHODS, config
+from runs import changed, write_lines
+from tiny import METHODS, SUMS, config
 
 from mllm.data.dataset import training_order
 from mllm.errors import UserError
@@ -28,9 +26,12 @@ ROWS = RowShare(0, 1)
 def built(request, tmp_path_factory):
     """A run that validates and has too few data for its steps, or a run with a reference."""
     folder = tmp_path_factory.mktemp("built")
-    lines = [json.dumps({"question": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(40)]
-    (folder / "train.jsonl").write_text("".join(lines))
-    data = {"source": str(folder / "train.jsonl"), "epochs": 1, "validation": {"share": 0.2}}
+    data = {
+        "source": write_lines(folder / "train.jsonl", SUMS),
+        "max_length": 16,
+        "epochs": 1,
+        "validation": {"share": 0.2},
+    }
     parts = {"data": data} if request.param == "sft" else {"grpo": {"beta": 0.1, "reference": "initial"}}
     settings = config(
         request.param,
@@ -83,10 +84,9 @@ def test_the_test_set_is_measured_at_the_end_under_its_own_name(tmp_path, monkey
 
     monkeypatch.setattr(build, "make_evaluation", make_evaluation)
     monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: ROWS)
-    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
-    for first, file in zip((0, 50), files.values(), strict=True):
-        lines = [json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(first, first + 10)]
-        Path(file).write_text("".join(lines))
+    lines = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(20)]
+    files = {"train": lines[:10], "test": lines[10:]}
+    files = {name: write_lines(tmp_path / f"{name}.jsonl", part) for name, part in files.items()}
     task = {"name": "jsonl", **files, "heldout": 2}
     settings = config("grpo", run_dir=str(tmp_path / "run"), eval={"test": True, "every": 7}, task=task)
     with Run.build(settings) as run:

@@ -1,14 +1,13 @@
 """The times of measurements, the best checkpoint by them, and the end of a run."""
 
-import json
 import logging
 import math
 import signal
 from dataclasses import replace
 
 import pytest
-from runs import changed, checkpoints, records, run
-from tiny import config
+from runs import changed, checkpoints, records, run, write_lines
+from tiny import SUMS, config
 
 from mllm.config.data import ValidationConfig
 from mllm.run import build
@@ -66,10 +65,8 @@ def test_the_best_checkpoint_is_by_validation_or_held_out():
 @pytest.fixture
 def settings(tmp_path):
     """A function that makes the configuration of a run on 40 examples; 8 examples are held out."""
-    path = tmp_path / "train.jsonl"
-    lines = [{"prompt": f"{i % 9}+{i % 5}=", "completion": str(i % 9 + i % 5)} for i in range(40)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = {"source": str(path), "max_length": 16, "packing": False, "validation": {"share": 0.2, "every": 2}}
+    source = write_lines(tmp_path / "train.jsonl", SUMS)
+    data = {"source": source, "max_length": 16, "packing": False, "validation": {"share": 0.2, "every": 2}}
 
     def make(**sections):
         given = {"run_dir": str(tmp_path / "run"), "task": None, "rollout": None, "eval": None, "batch_size": 8}

@@ -1,13 +1,12 @@
 """Runs of DPO and its kin, and of distillation: validation, references and teachers. Resume: test_train.py."""
 
-import json
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from runs import newest, records, run
-from tiny import TEACHER, config
+from runs import changed, newest, records, run
+from tiny import METHODS, TEACHER, config
 
 from mllm.algorithms.dpo.source import PreferenceSource
 from mllm.config import load as configs
@@ -22,25 +21,10 @@ from mllm.run.source_run import check_tokens, load_policy, load_teacher
 from mllm.sampler.schedule import DecodeLimits
 from mllm.stopwatch import Stopwatch
 
-HELD_OUT = {"share": 0.2, "every": 2}
-
-
-def settings(folder, loss_type="sigmoid", **sections):
-    """Four updates in two micro-batches each, on pairs of a file, some of them held out."""
-    path = folder / "pairs.jsonl"
-    pairs = [{"prompt": f"{n}+{n}=", "chosen": str(2 * n), "rejected": str(n % 7)} for n in range(60)]
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    data = {"source": str(path), "max_length": 32, "validation": HELD_OUT}
-    common = {"micro_batch_size": 4, "checkpoint": {"every": 2}, "task": None, "eval": None, "rollout": None}
-    return config("dpo", run_dir=str(folder / "run"), data=data, dpo={"loss_type": loss_type}, **common | sections)
-
 
 @pytest.mark.slow
-def test_validated_adapters_compare_with_the_frozen_model(tmp_path):
-    """Two processes: tests/parallel/test_processes.py."""
-    with_adapters = settings(tmp_path, model={"lora": {"rank": 4, "alpha": 8}})
-    assert run(with_adapters) == 0
-    lines = records(with_adapters)
+def test_validated_pairs_are_compared_with_the_reference(finished):
+    lines = records(finished("dpo"))
     assert lines[-1]["step"] == 4
     assert {"rewards/margins", "logps/chosen"} < lines[-1].keys()
     measured = [line for line in lines if "validation/loss" in line]
@@ -55,7 +39,7 @@ def test_the_plan_counts_the_arrays_of_an_update(tmp_path, loss_type, monkeypatc
     """A checkpoint says which reference its run has."""
     rows = RowShare(0, 1)  # not the constant of a process that trains alone
     monkeypatch.setattr(RowShare, "of_mesh", lambda mesh: rows)
-    one = settings(tmp_path, loss_type)
+    one = changed(METHODS["dpo"], run_dir=str(tmp_path / "run"), dpo={"loss_type": loss_type})
     with Run.build(one) as built:
         assert all(batches.share is rows for batches in (built.source.batches, built.source.heldout))
         assert built.source.position().get("reference", built.source.checksum) == built.source.checksum

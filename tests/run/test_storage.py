@@ -1,13 +1,12 @@
 """Models and data are read from a bucket as from a disk, fetched once, and exports are written there."""
 
-from pathlib import Path
 from random import Random
 from unittest.mock import patch
 
 import jax
 import numpy as np
 import pytest
-from tiny import load_weights
+from tiny import FIXTURES, load_weights
 
 from mllm import storage
 from mllm.errors import UserError
@@ -16,7 +15,6 @@ from mllm.model.folder import SMALL, local_folder, replacing
 from mllm.run.store import find_run
 from mllm.storage import bucket_path, cache_folder
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 pytestmark = pytest.mark.parametrize("place", ["gs"], indirect=True)
 
 

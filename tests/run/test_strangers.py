@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from runs import edit
 from tiny import config
 
 from mllm.config import places
@@ -66,8 +67,7 @@ def tokenizer_with(folder, **settings):
     """The folder of a tokenizer with more settings."""
     bytes_tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").unlink()
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    edit(folder / "tokenizer_config.json", **settings)
     return str(folder)
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import ROOT, changed, records, run
+from runs import ROOT, changed, records, run, write_lines
 from tiny import config
 
 import train
@@ -21,17 +21,10 @@ TEXTS = [{"prompt": prompt, "completion": answer} for prompt, answer in ANSWERS.
 def texts(tmp_path_factory):
     """A run that has learned texts by heart, and measures them as a task's problems, with an export."""
     folder = tmp_path_factory.mktemp("texts")
-    data, problems = folder / "data.jsonl", folder / "problems.jsonl"
-    data.write_text("".join(json.dumps(line) + "\n" for line in TEXTS))
-    problems.write_text("".join(json.dumps({"prompt": p, "answer": a}) + "\n" for p, a in ANSWERS.items()))
-    task = {"name": "jsonl", "train": str(problems), "heldout": 2}
-    settings = config(
-        "sft",
-        run_dir=str(folder / "run"),
-        steps=40,
-        data={"source": str(data), "max_length": 16, "packing": False},
-        task=task,
-    )
+    source = write_lines(folder / "data.jsonl", TEXTS)
+    problems = write_lines(folder / "problems.jsonl", [{"prompt": p, "answer": a} for p, a in ANSWERS.items()])
+    task, data = {"name": "jsonl", "train": problems, "heldout": 2}, {"max_length": 16, "packing": False}
+    settings = config("sft", run_dir=str(folder / "run"), steps=40, data=data | {"source": source}, task=task)
     assert run(settings) == 0
     assert export.main([settings.run_dir]) == 0
     return settings
@@ -39,9 +32,9 @@ def texts(tmp_path_factory):
 
 def answers(model, questions, folder, *options):
     """The answers of a model to questions."""
-    prompts, out = folder / "prompts.jsonl", folder / f"{len([*folder.iterdir()])}.jsonl"
-    prompts.write_text("".join(json.dumps({"question": question}) + "\n" for question in questions))
-    given = ["--prompts", str(prompts), "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]
+    out = folder / f"{len([*folder.iterdir()])}.jsonl"
+    prompts = write_lines(folder / "prompts.jsonl", [{"question": question} for question in questions])
+    given = ["--prompts", prompts, "--out", str(out), "--max-tokens", "4", "--dtype", "float32"]
     assert generate.main([str(model), *given, *options]) == 0
     completions = [json.loads(line)["completion"] for line in out.read_text().splitlines()]
     return dict(zip(questions, completions, strict=True))

@@ -72,6 +72,7 @@ def test_a_stopped_bucket_run_ends_like_a_run_on_a_disk(finished, tmp_path, monk
         (tool_run(settings.run_dir).checkpoints / "5").rmtree()
         assert run(settings) == 0
         assert_same_end(whole, settings)
+        assert records(settings, "timings.jsonl")[-1]["step"] == settings.steps  # written behind the last checkpoint
 
 
 def run_with_signal(settings, monkeypatch, phase, count, number):

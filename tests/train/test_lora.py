@@ -1,14 +1,12 @@
 """Adapters: their outputs; how they are trained, sampled and saved; and the memory that a frozen model saves."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from runs import newest, records, run
-from tiny import config, forward_of, load_weights, logits, make_trainer, random_batch
+from tiny import FIXTURES, config, forward_of, load_weights, logits, make_trainer, random_batch
 
 import tools.export
 from mllm.algorithms import rollouts
@@ -25,22 +23,19 @@ from mllm.training.step import init_state
 from tools.export import restore
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down", "head")
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 
 
 @pytest.mark.slow
 def test_sampling_merges_adapters_to_rounding():
     """On a mesh, with a tied head and rslora's scale; tests/model/test_peft.py has what adapters compute."""
-    sizes, stored = weights.read_config(FIXTURES / "grouped_bfloat16"), load_weights(FIXTURES / "grouped_bfloat16")
+    sizes = weights.read_config(FIXTURES / "grouped_bfloat16")
     layout = Layout.of(make_mesh(MeshConfig(fsdp=1, tp=2)), sizes)
     lora = Lora(rank=3, alpha=6.0, targets=ALL, rslora=True)
     assert lora.scale == pytest.approx(6.0 / 3**0.5)
     graphdef, abstract = nnx.split(Decoder.abstract(sizes, dtype=jnp.float32, lora=lora, layout=layout))
-    adapters, frozen = split_adapters(layout.abstract_parameters(abstract))
-    stored = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), stored, frozen)
-    keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(adapters))))
-    drawn = jax.tree.map(lambda leaf: 0.1 * jax.random.normal(next(keys), leaf.shape), adapters)
-    adapters = jax.tree.map(lambda leaf, like: jax.device_put(leaf, like.sharding), drawn, adapters)
+    rng, stored = np.random.default_rng(0), load_weights(FIXTURES / "grouped_bfloat16", tp=2)
+    draw = lambda x: jax.device_put(0.1 * rng.normal(size=x.shape).astype(np.float32), x.sharding)  # noqa: E731
+    adapters = jax.tree.map(draw, split_adapters(layout.abstract_parameters(abstract))[0])
     whole, tokens = nnx.merge_state(stored, adapters), jnp.arange(24)[None] % sizes.vocab_size
     expected = logits(graphdef, whole, tokens)
     plain = logits(nnx.split(Decoder.abstract(sizes, dtype=jnp.float32))[0], stored, tokens)

@@ -1,9 +1,8 @@
 """The schedule, weight decay and its exceptions, clipping, the updates of AdamW, and updates of bfloat16 numbers.
 
-bfloat16 parameters move as far as float32 parameters, though an update is far below the distance of bfloat16 numbers.
+bfloat16 numbers are updated without a bias, though an update is far below the distance of two of them.
 """
 
-from functools import partial
 from typing import get_args
 
 import jax
@@ -24,8 +23,6 @@ from mllm.model.lora import Lora
 from mllm.parallel.mesh import make_mesh
 from mllm.training.optimizer import decays, make_optimizer, make_schedule, update_key, updated
 from mllm.training.step import Forward, TrainState, make_train_step
-
-WEIGHTS = 50_000
 
 
 def config(**settings):
@@ -74,39 +71,11 @@ def test_updates_match_optax_with_clipping_decay_and_schedule(max_grad_norm):
 # Updates of bfloat16 numbers
 
 
-@partial(jax.jit, static_argnames=("dtype", "moment_dtype"))
-def train(dtype, moment_dtype=None):
-    """Weights of a usual size before and after 100 updates at 1e-6, with gradients that are mostly noise."""
-    optimizer = make_optimizer(OptimizerConfig(learning_rate=1e-6, b2=0.999, moment_dtype=moment_dtype), 100)
-    start, mean = 0.02 * jax.random.normal(jax.random.key(0), (2, WEIGHTS)).astype(jnp.bfloat16)
-    params = {"w": start.astype(dtype)}
-
-    def step(state, number):
-        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), number), (WEIGHTS,))
-        gradients = {"w": mean + 0.02 * noise}
-        return updated(optimizer, gradients, *state, update_key(0, number)), None
-
-    (params, state), _ = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(100))
-    assert params["w"].dtype == dtype
-    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(moment_dtype or dtype), jnp.dtype(jnp.int32)}
-    return params["w"].astype(jnp.float32) - start.astype(jnp.float32)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "narrow", [(jnp.bfloat16,), pytest.param((jnp.float32, "bfloat16"), marks=pytest.mark.nightly)], ids=str
-)
-def test_mean_movement_is_within_two_percent_of_float32(narrow):
-    """The distance is measured after 100 updates."""
-    exact, got = (np.asarray(train(*dtypes), np.float64) for dtypes in ((jnp.float32,), narrow))
-    assert 1e-5 < np.abs(exact).mean() < 1e-4
-    assert got @ exact / (exact @ exact) == pytest.approx(1, abs=0.02)
-
-
-def test_moments_fall_as_slowly_as_b2_says():
+@pytest.mark.parametrize("options", [{}, {"moment_dtype": "bfloat16"}], ids=str)
+def test_moments_fall_as_slowly_as_b2_says(options):
     """A fall by 0.1 % is less than half the distance of two bfloat16 numbers: rounded to nearest they would stay."""
-    optimizer, params = make_optimizer(OptimizerConfig(learning_rate=1.0, b2=0.999), 1), {"w": jnp.zeros(20_000)}
-    zeros, params = params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    optimizer, zeros = make_optimizer(config(b2=0.999, **options), 1), {"w": jnp.zeros(20_000)}
+    params = zeros if options else jax.tree.map(lambda x: x.astype(jnp.bfloat16), zeros)
     state = optax.tree.map_params(optimizer, lambda x: jnp.full_like(x, 3.0), optimizer.init(params))
 
     @jax.jit
