@@ -90,12 +90,12 @@ def sparse_weights(n: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("impl", "softcap", "vocabulary", "collision", "dtype", "sharding"))
 def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -> Answer:
-    """Where the entropy's cotangent is None, it has none, not even zeros."""
-    given = tuple(x for x in cotangents[:3] if x is not None)
+    """A statistic whose cotangent is None has none, not even zeros."""
+    given = {name: x for name, x in cotangents._asdict().items() if x is not None}
 
-    def outputs(hidden: jax.Array, weight: jax.Array) -> tuple[Sequence[jax.Array], TokenLogprobs]:
+    def outputs(hidden: jax.Array, weight: jax.Array) -> tuple[dict[str, jax.Array], TokenLogprobs]:
         tokens = token_logprobs(hidden, weight, problem.labels, **options)
-        return tokens[: len(given)], tokens
+        return {name: getattr(tokens, name) for name in given}, tokens
 
     _, pull_back, tokens = jax.vjp(outputs, *problem[:2], has_aux=True)
     return answer_of(tokens, pull_back(given))

@@ -187,19 +187,6 @@ def test_a_divergence_has_a_gradient_and_its_teacher_none() -> None:
     assert_near(jax.jit(jax.grad(of_token, (0, 1)))(*problem[:2], *teacher[:2]), gradients[:2])
 
 
-def test_statistics_that_nothing_depends_on_cost_no_product() -> None:
-    problem = XLA.problem()
-
-    def loss(*sides: Any) -> Any:
-        return token_loss(*sides, problem.labels, CROSS_ENTROPY, impl="xla", workspace=1 << 30)
-
-    def products(differentiated: Any) -> int:
-        jaxpr = jax.make_jaxpr(differentiated)(*problem[:2]).jaxpr
-        return sum(equation.primitive.name == "dot_general" for equation in cases.equations(jaxpr))
-
-    assert products(jax.value_and_grad(loss, (0, 1), has_aux=True)) == 3
-
-
 def test_all_inputs_get_gradients_times_the_loss_cotangent() -> None:
     """With loss = sum_i w_i (a_i logprob_i + c b_i entropy_i), for floating a and c and integers b."""
     problem, w, c = XLA.problem(), sparse_weights(90), 0.5

@@ -111,13 +111,15 @@ def test_a_flag_chooses_greedy_or_sampled_without_gpu_branches(on_a_gpu, monkeyp
     options = RolloutConfig(**LIMITS, top_p=0.7)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
     given = logits, sequence_keys(0, 0, jnp.arange(64)), jnp.zeros(64, jnp.int32)
-    run = jax.jit(lambda likeliest: draw(*given, likeliest, options))
-    program = run.trace(True).lower(lowering_platforms=("cuda" if on_a_gpu else "cpu",)).as_text()
-    assert program.count("stablehlo.case") == (2 if on_a_gpu else 3)  # two choose the platform: they are constant
+
+    def program():
+        return jax.jit(lambda likeliest: draw(*given, likeliest, options))
+
+    text = program().trace(True).lower(lowering_platforms=("cuda" if on_a_gpu else "cpu",)).as_text()
+    assert text.count("stablehlo.case") == (2 if on_a_gpu else 3)  # two choose the platform: they are constant
     if on_a_gpu:
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda logits, cuda, default: cuda(logits))
-        jax.clear_caches()
-    expected = greedy(logits, options), jax.jit(lambda: sample(*given, options))()
+    run, expected = program(), (greedy(logits, options), jax.jit(lambda: sample(*given, options))())
     for likeliest, right in zip((True, False), expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, run(likeliest), right)
     assert (expected[0].tokens != expected[1].tokens).any()
