@@ -39,9 +39,8 @@ def hidden_of(graphdef, params, tokens, positions):
 def test_two_sampled_turns_are_learned_as_in_the_paper(loss_type, mode):
     """The oracle has each trajectory alone, the model's logits in float64, and a loop over the tokens of the mask."""
     objective = make_config(loss_type, mode, num_generations=GROUP, row_length=32)
-    settings = config(
-        batch_size=ROWS, rollout={"max_completion_length": LONGEST}, grpo=objective.model_dump(exclude_defaults=True)
-    )
+    grpo = objective.model_dump(exclude_defaults=True)
+    settings = config(batch_size=ROWS, rollout={"max_completion_length": LONGEST}, grpo=grpo)
     mesh = make_mesh(settings.mesh)
     policy = load_policy(settings, mesh)
     params, forward = policy.initial_params(), forward_of(policy.graphdef, mesh, settings)

@@ -229,9 +229,8 @@ def test_validation_is_a_mean_over_examples_in_any_batches():
         made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)
         batches = [*made.validate()]
         poll = partial(polled.append, rows)
-        validate = make_validation(
-            partial(validation_metrics, config), make_forward(config), lambda given=batches: given, poll
-        )
+        of_batch = partial(validation_metrics, config)
+        validate = make_validation(of_batch, make_forward(config), lambda given=batches: given, poll)
         metrics.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert polled.count(rows) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples

@@ -135,9 +135,7 @@ def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, imp
     assert_nothing_at(got, ~live)
 
 
-def check_loss(
-    problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, impl, **options
-) -> Loss:
+def check_loss(problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, **options) -> Loss:
     """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
     known, live = of_oracle(problem, options), np.asarray(weights) != 0
     operands = operands_for(problem, objective, **known)
@@ -147,7 +145,7 @@ def check_loss(
         hidden = poisoned(problem._replace(hidden=teacher.hidden), ~live).hidden
         theirs = {"teacher_hidden": hidden, "teacher_weight": teacher.weight, "kind": teacher.kind}
         theirs |= {"beta": teacher.beta, "teacher_temperature": teacher.temperature, "teacher_softcap": teacher.softcap}
-    got = loss_and_gradients(sick, objective, given, weights, impl=impl, **theirs, **options)
+    got = loss_and_gradients(sick, objective, given, weights, **theirs, **options)
     right = exact_loss(*problem, objective, *operands, weights=weights, teacher=teacher, **known)
     assert abs(float(got.loss) - right.loss) <= right.resolution
     named = "mean_logit" in inspect.signature(objective).parameters

@@ -94,9 +94,7 @@ PROBLEMS = [
 
 
 @pytest.mark.parametrize(("engine", "softmax", "rows", "options"), every(EVERY, *PROBLEMS))
-def test_any_softmax_of_any_rows_matches_float64(
-    engine: Engine, softmax: Any, rows: str, options: dict[str, Any]
-) -> None:
+def test_any_softmax_of_any_rows_matches_float64(engine: Engine, softmax: Any, rows: str, options: Any) -> None:
     """The temperature is traced."""
     problem = engine.problem(SCALES[softmax]) if softmax in SCALES else softmax(engine)
     with engine.strictly():

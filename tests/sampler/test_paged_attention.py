@@ -33,9 +33,7 @@ from mllm.sampler import decoding, paged_attention, schedule, slots
 from mllm.sampler.paged_attention import RowView
 from mllm.sampler.slots import CHUNK
 
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for this kernel"
-)
+needs_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="no interpreter before jax 0.12")
 
 
 class Rows(NamedTuple):
@@ -232,11 +230,9 @@ def test_the_kernel_runs_on_hopper_gpus_unless_xla_is_asked_for(sizes, runs, mon
 def test_a_merged_head_leaves_the_choice_of_the_kernel():
     """Decoding weights then have another graph of modules."""
     config, lora = Architecture.from_hf(ARCHITECTURE, "test"), Lora(rank=2, alpha=2.0, targets=("q", "head"))
-    graphs = [
-        decoding.decoding_graphdef(Decoder.abstract(config, lora=lora, own_kernels=allowed))
-        for allowed in (True, True, False)
-    ]
-    assert graphs[0] == graphs[1] != graphs[2]
+    models = (Decoder.abstract(config, lora=lora, own_kernels=allowed) for allowed in (True, True, False))
+    first, same, other = map(decoding.decoding_graphdef, models)
+    assert first == same != other
 
 
 def test_other_devices_have_no_kernel():
