@@ -142,9 +142,8 @@ class TestByTheGpuCompiler:
 
     def test_the_gpu_account_has_logits_only_without_the_fused_head(self):
         sizes, mesh = {"tokens": 16384, "features": 256, "vocabulary": 32768}, targets.mesh("h100")
-        fused, full = (
-            targets.account(*head.loss(mesh, impl=impl, **sizes), mesh).temporaries for impl in (None, "full_logits")
-        )
+        programs = (head.loss(mesh, impl=impl, **sizes) for impl in (None, "full_logits"))
+        fused, full = (targets.account(*program, mesh).temporaries for program in programs)
         logits = 4 * sizes["tokens"] * sizes["vocabulary"]
         assert fused < logits / 8  # waves of 2,048 rows
         assert 1.5 * logits < full < 2 * logits  # the gradient is bfloat16
