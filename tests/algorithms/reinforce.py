@@ -40,9 +40,8 @@ def make(config: ReinforceRun) -> Recipe:
     def source(parts):
         return RolloutSource(config, parts, Learning(score, lambda batch, *_: (batch, {}), all_learned=False))
 
-    return Recipe(
-        loss, metrics, source, grpo.rollout_demands(config, lambda tokens, rows: PolicyInputs(tokens, tokens))
-    )
+    demands = grpo.rollout_demands(config, lambda tokens, rows: PolicyInputs(tokens, tokens))
+    return Recipe(loss, metrics, source, demands)
 
 
 def loss(head, states, batch, teacher=None):

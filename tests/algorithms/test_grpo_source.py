@@ -81,13 +81,12 @@ def test_a_failed_reward_leaves_other_groups_bit_identical(loss_type):
     assert changed == GROUP - 1
 
 
-@pytest.mark.parametrize("turns", [1, 4])
-def test_dr_grpo_divides_by_the_longest_allowed_completion(turns):
+def test_dr_grpo_divides_by_the_longest_allowed_completion():
     """The longest allowed completion is counted over all turns."""
     source = grpo_source(loss_type="dr_grpo")
-    source.sampler = replace(source.sampler, options=source.sampler.options.model_copy(update={"max_turns": turns}))
+    source.sampler = replace(source.sampler, options=source.sampler.options.model_copy(update={"max_turns": 4}))
     weights = {fields[4, -1] for fields in sequences(next_of(source).batch).values()}
-    assert weights == {1 / (2 * GROUP * turns * 2 * LIMIT)}
+    assert weights == {1 / (2 * GROUP * 4 * 2 * LIMIT)}
 
 
 def test_more_than_half_of_the_completions_may_not_fail():

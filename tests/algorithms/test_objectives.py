@@ -324,10 +324,8 @@ def test_policy_metrics_average_counted_tokens_or_sequences(loss_type):
 
 def test_cispo_counts_capped_ratios_and_sapo_clips_none():
     mask, logprob, entropy, operands = make_sequences()
-    cispo, sapo = (
-        policy_metrics(make_config(loss_type), packed(logprob), packed(entropy), pack(mask, *operands))
-        for loss_type in ("cispo", "sapo")
-    )
+    given = packed(logprob), packed(entropy), pack(mask, *operands)
+    cispo, sapo = (policy_metrics(make_config(loss_type), *given) for loss_type in ("cispo", "sapo"))
     capped = np.mean(((np.exp(logprob - operands[1]) > 1.3) & (operands[0] > 0))[mask])
     assert capped > 0
     assert float(cispo["cispo_clip_ratio"]) == pytest.approx(capped, rel=1e-5)

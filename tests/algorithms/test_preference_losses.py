@@ -152,19 +152,17 @@ def test_a_certain_completion_has_a_finite_gradient():
     assert np.isfinite(gradient).all()
     assert np.abs(gradient).max() > 0
     assert preference_metrics(config, certain, batch)["rewards/accuracies"] == 0.5
-    batch, _, _ = make_rows(config_of("sigmoid"))
-    equal = with_inputs(batch, reference_logprobs=np.zeros(logprob.shape, np.float32))
-    assert preference_metrics(config_of("sigmoid"), certain, equal)["rewards/accuracies"] == 0.5
-    # Rewards that differ by rounding alone are equal; a difference above it is none.
-    for scale, accuracies in ((1e-7, {0.5}), (1e-3, {0.0, 1.0})):
+    config = config_of("sigmoid")
+    batch, _, sequences = make_rows(config)
+    reference = np.zeros(logprob.shape, np.float32)
+    equal = with_inputs(batch, reference_logprobs=reference)
+    assert preference_metrics(config, certain, equal)["rewards/accuracies"] == 0.5
+    for row, at in sequences:
+        reference[row, at[0]] = logprob[row, at].sum()
+    close = with_inputs(batch, reference_logprobs=reference)
+    for scale, tied in ((1e-7, True), (1e-3, False)):  # by rounding alone, and by more
         noisy = jnp.float32(logprob * (1 + scale * np.random.default_rng(1).normal(size=logprob.shape)))
-        first = jax.vmap(lambda values, ids: jax.ops.segment_sum(values, ids, 42)[ids])(
-            jnp.where(batch.weights > 0, jnp.float32(logprob), 0), batch.segments
-        )
-        starts = batch.inputs.reference_logprobs != 0
-        close = with_inputs(batch, reference_logprobs=jnp.where(starts, first, 0))
-        accuracy = preference_metrics(config_of("sigmoid"), noisy, close)["rewards/accuracies"]
-        assert (float(accuracy) == 0.5) == (accuracies == {0.5})
+        assert (preference_metrics(config, noisy, close)["rewards/accuracies"] == 0.5) == tied
 
 
 @cache
@@ -229,9 +227,8 @@ def test_validation_is_a_mean_over_examples_in_any_batches():
         made = PreferenceBatches(DataConfig(source="a.jsonl", max_length=24), documents(), rows)
         batches = [*made.validate()]
         poll = partial(polled.append, rows)
-        validate = make_validation(
-            partial(validation_metrics, config), make_forward(config), lambda given=batches: given, poll
-        )
+        of_batch = partial(validation_metrics, config)
+        validate = make_validation(of_batch, make_forward(config), lambda given=batches: given, poll)
         metrics.append(validate(load_weights(FIXTURES / "tied"), 0))
         assert polled.count(rows) == len(batches)
     assert len({np.max(batch.weights) for batch in batches}) > 1  # which hold different numbers of examples

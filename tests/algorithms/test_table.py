@@ -26,7 +26,7 @@ def added(monkeypatch):
 @pytest.mark.slow
 def test_an_algorithm_that_one_file_adds_trains(added, tmp_path):
     rewards = [{"name": "user_rewards:even_characters"}]
-    settings = config("reinforce", run_dir=str(tmp_path / "run"), task={"rewards": rewards}, **SECTIONS)
+    settings = config("reinforce", run_dir=str(tmp_path / "run"), steps=1, task={"rewards": rewards}, **SECTIONS)
     assert run(settings) == 0
     samples = records(settings, "samples.jsonl")
     assert [line["advantage"] for line in samples] == [2 * line["reward"] for line in samples]
@@ -35,10 +35,8 @@ def test_an_algorithm_that_one_file_adds_trains(added, tmp_path):
 
 def test_plan_and_schema_know_a_new_algorithm(added):
     settings = config("reinforce", **SECTIONS)
-    assert Programs(settings, make_mesh(settings.mesh)).batch(8).inputs.advantages.shape == (
-        8,
-        settings.batch_shape.length,
-    )
+    batch = Programs(settings, make_mesh(settings.mesh)).batch(8)
+    assert batch.inputs.advantages.shape == (8, settings.batch_shape.length)
     given = config("sft").model_dump(mode="json") | {"reinforce": {}}
     with pytest.raises(UserError, match="reinforce: unknown setting of algorithm: sft; it is for reinforce"):
         configs.validate(given, Path("run.yaml"))

@@ -24,10 +24,8 @@ def opened(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "make", counting)
 
     def open_cache(source, tokenizer=BYTES, rule="auto", **settings):
-        given = {"source": str(source), "max_length": 32, "cache": f"{tmp_path}/cache", **settings}
-        return cache.cached_documents(
-            Origin("data.source", str(source)), DataConfig(**given), Renderer(tokenizer, rule)
-        )
+        data = DataConfig(**{"source": str(source), "max_length": 32, "cache": f"{tmp_path}/cache", **settings})
+        return cache.cached_documents(Origin("data.source", data.source), data, Renderer(tokenizer, rule))
 
     return open_cache, made
 

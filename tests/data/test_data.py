@@ -206,9 +206,8 @@ def test_a_share_is_held_out_by_a_fixed_permutation(tmp_path):
     assert heldout_rows != everything[:8]
     assert [tokens for tokens, _ in training.sizes] == [len(text) for text in trained]
     assert len({part.content for part in (documents, training, heldout)}) == 3
-    twice, _ = load_documents(
-        DataConfig(source=write(tmp_path, some(40) * 2, "twice.jsonl"), max_length=32), Renderer(BYTES), None
-    )
+    repeated = DataConfig(source=write(tmp_path, some(40) * 2, "twice.jsonl"), max_length=32)
+    twice, _ = load_documents(repeated, Renderer(BYTES), None)
     (trained,), (heldout_part,) = hold_out([twice], 0.2)
     assert len(heldout_part) == 16
     assert {*read_all(trained)}.isdisjoint(read_all(heldout_part))
@@ -271,9 +270,9 @@ def test_sources_take_turns_by_weight_in_their_own_order():
     first = numbers[numbers < 5]
     assert len(first) == 100
     assert all(abs(np.count_nonzero(numbers[:n] < 5) - n / 4) <= 1 for n in range(1, 400))  # evenly spread
-    assert first.tolist() == [training_order(5, 7)[place] for place in range(100)]
-    own = training_order(40, 8)
-    assert numbers[numbers >= 5].tolist() == [5 + own[place] for place in range(300)]
+    orders = training_order(5, 7), training_order(40, 8)
+    assert first.tolist() == [orders[0][place] for place in range(100)]
+    assert numbers[numbers >= 5].tolist() == [5 + orders[1][place] for place in range(300)]
 
 
 def test_an_unshuffled_mix_takes_each_source_in_order(tmp_path):
@@ -291,10 +290,8 @@ def test_a_list_of_names_or_mappings_stands_for_a_mix():
 
 
 def test_a_mix_resumes_where_it_stopped(tmp_path):
-    first, second = (
-        write(tmp_path, [{"text": f"{name}{number}"} for number in range(count)], name)
-        for name, count in (("a.jsonl", 30), ("b.jsonl", 7))
-    )
+    first = write(tmp_path, [{"text": f"a{number}"} for number in range(30)], "a.jsonl")
+    second = write(tmp_path, [{"text": f"b{number}"} for number in range(7)], "b.jsonl")
     data = {"source": [{"source": first, "weight": 3}, second], "packing": False, "validation": {"share": 0.2}}
     settings = config("sft", data=data, task=None, rollout=None, eval=None)
 

@@ -58,11 +58,7 @@ def test_no_row_is_too_long_and_no_two_rows_would_fit_together(lengths, row_leng
     assert len(filled) <= -(-len(lengths) // (row_length // max(lengths)))
 
 
-@given(
-    work=st.lists(st.integers(1, 1000), min_size=1, max_size=64),
-    micro=st.integers(1, 4),
-    shards=st.sampled_from([1, 2, 4, 8]),
-)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=64), st.integers(1, 4), st.sampled_from([1, 2, 4, 8]))
 def test_the_devices_have_equal_shares_of_every_micro_batch(work, micro, shards):
     micro *= shards
     rows = BatchShape(1000, micro, -(-len(work) // micro) * micro, shards)

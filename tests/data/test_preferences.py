@@ -1,10 +1,9 @@
 """Records of preferences become two sequences that share a row, and are cached, held out and counted as one example."""
 
-import json
-
 import jax
 import numpy as np
 import pytest
+from test_data import BYTES, END, START, write
 from tiny import config, forward_of
 
 from mllm.algorithms.documents import load_documents
@@ -21,8 +20,7 @@ from mllm.parallel.mesh import make_mesh
 from mllm.parallel.processes import RowShare
 from mllm.training.recipe import Parts
 
-RENDERER = Renderer(bytes_tokenizer())
-START, END = bytes_tokenizer().convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+RENDERER = Renderer(BYTES)
 ASKED = [{"role": "user", "content": "ab"}]
 
 
@@ -39,9 +37,7 @@ def some(count):
 
 
 def documents_of(folder, records, renderer=RENDERER, **settings):
-    path = folder / "data.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = DataConfig(**{"source": str(path), "max_length": 32, **settings})
+    config = DataConfig(source=write(folder, records), max_length=32, **settings)
     return config, load_documents(config, renderer, None, pairs=True)
 
 
@@ -149,9 +145,7 @@ def test_rows_hold_whole_pairs_with_their_reference(tmp_path):
 
 
 def test_validation_pairs_have_a_reference_like_training(tmp_path):
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in some(20)))
-    data = {"source": str(path), "validation": {"share": 0.2}}
+    data = {"source": write(tmp_path, some(20)), "validation": {"share": 0.2}}
     settings = config("dpo", data=data, task=None, eval=None, rollout=None)
     mesh = make_mesh(settings.mesh)
     source = recipe_of(settings).source(Parts(mesh, forward_of(None, mesh, settings), RENDERER, None))

@@ -1,7 +1,7 @@
 """Tasks, built-in and listed by users: held-out problems stay held out, answers are right, bad input is one line."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -133,6 +133,13 @@ def test_the_beginning_of_an_expression_is_no_answer():
         assert final_answer(completion, "hashes") == "3"
 
 
+def test_games_that_differ_in_one_field_are_two_problems(tmp_path: Path) -> None:
+    games = [{"prompt": "Guess my number.", "largest": largest} for largest in range(10, 30)]
+    given = task(tmp_path, *games, environment="my_env:Guess", heldout=4)
+    assert sorted(each.fields["largest"] for each in (*given.train, *given.heldout)) == [*range(10, 30)]
+    assert len(given.heldout) == 4
+
+
 def test_problems_are_told_apart_by_numbers_of_numpy_too():
     def hashed(value: Any) -> str:
         return prompt_hash(Example([ASKED], None, fields={"largest": value}), fields=True)
@@ -239,9 +246,7 @@ def test_a_function_returns_problems(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("return [{'prompt': 'a', 'f': lambda: 0}]", r"the rewards' process: Can't .*make\[0\]"),
     ],
 )
-def test_a_failing_task_function_is_a_one_line_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, fault: str
-) -> None:
+def test_a_failing_task_function_is_a_one_line_error(tmp_path: Path, monkeypatch: Any, code: str, fault: str) -> None:
     with pytest.raises(UserError, match=fault):
         user_module(tmp_path, monkeypatch, code)
 
@@ -270,7 +275,9 @@ def test_calculator_chats_are_runs_of_other_problems() -> None:
 
 
 @pytest.mark.parametrize(("module", "made"), [("guess", guess.played(3)[0]), ("calculator", calculator.chat(3))])
-def test_the_examples_write_chats_to_learn_from(module: str, made: object, tmp_path: Path) -> None:
+def test_the_examples_write_chats_to_learn_from(module: str, made: object, tmp_path: Path, monkeypatch: Any) -> None:
     path = tmp_path / "runs" / "chats.jsonl"
-    subprocess.run([sys.executable, "-m", f"mllm.examples.{module}", str(path)], check=True)
+    monkeypatch.setattr(sys, "argv", [module, str(path)])
+    monkeypatch.delitem(sys.modules, f"mllm.examples.{module}")
+    runpy.run_module(f"mllm.examples.{module}", run_name="__main__")
     assert json.loads(path.read_text().splitlines()[3]) == {"messages": made}

@@ -43,20 +43,26 @@ NEW = [
 ]
 
 
+def talk(given, turns, tools=None, opened=""):
+    """The tokens of a conversation, and its messages. A turn is a sampled text, its answers, and whether it ended."""
+    chat = [{"role": "user", "content": "Guess."}]
+    ids = prompt_tokens(given, chat, tools)
+    for text, answers, ended in turns:
+        ids += [*encode(given.tokenizer, text), *[given.tokenizer.eos_token_id] * ended]
+        ids += observation_tokens(given, answers, ended, tools)
+        chat += [{"role": "assistant", "content": opened + text}, *answers]
+    return ids, chat
+
+
 @pytest.mark.parametrize("tools", [None, COUNTER], ids=["no tools", "tools"])
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3", "qwen3"])
 def test_conversation_tokens_match_the_rendered_template(name, tools):
     """Whether a turn ended by its token or was cut off; Llama's template would trim sampled text."""
-    chat, given = [{"role": "user", "content": "Guess."}], public(name)
-    tokenizer, whole = given.tokenizer, public(name, **({"tools": tools} if tools else {}))
-    ids = prompt_tokens(given, chat, tools)
-    assert ("Value to add" in tokenizer.decode(ids)) == (tools is not None)
-    for number, (text, new) in enumerate(zip(SAID, NEW, strict=True)):
-        text, ended = text.strip() if name == "llama3" else text, number != 1
-        ids += [*encode(tokenizer, text), *([tokenizer.eos_token_id] if ended else [])]
-        ids += observation_tokens(given, new, ended, tools)
-        chat += [{"role": "assistant", "content": text}, *new]
-    assert ids == encode(tokenizer, render(whole, chat, add_generation_prompt=True))
+    given, whole = public(name), public(name, **({"tools": tools} if tools else {}))
+    said = [text.strip() for text in SAID] if name == "llama3" else SAID
+    ids, chat = talk(given, zip(said, NEW, (True, False, True), strict=True), tools)
+    assert ids == encode(given.tokenizer, render(whole, chat, add_generation_prompt=True))
+    assert ("Value to add" in given.tokenizer.decode(ids)) == (tools is not None)
 
 
 @pytest.mark.parametrize("args", [{}, {"enable_thinking": False}], ids=["thinking", "not thinking"])
@@ -65,12 +71,8 @@ def test_qwen35_turns_match_its_template(args, caplog):
     given = Renderer(PUBLIC["qwen3.5"].tokenizer(), args=args)
     call = "<tool_call>\n<function=increment>\n<parameter=step>\n6\n</parameter>\n</function>\n</tool_call>"
     opened, thought = ("<think>\n\n</think>\n\n", "") if args else ("<think>\n", "It is more.\n</think>\n\n")
-    chat = [{"role": "user", "content": "Guess."}]
-    ids = prompt_tokens(given, chat, COUNTER)
-    for text in (call, call.replace("6", "1")):
-        ids += [*encode(given.tokenizer, thought + text), given.tokenizer.eos_token_id]
-        ids += observation_tokens(given, [{"role": "tool", "content": "7"}], True, COUNTER)
-        chat += [{"role": "assistant", "content": opened + thought + text}, {"role": "tool", "content": "7"}]
+    turns = [(thought + text, [{"role": "tool", "content": "7"}], True) for text in (call, call.replace("6", "1"))]
+    ids, chat = talk(given, turns, COUNTER, opened)
     whole = Renderer(given.tokenizer, args={**args, "tools": COUNTER})
     assert ids == encode(given.tokenizer, render(whole, chat, add_generation_prompt=True))
     check_turns(given, COUNTER)
@@ -84,12 +86,8 @@ def test_turns_of_thought_keeping_templates_match_them(name, caplog):
     """Qwen3.8's keeps them by default, and takes a thought from a field of its own alone."""
     kept = {"preserve_thinking": True} if name == "qwen3.6" else {"reasoning_effort": "low"}
     given, dropping = public(name, **kept), public(name, preserve_thinking=False)
-    chat = [{"role": "user", "content": "Guess."}]
-    ids = prompt_tokens(given, chat, None)
-    for text in ("It is more.\n</think>\n\n6", "It is less.\n</think>\n\n5"):
-        ids += [*encode(given.tokenizer, text), given.tokenizer.eos_token_id]
-        ids += observation_tokens(given, [{"role": "user", "content": "no"}], True, None)
-        chat += [{"role": "assistant", "content": f"<think>\n{text}"}, {"role": "user", "content": "no"}]
+    texts = "It is more.\n</think>\n\n6", "It is less.\n</think>\n\n5"
+    ids, chat = talk(given, [(text, [{"role": "user", "content": "no"}], True) for text in texts], opened="<think>\n")
     assert given.tokenizer.decode(ids) == render(given, chat, add_generation_prompt=True)
     assert ("Be brief." in render(given, chat)) == (name == "qwen3.8")
     for tools in (None, COUNTER):
@@ -262,9 +260,8 @@ def test_a_call_that_does_not_parse_has_a_message_for_the_model(text: str, messa
     *_, error = tool_calls(text, TOOLS)
     assert re.search(message, str(error))
     assert failed_call(error) == f"Error: ValueError: {error}"
-    assert (
-        failed_call(OSError("\ud800" + "x" * 10**6)) == "Error: OSError: ?" + "x" * 983
-    )  # short, and whole characters
+    # Short, and of whole characters.
+    assert failed_call(OSError("\ud800" + "x" * 10**6)) == "Error: OSError: ?" + "x" * 983
 
 
 def test_control_token_tags_stay_in_completion_texts() -> None:

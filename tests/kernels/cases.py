@@ -90,12 +90,12 @@ def sparse_weights(n: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("impl", "softcap", "vocabulary", "collision", "dtype", "sharding"))
 def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -> Answer:
-    """Where the entropy's cotangent is None, it has none, not even zeros."""
-    given = tuple(x for x in cotangents[:3] if x is not None)
+    """A statistic whose cotangent is None has none, not even zeros."""
+    given = {name: x for name, x in cotangents._asdict().items() if x is not None}
 
-    def outputs(hidden: jax.Array, weight: jax.Array) -> tuple[Sequence[jax.Array], TokenLogprobs]:
+    def outputs(hidden: jax.Array, weight: jax.Array) -> tuple[dict[str, jax.Array], TokenLogprobs]:
         tokens = token_logprobs(hidden, weight, problem.labels, **options)
-        return tokens[: len(given)], tokens
+        return {name: getattr(tokens, name) for name in given}, tokens
 
     _, pull_back, tokens = jax.vjp(outputs, *problem[:2], has_aux=True)
     return answer_of(tokens, pull_back(given))
@@ -135,9 +135,7 @@ def check(problem: Problem, cotangents: Slopes, *, live=None, largest=SLACK, imp
     assert_nothing_at(got, ~live)
 
 
-def check_loss(
-    problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, impl, **options
-) -> Loss:
+def check_loss(problem: Problem, objective: Objective, weights, *, teacher=None, largest=SLACK, **options) -> Loss:
     """Checks token_loss; returns its results. Rows of weight zero hold poison, and give zeros."""
     known, live = of_oracle(problem, options), np.asarray(weights) != 0
     operands = operands_for(problem, objective, **known)
@@ -147,7 +145,7 @@ def check_loss(
         hidden = poisoned(problem._replace(hidden=teacher.hidden), ~live).hidden
         theirs = {"teacher_hidden": hidden, "teacher_weight": teacher.weight, "kind": teacher.kind}
         theirs |= {"beta": teacher.beta, "teacher_temperature": teacher.temperature, "teacher_softcap": teacher.softcap}
-    got = loss_and_gradients(sick, objective, given, weights, impl=impl, **theirs, **options)
+    got = loss_and_gradients(sick, objective, given, weights, **theirs, **options)
     right = exact_loss(*problem, objective, *operands, weights=weights, teacher=teacher, **known)
     assert abs(float(got.loss) - right.loss) <= right.resolution
     named = "mean_logit" in inspect.signature(objective).parameters

@@ -26,17 +26,14 @@ from lm_head.gpu.tiles import Sizes, Tiles
 from lm_head.tpu import tiles as tpu_tiles
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-V6E = AbstractMesh(
-    (1,), ("chip",), (AxisType.Auto,), abstract_device=AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
-)
+CHIP = AbstractDevice("TPU v6 lite", num_cores=1, platform="tpu")
+V6E = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=CHIP)
 """For tracing: a program traced under this mesh is for a TPU."""
 TPU_TILES = {"rows": 128, "columns": 256, "step": 128, "call": 256}
 GPU_SIZES = Sizes(Tiles(columns=128, slots=2, cluster=1), chunk=256, wave_rows=(0, 0))
 XLA_SIZES = {"_CPU_BLOCK": 16, "_BLOCK": 16, "_TILE": 128, "_LEAST_WAVE": 8}
 CHUNK_SIZES = {"_CPU_ROWS": 24, "_ROWS": 24, "_LEAST_ROWS": 16}
-needs_interpreter = pytest.mark.skipif(
-    jax.__version_info__ < (0, 12), reason="jax before 0.12 has no interpreter for these kernels"
-)
+needs_interpreter = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="no interpreter before jax 0.12")
 
 
 class Engine(NamedTuple):
@@ -107,10 +104,8 @@ def parameter(engine: Engine, *others: Any, nightly: bool = False, slow: bool = 
     """The engine, and other arguments, as one case of a test."""
     marks = [needs_interpreter] * (engine.impl == "mosaic_gpu")
     marks += [pytest.mark.nightly] * nightly + [pytest.mark.slow] * slow
-    name = f"{engine.impl} {jnp.dtype(engine.dtype).name}"
-    return pytest.param(
-        engine, *others, id=", ".join([name, *(getattr(one, "__name__", str(one)) for one in others)]), marks=marks
-    )
+    names = [f"{engine.impl} {jnp.dtype(engine.dtype).name}", *(getattr(one, "__name__", str(one)) for one in others)]
+    return pytest.param(engine, *others, id=", ".join(names), marks=marks)
 
 
 def every(ways: Sequence[Any], *rows: Any, kernels: str = "slow") -> list[Any]:

@@ -212,9 +212,8 @@ def assert_as_accurate_as_rounding(got: Answer, right: Exact, largest: float = S
     for name, ours in got._asdict().items():
         if ours is None or name == "likeliest":
             continue
-        want, ours, theirs = (
-            np.asarray(x, np.float64) for x in (getattr(right.answer, name), ours, getattr(rounded, name))
-        )
+        given = getattr(right.answer, name), ours, getattr(rounded, name)
+        want, ours, theirs = (np.asarray(x, np.float64) for x in given)
         assert ours.shape == want.shape, f"{name} has shape {ours.shape}, not {want.shape}"
         hair = getattr(right.resolution, name)
         for norm, slack in ((lambda x: np.sqrt(np.mean(x**2)), SLACK), (lambda x: np.abs(x).max(initial=0), largest)):

@@ -72,11 +72,9 @@ def test_statistics_and_gradient_match_float64(impl: Any, scale: float, dtype: A
 @pytest.mark.parametrize("impl", ["xla", pytest.param("mosaic_tpu", marks=pytest.mark.nightly)])
 def test_a_sharded_vocabulary_gives_the_same_as_one_device(impl: Any) -> None:
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,))
-    logits = logits_of(3)
+    logits, columns = logits_of(3), P(None, "tp")
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=P(None, "tp"), out_specs=(P(), P(None, "tp")), check_vma=False
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=columns, out_specs=(P(), columns), check_vma=False)
     def sharded(logits: Any) -> Any:
         """Each device has the whole of each statistic. Cotangents from the devices are not summed."""
         tokens, pull = jax.vjp(lambda x: logits_logprobs(x, LABELS, vocabulary_axis="tp", impl=impl)[:3], logits)

@@ -61,9 +61,8 @@ def test_trainer_waves_keep_the_logits_of_a_single_wave() -> None:
 def test_in_plain_xla_a_wave_takes_no_more_memory_than_chunks() -> None:
     """The programs for GPUs other than Hopper's."""
     mesh = targets.mesh("h100")
-    xla, chunks = (
-        targets.compiled(*head.loss(mesh, impl=impl), mesh, targets.CUBLAS) for impl in ("xla", "chunked_logits")
-    )
+    programs = (head.loss(mesh, impl=impl) for impl in ("xla", "chunked_logits"))
+    xla, chunks = (targets.compiled(*program, mesh, targets.CUBLAS) for program in programs)
     assert targets.memory(xla).temporaries <= targets.memory(chunks).temporaries
 
 

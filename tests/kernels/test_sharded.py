@@ -122,9 +122,8 @@ ARGUMENTS = (*PROBLEM[:2], WEIGHTS, jnp.linspace(-1, 1, N), jnp.float32(0.7))
 @pytest.mark.parametrize("argnums", [(2, 3, 4), *(pytest.param(side, marks=pytest.mark.slow) for side in (0, 1))])
 def test_all_sharded_inputs_get_their_gradients(argnums) -> None:
     """Inputs are weights, operands, closed-over arrays of the objective, and either side alone."""
-    got, want = (
-        jax.jit(jax.value_and_grad(functools.partial(of_all, sharding=x), argnums))(*ARGUMENTS) for x in (over(), None)
-    )
+    losses = (functools.partial(of_all, sharding=x) for x in (over(), None))
+    got, want = (jax.jit(jax.value_and_grad(loss, argnums))(*ARGUMENTS) for loss in losses)
     assert_near(got, want)
 
 
@@ -241,9 +240,8 @@ def test_devices_exchange_tokens_or_weights_once_a_pass(way, weight, exchange, m
 def test_a_gathered_weight_gradient_is_summed_before_dh() -> None:
     """XLA for TPUs would hold all of a device's dW until the backward pass of the layers ends."""
     few = Problem(PROBLEM.hidden, jnp.zeros((2 * FEW, D)), PROBLEM.labels % (2 * FEW))
-    run = functools.partial(
-        cases.loss_and_gradients, objective=OBJECTIVES["cross-entropy"], weights=WEIGHTS, sharding=over()
-    )
+    given = {"objective": OBJECTIVES["cross-entropy"], "weights": WEIGHTS, "sharding": over()}
+    run = functools.partial(cases.loss_and_gradients, **given)
     fences = [x for x in cases.equations(jax.make_jaxpr(run)(few).jaxpr) if x.primitive.name == "optimization_barrier"]
     assert [(ROWS, D), (2 * FEW // 2, D // 2)] in [[x.aval.shape for x in equation.outvars] for equation in fences]
 

@@ -95,7 +95,7 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "function", "value", "both", "hidden_alone", "weight_alone"),
+    ("engine", "function", "value", "both", "hidden", "weight"),
     [
         ("xla", likelihood_and_entropy, 1, 4, 3, 3),
         ("xla", loss_of("entropy bonus", NO_WORKSPACE), 1, 4, 3, 3),
@@ -115,15 +115,13 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
         ("mosaic_tpu", loss_of("smoothed label", ONE_WAVE, 5.0), 1, 5, 3, 3),
     ],
 )
-def test_functions_and_gradients_take_the_documented_products(
-    engine, function, value, both, hidden_alone, weight_alone
-):
+def test_functions_and_gradients_take_the_documented_products(engine, function, value, both, hidden, weight):
     """On a TPU dh's expectation of W comes with the values, for one more. A teacher of the student's size has r = 1.
 
     Several waves add up a narrow weight's gradient in float32, an array that the workspace must have room for.
     """
     taken = [products(jax.value_and_grad(function, sides), engine) for sides in ((0, 1), 0, 1)]
-    assert [products(function, engine), *taken] == [value, both, hidden_alone, weight_alone]
+    assert [products(function, engine), *taken] == [value, both, hidden, weight]
 
 
 @pytest.mark.parametrize(

@@ -101,18 +101,13 @@ def test_auto_keeps_products_if_the_settings_rows_fit(compiled, kind):
     assert compiled == [("products", 2)]
 
 
-def test_products_are_not_kept_where_xla_would_repeat_operations(monkeypatch):
+@pytest.mark.parametrize(("repeating", "rows", "kept"), [({8}, 4, "products"), ({8, 2, 4}, 8, "full")])
+def test_products_are_not_kept_where_xla_would_repeat_operations(compiled, monkeypatch, repeating, rows, kept):
+    update = fit.compiled_update
+    repeated = lambda config, *_: update(config, None)._replace(repeats=config.micro_batch_size in repeating)  # noqa: E731
+    monkeypatch.setattr(fit, "compiled_update", repeated)
     monkeypatch.setattr(fit, "ENOUGH", 2 * AUTO.examples.max_length)
-    rows_that_repeat = {8}
-
-    def update(config, devices):
-        repeats = config.micro_batch_size in rows_that_repeat
-        return Phase("update", dict.fromkeys(COLUMNS, 0) | {"activations": 2**20}, repeats)
-
-    monkeypatch.setattr(fit, "compiled_update", update)
-    assert fit.fitted(AUTO, devices_with(10**6))[0] == fit.settled(AUTO, 4, "products")
-    rows_that_repeat |= {2, 4}
-    assert fit.fitted(AUTO, devices_with(10**6))[0] == fit.settled(AUTO, 8, "full")
+    assert fit.fitted(AUTO, devices_with(10**6))[0] == fit.settled(AUTO, rows, kept)
 
 
 def test_auto_recomputes_all_on_tpus(compiled, monkeypatch):

@@ -122,9 +122,8 @@ def test_a_group_shares_a_state_and_each_step_has_another(guess):
     """Held-out problems have a fixed state that is the same at each step."""
     prompts = [prompt(largest=10**6)] * 4 + [prompt(largest=10**6 + 1)] * 4
     places = ((3,), (3,), (4,), (3, 8), (3, 0, True), (4, 0, True))
-    first, again, other, later, fixed, same = (
-        [game.values["number"] for game in play(guess(*place), prompts, ["0"] * 8)] for place in places
-    )
+    rollouts = (play(guess(*place), prompts, ["0"] * 8) for place in places)
+    first, again, other, later, fixed, same = ([game.values["number"] for game in games] for games in rollouts)
     assert (first, fixed) == (again, same)
     assert first == [first[0]] * 4 + [first[4]] * 4
     assert len({*first, *other, *later, *fixed}) == 8
@@ -158,7 +157,6 @@ def test_a_prompt_that_grows_too_long_fails_alone(guess):
         ("Hostile", "raise ValueError('no board')", r"ValueError: no board \(own_environments.py:\d+\)"),
         ("Hostile", "os._exit(3)", "ended its process with exit code 3"),
         ("Ended", None, "TypeError: step: too many positional arguments"),
-        ("Deck", None, r"TypeError: .*reset\(\) missing 1 required positional argument: 'cards'.*"),
     ],
 )
 def test_an_environment_that_fails_on_problem_one_is_refused(environment, begins, fault):
@@ -264,9 +262,8 @@ def test_the_rewards_of_a_turn_are_added():
 def test_a_failed_environment_gives_no_reward(caplog):
     """Calls of tools are counted."""
     sampler = speaker(["pass"], ["raise ValueError"], [call('{"number": 1}')], [call("{}")])
-    rewards = [
-        {"name": f"own_environments:{name}", "weight": w} for name, w in (("by_environment", 1), ("numbered", 0))
-    ]
+    weights = {"by_environment": 1, "numbered": 0}
+    rewards = [{"name": f"own_environments:{name}", "weight": weight} for name, weight in weights.items()]
     config = task("Hostile", tools=["own_environments:double"], rewards=rewards)
     with RewardRunner(config, Task("", [], []), 60) as runner:
         samples = sample_trajectories(sampler, runner, [prompt()] * 4, None, **HOW)

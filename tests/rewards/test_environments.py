@@ -7,8 +7,6 @@ from pathlib import Path
 import own_environments
 import pytest
 
-from mllm.config.task import TaskConfig
-from mllm.data.tasks.load import load
 from mllm.data.tasks.task import Example
 from mllm.errors import UserError
 from mllm.rewards.calls import answers
@@ -145,12 +143,3 @@ def test_the_examples_of_the_docs_run_unchanged(tmp_path, monkeypatch):
     counted = Move(0, completion=call("add", amount=3)), Move(0, completion="3")
     _, turn, over = mover("my_counter:Counter")(beginning(), *counted)
     assert (fields_of(turn)[0], fields_of(over)[-1]) == (["3.0"], {"reward": 3.0})
-
-
-def test_games_that_differ_in_one_field_are_two_problems(tmp_path):
-    lines = [f'{{"prompt": "Guess my number.", "largest": {largest}}}\n' for largest in range(10, 30)]
-    (tmp_path / "games.jsonl").write_text("".join(lines))
-    config = TaskConfig(name="jsonl", train=str(tmp_path / "games.jsonl"), environment="my_env:Guess", heldout=4)
-    task = load(config)
-    assert sorted(each.fields["largest"] for each in (*task.train, *task.heldout)) == [*range(10, 30)]
-    assert len(task.heldout) == 4

@@ -235,19 +235,34 @@ def test_neither_slots_nor_devices_change_a_token(sizes, monkeypatch):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
+LONG = RolloutConfig(max_prompt_length=12, max_completion_length=160)
+IN_16_SLOTS = {"stops": (3,), "room": DecodeLimits(16)}
+
+
+@pytest.fixture(scope="module")
+def long_completions(model, prompts):
+    """64 completions of 8 prompts, most of which wait for one of 16 slots; and the work that they took."""
+    work = RolloutWork()
+    return complete(model, prompts[:8] * 8, LONG, work=work, **IN_16_SLOTS), work
+
+
 @pytest.mark.slow
-def test_a_stop_text_cuts_text_and_tokens(model, prompts):
+def test_a_distinct_prompt_is_prefilled_once(long_completions):
+    """Few slot steps are useless where many sequences wait."""
+    _, work = long_completions
+    assert work.prefilled == 8 * 12
+    assert 20 < work.tokens / 64 < 60
+    assert work.tokens / work.slot_steps >= 0.85
+
+
+@pytest.mark.slow
+def test_a_stop_text_cuts_text_and_tokens(model, prompts, long_completions):
     """Texts end completions in the first chunk and in later chunks, before and behind a stop token or the limit."""
-    options, given = (
-        RolloutConfig(max_prompt_length=12, max_completion_length=160),
-        {"stops": (3,), "room": DecodeLimits(16)},
-    )
-    decode = bytes_tokenizer().decode
-    whole = complete(model, prompts[:8] * 8, options, **given)
+    decode, (whole, _) = bytes_tokenizer().decode, long_completions
     pairs = Counter(pair for one in whole for pair in pairwise(one.tokens))
     texts = [decode(pair) for pair, _ in pairs.most_common(30)[::15]]
     work, ends = RolloutWork(), []
-    result = complete(model, prompts[:8] * 8, options, stop_texts=texts, work=work, **given)
+    result = complete(model, prompts[:8] * 8, LONG, stop_texts=texts, work=work, **IN_16_SLOTS)
     for one, full in zip(result, whole, strict=True):
         complete_at = (n for n in range(len(full.tokens) + 1) if any(text in decode(full.tokens[:n]) for text in texts))
         ends.append(next(complete_at, None))
@@ -267,16 +282,6 @@ def test_a_stop_text_may_be_part_of_a_token_or_character():
     across = "a" * (CHUNK - 6) + "THE END" + "a" * (CHUNK - 1), CHUNK + 1  # one token of seven lies in the last chunk
     for text, length in (("a\u00e9!b", 4), ("a\u00e9?", None), ("T" * 90 + "THE ENDT", 97), across, ("", None)):
         assert sampler.stopped_length(array("i", [*text.encode()])) == length
-
-
-@pytest.mark.slow
-def test_a_distinct_prompt_is_prefilled_once(model, prompts):
-    """Few slot steps are useless where many sequences wait."""
-    work, options = RolloutWork(), RolloutConfig(max_prompt_length=12, max_completion_length=160)
-    complete(model, prompts[:8] * 8, options, stops=(3,), room=DecodeLimits(16), work=work)
-    assert work.prefilled == 8 * 12
-    assert 20 < work.tokens / 64 < 60
-    assert work.tokens / work.slot_steps >= 0.85
 
 
 @pytest.mark.slow
@@ -318,13 +323,9 @@ def test_greedy_completions_match_transformers(name):
 def test_pages_and_waiting_sequences_change_no_token(prompts):
     """Completions fill several pages of 32 tokens; 10 pages are too few for twelve sequences."""
     chosen, work = made(WINDOWS), [RolloutWork(), RolloutWork()]
-    options, rooms = (
-        RolloutConfig(max_prompt_length=12, max_completion_length=100),
-        [DecodeLimits(12), DecodeLimits(12, 10 * 32)],
-    )
-    many, few = (
-        complete(chosen, prompts, options, stops=(-1,), room=r, work=w) for r, w in zip(rooms, work, strict=True)
-    )
+    given = {"options": RolloutConfig(max_prompt_length=12, max_completion_length=100), "stops": (-1,)}
+    many = complete(chosen, prompts, room=DecodeLimits(12), work=work[0], **given)
+    few = complete(chosen, prompts, room=DecodeLimits(12, 10 * 32), work=work[1], **given)
     for one, other in zip(few, many, strict=True):
         assert (one.tokens, one.finished) == (other.tokens, other.finished)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)

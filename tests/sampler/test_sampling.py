@@ -9,6 +9,7 @@ from rollouts import sampling_logprobs
 from mllm.config.rollout import RolloutConfig
 from mllm.sampler.sampling import draw, exclude, greedy, gumbel_noise, sample, sequence_keys
 
+sampled = jax.jit(sample, static_argnames="options")
 DRAWS = 20_000
 LIMITS = {"max_prompt_length": 1, "max_completion_length": 1}
 SETTINGS = [
@@ -38,7 +39,7 @@ def test_tokens_are_as_frequent_as_their_distribution(settings):
     logits = np.random.default_rng(0).normal(size=8).astype(np.float32)
     rows, keys = jnp.broadcast_to(logits, (DRAWS, 8)), sequence_keys(0, 0, jnp.arange(DRAWS))
     options = RolloutConfig(**LIMITS, **settings)
-    drawn = jax.tree.map(np.asarray, sample(rows, keys, jnp.zeros(DRAWS, jnp.int32), options))
+    drawn = jax.tree.map(np.asarray, sampled(rows, keys, jnp.zeros(DRAWS, jnp.int32), options))
     drawn_from, whole = sampling_logprobs(logits, **settings), sampling_logprobs(logits, settings["temperature"])
     counts, expected = np.bincount(drawn.tokens, minlength=8), DRAWS * np.exp(drawn_from)
     possible = expected > 0
@@ -81,9 +82,8 @@ def test_top_p_keeps_the_tokens_of_sorted_logits_and_ties(scale, top_p):
     probability /= probability.sum(1, keepdims=True)
     before = np.cumsum(probability, axis=1) - probability
     # float32 sums of 30,000 probabilities are off by some 1e-7, as are sums of sorted probabilities
-    fewest, most = (
-        np.where(before < x, descending, np.inf).min(1, keepdims=True) for x in (top_p - 1e-6, top_p + 1e-6)
-    )
+    limits = top_p - 1e-6, top_p + 1e-6
+    fewest, most = (np.where(before < x, descending, np.inf).min(1, keepdims=True) for x in limits)
     kept = np.asarray(exclude(jnp.asarray(logits), 0, top_p))
     least = np.where(np.isfinite(kept), kept, np.inf).min(1, keepdims=True)
     np.testing.assert_array_equal(kept, np.where(logits >= least, logits, -np.inf))
@@ -95,7 +95,7 @@ def test_a_certain_softmax_draws_the_likeliest_token():
     logits = 1e11 * jax.random.normal(jax.random.key(0), (4, 260))
     keys, first = sequence_keys(0, 0, jnp.arange(4)), jnp.zeros(4, jnp.int32)
     options = RolloutConfig(**LIMITS, temperature=0.5, top_k=5, top_p=0.9)
-    tokens, logprobs, _, norms = sample(logits, keys, first, options)
+    tokens, logprobs, _, norms = sampled(logits, keys, first, options)
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal((logprobs, norms), 0)
 
@@ -111,13 +111,15 @@ def test_a_flag_chooses_greedy_or_sampled_without_gpu_branches(on_a_gpu, monkeyp
     options = RolloutConfig(**LIMITS, top_p=0.7)
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
     given = logits, sequence_keys(0, 0, jnp.arange(64)), jnp.zeros(64, jnp.int32)
-    run = jax.jit(lambda likeliest: draw(*given, likeliest, options))
-    program = run.trace(True).lower(lowering_platforms=("cuda" if on_a_gpu else "cpu",)).as_text()
-    assert program.count("stablehlo.case") == (2 if on_a_gpu else 3)  # two choose the platform: they are constant
+
+    def program():
+        return jax.jit(lambda likeliest: draw(*given, likeliest, options))
+
+    text = program().trace(True).lower(lowering_platforms=("cuda" if on_a_gpu else "cpu",)).as_text()
+    assert text.count("stablehlo.case") == (2 if on_a_gpu else 3)  # two choose the platform: they are constant
     if on_a_gpu:
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda logits, cuda, default: cuda(logits))
-        jax.clear_caches()
-    expected = greedy(logits, options), jax.jit(lambda: sample(*given, options))()
+    run, expected = program(), (greedy(logits, options), jax.jit(lambda: sample(*given, options))())
     for likeliest, right in zip((True, False), expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, run(likeliest), right)
     assert (expected[0].tokens != expected[1].tokens).any()

@@ -90,9 +90,8 @@ def test_the_parts_of_a_step_are_update_and_rollout(algorithm, capsys):
     assert [*times] == (["log-prob", "prefill", "decode"] if algorithm == "grpo" else [])
     rows, length = 16, 32
     assert output.splitlines()[1].startswith(f"{rows} rows of {length} tokens")
-    assert float(output.splitlines()[2].split()[0].replace(",", "")) == pytest.approx(
-        1e3 * rows * length / update[0], rel=0.02
-    )
+    tokens_per_second = float(output.splitlines()[2].split()[0].replace(",", ""))
+    assert tokens_per_second == pytest.approx(1e3 * rows * length / update[0], rel=0.02)
 
 
 @pytest.mark.slow

@@ -121,9 +121,6 @@ def test_the_tool_knows_that_the_prompt_has_opened_a_thought(tried, monkeypatch)
     tokenizer = PUBLIC["qwen3.5"].tokenizer()
     monkeypatch.setattr(rewards, "tokenizer_of", lambda model: tokenizer)
     samples = [{"prompt": "1+1=", "completion": "Two.</think><answer>2</answer>"}]
-    wanted = "task.rewards=[{name: format}]"
-    assert "rewards/format/mean                      1" in tried(samples, wanted)[1]
-    assert (
-        "rewards/format/mean                      0"
-        in tried(samples, wanted, "task.template_args={enable_thinking: false}")[1]
-    )
+    for mean, settings in ((1, []), (0, ["task.template_args={enable_thinking: false}"])):
+        _, printed, _ = tried(samples, "task.rewards=[{name: format}]", *settings)
+        assert ["rewards/format/mean", str(mean)] in map(str.split, printed.splitlines())

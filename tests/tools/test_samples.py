@@ -60,18 +60,16 @@ def test_a_page_that_would_be_too_large_holds_the_newest_samples(tmp_path, capsy
 
 
 POLICY = "model={source: tests/fixtures/tiny_grpo}"
+CHAT = "  <|im_start|>7+1+4=<|im_end|><|im_start|>⟦12<|im_end|>⟧"
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         (["docs/examples/sft.yaml"], ["example: 8 tokens, 3 learned", "  4+39=⟦43<|im_end|>⟧"]),
-        (["tiny_sft"], ["example: 12 tokens, 3 learned", "  <|im_start|>7+1+4=<|im_end|><|im_start|>⟦12<|im_end|>⟧"]),
+        (["tiny_sft"], ["example: 12 tokens, 3 learned", CHAT]),
         (["tiny_grpo", POLICY], ["prompt: 9 tokens, 0 learned", "  <|im_start|>7+1+4=<|im_end|><|im_start|>"]),
-        (
-            ["docs/examples/dpo.yaml", POLICY],
-            ["chosen: 12 tokens, 3 learned", "  <|im_start|>7+1+4=<|im_end|><|im_start|>⟦12<|im_end|>⟧"],
-        ),
+        (["docs/examples/dpo.yaml", POLICY], ["chosen: 12 tokens, 3 learned", CHAT]),
     ],
 )
 def test_the_first_examples_are_printed_with_marks(arguments, expected, capsys):
