@@ -1,4 +1,4 @@
-"""Train Qwen2.5, Qwen3, Llama 3, Gemma 3 and kin by SFT, GRPO, DPO or distillation:
+"""Train Qwen2.5, Qwen3, Qwen3.5, Llama 3, Gemma 3 and kin by SFT, GRPO, DPO or distillation:
 
     python train.py --config qwen25_3b_grpo.yaml [key.sub=value ...]
 
@@ -68,7 +68,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument("--config", required=True, metavar="NAME", help="a path, or a file in configs/")
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument("--plan", action="store_true", help="say what the run takes: memory, disk; and exit")
-    parser.add_argument("--target", metavar="SLICE", help="with --plan: for TPUs that aren't there, such as v6e:2x4")
+    parser.add_argument("--target", metavar="SLICE", help="with --plan: for devices that aren't there: v6e:2x4, h100:8")
     parser.add_argument("--change", action="store_true", help="go on from run_dir with other settings than it has had")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="settings that replace the file's")
     several = parser.add_argument_group("several processes")

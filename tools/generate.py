@@ -32,6 +32,7 @@ from mllm.errors import UserError
 from tools.bench.frame import positive
 
 if TYPE_CHECKING:
+    from mllm.config.run import RunConfig
     from mllm.config.task import TaskConfig
     from mllm.model.layout import Params
     from mllm.model.load import Policy
@@ -48,8 +49,13 @@ class Model:
     policy: "Policy"
     params: "Params"
     name: str
-    task: "TaskConfig | None" = None
-    """A run's."""
+    run: "RunConfig | None" = None
+    """The configuration of a run."""
+
+    @property
+    def task(self) -> "TaskConfig | None":
+        """The task of a run."""
+        return self.run.task if self.run else None
 
 
 @errors.command
@@ -90,7 +96,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chat-template", choices=["auto", "always", "never"], default="auto", help=rule)
     add("--system", metavar="TEXT", help="the system's message; default: that of the run's task")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a completion; repeatable")
-    most = f"of a completion (default {MOST_TOKENS}, if they fit)"
+    most = f"of a completion (default {MOST_TOKENS}, if they fit; of a turn as in the run)"
     add("--max-tokens", type=positive(int), metavar="N", help=most)
     add("--n", type=positive(int), default=1, metavar="N", help="completions of each prompt")
     greedy = "0 takes the likeliest token (default)"
@@ -98,7 +104,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=positive(int, zero=True, most=LARGEST_NUMBER), default=0)
     meaning = "what answers, package.module:Class; task: what the run's task has"
     add("--environment", metavar="NAME", help=meaning)
-    add("--max-turns", type=positive(int), default=TURNS, metavar="N", help="with --environment; default: 8")
+    most = f"with --environment (default as in the run, or {TURNS})"
+    add("--max-turns", type=positive(int), metavar="N", help=most)
     options = parser.parse_intermixed_args(arguments)
     if options.prompt and options.prompts:
         raise UserError("--prompts: is instead of PROMPT: give one of them")
@@ -163,7 +170,7 @@ def load(options: argparse.Namespace) -> Model:
     keep_programs()
     if find_run(options.model, "MODEL_OR_RUN") is not None:
         config, policy, step, params = restore(options.model, options.step, options.dtype)
-        return Model(policy, params, f"step {step}", config.task)
+        return Model(policy, params, f"step {step}", config)
     if options.step is not None:
         raise UserError(f"--step: {options.model} is no run, which alone has checkpoints: leave it out")
     model, name = {"source": options.model, "param_dtype": dtype}, "the model"
@@ -200,14 +207,18 @@ def complete(options: argparse.Namespace, model: Model, chats: list[Chat], quiet
         warn_of_mismatch(options.model, policy.learned, "prompts", renderer.form, "--chat-template ")
     prompts = [encode_prompt(renderer, chat) for chat in chats]
     longest, most = max(map(len, prompts)), policy.architecture.max_position_embeddings
-    limit = options.max_tokens or max(1, min(MOST_TOKENS, most - longest))
+    plays = model.run and options.environment and model.run.rollout
+    turns = options.max_turns or (plays.turns if plays else TURNS) if options.environment else 1
+    # As `RolloutConfig.total_length`: a conversation has room for a reply of this size after each turn but the last.
+    of_turn = plays.max_completion_length if plays else min(MOST_TOKENS, (most - longest) // (2 * turns - 1))
+    limit = options.max_tokens or max(1, min(of_turn, most - longest))
     if longest + limit > most:
         fault = f"{limit} after a prompt of {longest} tokens are more than the {most} positions of the model"
         raise UserError(f"--max-tokens: {fault}; at most {max(0, most - longest)} would fit")
     settings: dict[str, Any] = {"max_prompt_length": longest, "max_completion_length": limit}
     if options.environment:  # which may add to the prompt
         settings["max_prompt_length"] = most - limit
-        settings |= {"max_turns": options.max_turns, "max_total_length": most} if options.max_turns > 1 else {}
+        settings |= {"max_turns": turns, "max_total_length": most} if turns > 1 else {}
     stops = [ids[0] for stop in options.stop if len(ids := encode(policy.tokenizer, stop)) == 1]
     start, work = time.monotonic() - COMPILING.seconds, RolloutWork()
     sampler = Sampler(

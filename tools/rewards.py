@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise UserError(f"{others[0]}: give one file of samples")
     config = configs.load(options.config, overrides)
     if config.task is None or config.rollout is None:
-        raise UserError(f"{options.config}: rewards need the sections task and rollout: give a run's that has both")
+        raise UserError(f"{options.config}: no sections task and rollout: give the configuration of a run with rewards")
     if config.task.environment and not config.task.rewards:
         play = f"tools/generate.py --environment {config.task.environment} plays one"
         raise UserError(f"task.environment: its reward is given in a conversation, and no function gives one; {play}")

@@ -16,6 +16,7 @@ from typing import Any
 from etils import epath
 from safetensors import SafetensorError
 
+from mllm.config.load import CONFIGS
 from mllm.config.places import missing
 from mllm.errors import UserError, brief
 from mllm.progress import transfer_bar
@@ -60,6 +61,8 @@ def local_folder(
     way_out = f"give a local folder or a hub id that can be reached, or {last_resort}"
     if os.path.lexists(folder):
         raise UserError(f"{key}: {source}: is not a folder (archives and single files are never opened); {way_out}")
+    if (recipe := CONFIGS / f"{folder.name}.yaml").is_file():
+        raise UserError(f"{key}: {missing(source, 'folder')}; train it: python train.py --config {recipe.name}")
     if not HUB_ID.fullmatch(source):
         raise UserError(f"{key}: {missing(source, 'folder')}; {way_out}")
     from huggingface_hub import HfApi, snapshot_download

@@ -102,18 +102,18 @@ class Layer(nnx.Module):
         """Make the parameters of the token mixer."""
 
     def product(
-        self, name: str, x: Float[jax.Array, "B T I"], dtype: DTypeLike | None = None
-    ) -> Float[jax.Array, "B T O"]:
+        self, name: str, x: Float[jax.Array, "B T *I"], dtype: DTypeLike | None = None, size: tuple[int, ...] = (-1,)
+    ) -> Float[jax.Array, "B T *O"]:
         """The layer's product `name` (q, k, ...) of x, with its bias and adapter if it has them, as by `linear`.
 
         The result has the name `KEPT` for `jax.checkpoint`.
         """
         a = getattr(self, f"{name}_a", None)
         weight, bias = getattr(self, f"{name}_weight"), getattr(self, f"{name}_bias", None)
-        y = linear(x, weight, bias, dtype if a is None else jnp.float32)
+        y = linear(x, weight, bias, dtype if a is None else jnp.float32, size)
         if a is not None:
             # Rounded once: the adapter's part is less than half the distance of two bfloat16 numbers at first.
-            low = linear(linear(x, a), getattr(self, f"{name}_b")).astype(jnp.float32)
+            low = linear(linear(x, a), getattr(self, f"{name}_b"), size=size).astype(jnp.float32)
             y = (y + self.lora_scale * low).astype(dtype or x.dtype)
         return checkpoint_name(y, KEPT)
 
@@ -159,20 +159,22 @@ class AttentionLayer(Layer):
         """Queries, keys, values, and any gate. Queries and keys are rotated, in some families after a norm."""
         x = rms_norm(hidden, self.attention_norm, self.config, self.dtype)
         head_dim = self.config.head_dim
-        heads = (*hidden.shape[:2], -1, head_dim)
+        heads = (-1, head_dim)
 
-        def normalized(y: Float[jax.Array, "B T *_"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
-            y = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
-            return rms_norm(y, norm, self.config, self.dtype).reshape(heads)
+        def normalized(y: Float[jax.Array, "B T _ H"], norm: nnx.Param | None) -> Float[jax.Array, "B T _ H"]:
+            wide = y if norm is None else y.reshape(*hidden.shape[:2], -1, norm.shape[-1])
+            return rms_norm(wide, norm, self.config, self.dtype).reshape(y.shape)
 
         # Attention divides scores by sqrt(H), where Gemma may name another number.
         gain = (head_dim / (self.config.query_pre_attn_scalar or head_dim)) ** 0.5
-        queries, gate = self.product("q", x), None
+        gate = None
         if self.config.traits.delta:  # each head's queries are followed by its gate
-            queries, gate = jnp.split(queries.reshape(*heads[:-1], 2 * head_dim), 2, axis=-1)
+            queries, gate = jnp.split(self.product("q", x, size=(-1, 2 * head_dim)), 2, axis=-1)
+        else:
+            queries = self.product("q", x, size=heads)
         queries = rotate(normalized(queries, self.q_norm), gain * rotation)
-        keys = rotate(normalized(self.product("k", x), self.k_norm), rotation)
-        return queries, keys, self.product("v", x).reshape(heads), gate
+        keys = rotate(normalized(self.product("k", x, size=heads), self.k_norm), rotation)
+        return queries, keys, self.product("v", x, size=heads), gate
 
     def add_attention(
         self,
@@ -183,7 +185,7 @@ class AttentionLayer(Layer):
         """hidden + o(attended sigmoid(gate)), in the dtype of hidden: the residual stream after attention."""
         if gate is not None:
             attended = (attended * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(attended.dtype)
-        added = self.product("o", attended.reshape(*hidden.shape[:2], -1), dtype=hidden.dtype)
+        added = self.product("o", attended, dtype=hidden.dtype)
         if self.post_attention_norm is None:
             return checkpoint_name(hidden + added, KEPT)  # in place of the product: nothing else needs the product
         return hidden + rms_norm(added, self.post_attention_norm, self.config, hidden.dtype)
@@ -272,41 +274,55 @@ class DeltaLayer(Layer):
 
 
 def linear(
-    x: Float[jax.Array, "B T I"], weight: nnx.Param, bias: nnx.Param | None = None, dtype: DTypeLike | None = None
-) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, or by default in x's."""
-    matrix = weight.get_value()
+    x: Float[jax.Array, "B T *I"],
+    weight: nnx.Param,
+    bias: nnx.Param | None = None,
+    dtype: DTypeLike | None = None,
+    size: tuple[int, ...] = (-1,),
+) -> Float[jax.Array, "B T *O"]:
+    """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, or by default in x's.
+
+    The weight is a matrix. `size` is the shape of a result, as (-1, H): XLA for TPUs would copy an array to split its
+    last dim.
+    """
+    matrix, offset = weight.get_value(), None if bias is None else bias[...].reshape(size)
     if isinstance(matrix, Int8Matrix):
-        y = matrix.product(x)
-        return (y if bias is None else y + bias[...]).astype(dtype or x.dtype)
-    if bias is None:
-        return product(dtype, x, matrix.astype(jnp.float32))
-    return (product(jnp.float32, x, matrix.astype(jnp.float32)) + bias[...]).astype(dtype or x.dtype)
+        y = matrix.product(x.reshape(*x.shape[:2], -1)).reshape(*x.shape[:2], *size)
+        return (y if offset is None else y + offset).astype(dtype or x.dtype)
+    matrix = matrix.astype(jnp.float32).reshape(*size, *x.shape[2:])
+    if offset is None:
+        return product(dtype, x, matrix)
+    return (product(jnp.float32, x, matrix) + offset).astype(dtype or x.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(
-    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
-) -> Float[jax.Array, "B T O"]:
-    """x @ weight.T in `dtype`, or by default in the operands' dtype; the weight's gradient is float32."""
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T *I"], weight: Float32[jax.Array, "*_"]
+) -> Float[jax.Array, "B T *O"]:
+    """The product of x and a weight [*O, *I] over *I, in `dtype`, or by default in the operands' dtype.
+
+    The weight's gradient is float32.
+    """
     return run_product(dtype, x, weight)[0]
 
 
 def run_product(
-    dtype: DTypeLike | None, x: Float[jax.Array, "B T I"], weight: Float32[jax.Array, "O I"]
-) -> tuple[Float[jax.Array, "B T O"], tuple[jax.Array, jax.Array]]:
+    dtype: DTypeLike | None, x: Float[jax.Array, "B T *I"], weight: Float32[jax.Array, "*_"]
+) -> tuple[Float[jax.Array, "B T *O"], tuple[jax.Array, jax.Array]]:
     narrow = weight.astype(x.dtype)
-    y = jnp.einsum("bti,oi->bto", x, narrow, precision=precision_of(x.dtype), preferred_element_type=dtype)
+    dims = [*range(2, x.ndim)], [*range(weight.ndim - (x.ndim - 2), weight.ndim)]
+    y = jnp.tensordot(x, narrow, dims, precision=precision_of(x.dtype), preferred_element_type=dtype)
     return y, (x, narrow)
 
 
 def differentiate_product(
-    dtype: DTypeLike | None, operands: tuple[jax.Array, jax.Array], dy: Float[jax.Array, "B T O"]
-) -> tuple[Float[jax.Array, "B T I"], Float32[jax.Array, "O I"]]:
+    dtype: DTypeLike | None, operands: tuple[jax.Array, jax.Array], dy: Float[jax.Array, "B T *O"]
+) -> tuple[Float[jax.Array, "B T *I"], Float32[jax.Array, "*_"]]:
     x, weight = operands
     dy = dy.astype(x.dtype)  # JAX's own rule would multiply a float32 cotangent in float32
-    einsum = partial(jnp.einsum, precision=precision_of(x.dtype))
-    return einsum("bto,oi->bti", dy, weight), einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32)
+    tensordot = partial(jnp.tensordot, precision=precision_of(x.dtype))
+    dx = tensordot(dy, weight, ([*range(2, dy.ndim)], [*range(dy.ndim - 2)]))
+    return dx, tensordot(dy, x, ((0, 1), (0, 1)), preferred_element_type=jnp.float32)
 
 
 product.defvjp(run_product, differentiate_product)
@@ -326,14 +342,52 @@ def rms_norm(
     return (wide * scale * (1 + factor if config.traits.norms_add_one else factor)).astype(dtype)
 
 
+@jax.custom_vjp
 def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
     """Rotate the pairs (i, i + R) of the first 2R dims, as Hugging Face's checkpoints have them.
 
-    The paper pairs neighbors.
+    The paper pairs neighbors. The rotation has no gradient.
     """
+    return jax.lax.platform_dependent(x, rotation, tpu=rotate_by_product, default=rotate_halves)
+
+
+def rotate_back(
+    rotation: Float[jax.Array, "2 B T 1 R"], dy: Float[jax.Array, "B T N H"]
+) -> tuple[Float[jax.Array, "B T N H"], None]:
+    """The gradient: the rotation by the negative angle."""
+    by_product = lambda dy, rotation: rotate_by_product(dy, jnp.stack([rotation[0], -rotation[1]]))  # noqa: E731
+    halves = lambda dy, rotation: jax.linear_transpose(partial(rotate_halves, rotation=rotation), dy)(dy)[0]  # noqa: E731
+    return jax.lax.platform_dependent(dy, rotation, tpu=by_product, default=halves), None
+
+
+rotate.defvjp(lambda x, rotation: (rotate(x, rotation), rotation), rotate_back)
+
+
+def rotate_halves(
+    x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]
+) -> Float[jax.Array, "B T N H"]:
     cosine, sine = rotation
     pairs = cosine.shape[-1]
     wide, tail = x[..., : 2 * pairs].astype(jnp.float32), x[..., 2 * pairs :]
     first, second = jnp.split(wide, 2, axis=-1)
     rotated = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
     return jnp.concatenate([rotated.astype(x.dtype), tail], axis=-1) if tail.shape[-1] else rotated.astype(x.dtype)
+
+
+def rotate_by_product(
+    x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]
+) -> Float[jax.Array, "B T N H"]:
+    """`rotate_halves`, with a product that exchanges the halves: XLA for TPUs would pad halves to 128 numbers.
+
+    Each sum of the product has one number that isn't 0, so the product is exact.
+    """
+    cosine, sine = rotation
+    pairs, head_dim = cosine.shape[-1], x.shape[-1]
+    place = jnp.arange(head_dim)
+    partner = jnp.where(place < pairs, place + pairs, jnp.where(place < 2 * pairs, place - pairs, -1))
+    exchange = (place[:, None] == partner).astype(x.dtype)
+    partners = jnp.tensordot(x, exchange, 1, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
+    tail = [(0, 0)] * (cosine.ndim - 1) + [(0, head_dim - 2 * pairs)]
+    cosines = jnp.pad(jnp.concatenate([cosine, cosine], axis=-1), tail, constant_values=1)
+    sines = jnp.pad(jnp.concatenate([-sine, sine], axis=-1), tail)
+    return (x.astype(jnp.float32) * cosines + partners * sines).astype(x.dtype)

@@ -34,7 +34,7 @@ def join(group: tuple[str | None, int | None, int | None], settings: Mapping[str
     cluster. UserError is raised where that fails or the port is taken, and in all processes where settings or programs
     differ. JAX aborts a process when another process has been silent for `heartbeat` seconds.
     """
-    coordinator, processes, process = group
+    coordinator, _, process = group
     jax.config.update("jax_enable_preemption_service", False)  # the trainer handles SIGTERM itself
     try:
         if coordinator and process == 0:  # JAX 0.10 crashes if the port is taken
@@ -42,8 +42,11 @@ def join(group: tuple[str | None, int | None, int | None], settings: Mapping[str
             socket.create_server(("", int(bound.rpartition(":")[2]))).close()
         jax.distributed.initialize(*group, heartbeat_timeout_seconds=heartbeat)
     except Exception as error:  # a cluster's environment may raise any
-        flags = f"--coordinator {coordinator}, --processes {processes}, --process {process}"
-        raise UserError(f"{flags}: {brief(error)}; --cluster finds what is not given, in clusters JAX knows") from None
+        named = dict(zip(("--coordinator", "--processes", "--process"), group, strict=True))
+        given = ", ".join(f"{flag} {value}" for flag, value in named.items() if value is not None) or "--cluster"
+        needed = " and ".join(flag for flag, value in named.items() if value is None)
+        way_out = f"; give {needed}, since JAX finds no cluster here" * bool(needed)
+        raise UserError(f"{given}: {brief(error)}{way_out}") from None
     with ending_together():
         compare(settings)
 

@@ -248,7 +248,7 @@ def restore_params(store: RunStore, like: Params, step: int) -> Params:
             if not is_finite(array):
                 raise Damaged(f"{name} has numbers that are not finite")
     except Damaged as error:
-        raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); take an older step") from None
+        raise UserError(f"{store}/{CHECKPOINTS}/{step}: can't be read ({error}); name an older step") from None
     return params
 
 

@@ -17,6 +17,7 @@ from mllm.config.places import PLACES
 from mllm.config.run import Change, RunConfig
 from mllm.errors import UserError
 from mllm.parallel.processes import from_writer, is_writer
+from mllm.run.metrics import METRICS
 from mllm.run.store import CONFIG, Damaged, RunStore, lock_run
 
 FREE = {
@@ -68,7 +69,8 @@ def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]
         for step in reversed(store.steps()):
             with suppress(Damaged):
                 return store.document(step)["config"], step, changes
-        return settings, 0, changes
+        # A start that failed before its first step leaves nothing to go on from.
+        return (settings, 0, changes) if store.steps() or store.records(METRICS) else None
     if store.steps() or any(name.endswith(".safetensors") for name in entries):
         raise UserError(f"run_dir: {store} holds checkpoints or weights and no config.yaml; give another folder")
     return None

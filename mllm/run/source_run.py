@@ -83,6 +83,8 @@ def source_run(model: ModelConfig) -> RunStore | None:
 def choose_step(store: RunStore, step: int | str | None, key: str) -> int:
     """The number of the checkpoint `step`, in all processes; UserError, which names `key`, if it is missing."""
     number, steps = step, from_writer(store.steps)
+    if not steps:
+        raise CommonError(f"{key}: {store} has no checkpoint yet: start it again, or set checkpoint.every")
     if step == "best":  # where it is not kept, the best that is left need not be the best
         kept = steps if configs.load_run(store.folder / CONFIG).checkpoint.keep_best else []
         number = from_writer(lambda: store.best_step(kept))

@@ -171,7 +171,7 @@ class Conversations:
                         raise UserError("task.environment: reset left no message of the prompt")
                     tokens = prompt_tokens(self.renderer, turn.messages, self.tools)
                     if len(tokens) > limit:
-                        raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens")
+                        raise UserError(f"rollout.max_prompt_length: the prompt has {len(tokens)} tokens: raise it")
                     conversation.prompt, conversation.tokens = turn.messages, tokens
                 except UserError as error:
                     self.end(number, error)

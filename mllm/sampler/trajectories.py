@@ -128,7 +128,7 @@ def group_rewards(
         share = f"{failed.sum()} of {failed.size} completions, and for at most {most_failed:.0%} of them it may"
         first = f"{name} {kind} {count} times, first: {message}"
         key = functions.environments[0].key if name == ENVIRONMENT else "task.rewards"
-        raise StepError(f"{key}: a reward failed for {share}; {first}; correct the code")
+        raise StepError(f"{key}: a reward failed for {share}; {first}; correct it")
     return rewards.reshape(-1, group)
 
 

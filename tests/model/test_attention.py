@@ -110,7 +110,10 @@ def test_the_update_compiles_for_tpus_at_any_precision(dtype, configured):
     mesh = targets.mesh("v5e:2x4", (1, 1, 1), ("dp", "fsdp", "tp"))
     with jax.default_matmul_precision(configured):
         program = targets.compiled(*train_gradient(mesh, dtype=dtype), mesh)
-    assert "splash_mha_dkv_segmented" in program.as_text()
+    text = program.as_text()
+    assert "splash_mha_dkv_segmented" in text
+    assert "[8,128,2,64]" in text
+    assert "[8,128,2,32]" not in text  # halves of heads
 
 
 SMALL = PRESETS["Qwen/Qwen2.5-0.5B"]  # 14 heads of 64, 2 of them for keys and values

@@ -146,7 +146,7 @@ def test_a_thought_opened_by_the_prompt_calls_nothing(monkeypatch):
 def test_a_prompt_that_grows_too_long_fails_alone(guess):
     prompts = [prompt("Guess."), prompt("Guess " + "x" * 25)]
     conversations = play(guess(), prompts, ["0", "0"])
-    failure = "raised", "rollout.max_prompt_length: the prompt has 43 tokens"
+    failure = "raised", "rollout.max_prompt_length: the prompt has 43 tokens: raise it"
     assert [one.failure for one in conversations] == [None, failure]
     assert conversations[1].tokens == [*prompts[1].tokens, *b"0", END]
 

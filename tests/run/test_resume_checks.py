@@ -248,6 +248,15 @@ def test_settings_of_a_step_may_change_with_the_change_flag(tmp_path, settings):
     assert check(tmp_path, settings, change=True).changes == ()  # taken back before any step
 
 
+def test_a_start_that_failed_before_its_first_step_leaves_no_settings(tmp_path, settings):
+    folder.write(failed := RunStore(tmp_path / "failed"), settings)
+    other = changed(settings, batch_size=16)
+    assert check(failed.folder, other).batch_size == 16
+    failed.write("metrics.jsonl", b'{"step": 0}\n')
+    with pytest.raises(UserError, match=r"^batch_size: .* belongs to a run"):
+        check(failed.folder, other)
+
+
 @pytest.mark.parametrize(
     ("what", "name"),
     [

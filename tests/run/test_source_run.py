@@ -61,7 +61,8 @@ def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypa
     for (name, mine), theirs in zip(by_name(policy.initial_params()).items(), jax.tree.leaves(masters), strict=True):
         np.testing.assert_array_equal(mine, compute_copy(theirs, rounding, name))
     Path(settings.run_dir).mkdir()
-    run_dir.write(RunStore(settings.run_dir), pinned)
+    run_dir.write(store := RunStore(settings.run_dir), pinned)
+    store.write("metrics.jsonl", b'{"step": 0}\n')
     with run_dir.open_run(settings) as (_, resumed):
         assert resumed == pinned
 
@@ -99,19 +100,21 @@ def test_exported_adapters_name_the_export_of_their_base_run(first, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "step", "message"),
+    ("source", "steps", "step", "message"),
     [
-        ("nowhere", 3, "no run is at nowhere: give its run_dir, or remove the step"),
-        ("empty", None, r"empty has no checkpoint newest; there are \[\]"),
-        ("empty", "best", "empty has no checkpoint best, as checkpoint.keep_best keeps one;"),
+        ("nowhere", [], 3, "no run is at nowhere: give its run_dir, or remove the step"),
+        ("first", [], "best", "first has no checkpoint yet: start it again, or set checkpoint.every"),
+        ("first", [4], 3, r"first has no checkpoint 3; there are \[4\]"),
+        ("first", [4], "best", "first has no checkpoint best, as checkpoint.keep_best keeps one;"),
     ],
 )
-def test_a_missing_step_is_a_one_line_error(tmp_path, monkeypatch, source, step, message):
+def test_a_missing_step_is_a_one_line_error(tmp_path, monkeypatch, source, steps, step, message):
     monkeypatch.chdir(tmp_path)
-    Path("empty").mkdir()
-    run_dir.write(RunStore("empty"), empty := config(run_dir="empty"))
+    monkeypatch.setattr(RunStore, "steps", lambda self: steps)
+    Path("first").mkdir()
+    run_dir.write(RunStore("first"), first := config(run_dir="first"))
     with pytest.raises(UserError, match=f"^model.step: {message}"):
-        pin(following(empty, tmp_path / "run", source=source, step=step).model)
+        pin(following(first, tmp_path / "run", source=source, step=step).model)
 
 
 @pytest.mark.nightly

@@ -18,6 +18,7 @@ from runs import changed, checksums, newest
 from tiny import METHODS, config
 
 from mllm.config.model import MeshConfig, ModelConfig
+from mllm.config.rollout import RolloutConfig
 from mllm.model import peft
 from mllm.model.compute_copy import Rounding, compute_copy
 from mllm.model.load import load_model, load_policy
@@ -234,8 +235,12 @@ def test_a_completion_that_the_memory_has_no_room_for_is_refused(exported, capsy
 
 @pytest.mark.slow
 def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monkeypatch, capsys):
+    """A conversation has the limits of the run, or so short turns that all of them fit."""
+    limits = []
+
     def complete(self, params, prompts, conversations, **given):
-        assert (self.options.turns, self.renderer.form) == (3, "chats")
+        limits.append((self.options.turns, self.options.max_completion_length))
+        assert self.renderer.form == "chats"
         live = [*range(len(prompts))]
         while live:  # as the engine does
             conversations.send({i: Completion(array("i", [*b"16", 258]), finished=True, text="16") for i in live})
@@ -244,11 +249,13 @@ def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monke
 
     def knows_texts(*given, restore=export.restore):
         config, policy, *rest = restore(*given)
-        return config, replace(policy, learned="texts"), *rest
+        return config.model_copy(update={"rollout": rollout}), replace(policy, learned="texts"), *rest
+
+    rollout = RolloutConfig(max_prompt_length=20, max_completion_length=4, max_turns=3)
 
     monkeypatch.setattr(Sampler, "complete", complete)
     monkeypatch.setattr(export, "restore", knows_texts)
-    game = ["--environment", "mllm.examples.guess:Guess", "--max-turns", "3", "--max-tokens", "4"]
+    game = ["--environment", "mllm.examples.guess:Guess"]
     assert generate.main([str(exported), "game 1", *game]) == 0
     match = re.fullmatch(r"assistant: 16\nuser: (higher|lower)\n" * 3 + r"reward: 0\.0\n", capsys.readouterr().out)
     assert match
@@ -257,6 +264,12 @@ def test_an_environment_answers_and_reports_the_reward(exported, tmp_path, monke
     line = json.loads(out.read_text())
     assert [one["content"] for one in line["turns"]] == ["16", match[1]] * 3
     assert (line["reward"], line["tokens"], line["finished"]) == (0, 9, True)
+    rollout = None
+    assert generate.main([str(exported), "game 1", *game, "--max-turns", "100"]) == 0
+    positions = json.loads(Path(exported, "config.json").read_text())["max_position_embeddings"]
+    (turns, tokens), *others = limits[::-1]
+    assert others == [(3, 4)] * 2
+    assert positions - 400 < (2 * turns - 1) * tokens < positions
     for options, message in (
         (["--environment", "task"], "--environment: task: this is no run of a task with an environment or tools"),
         (["--seed", str(2**31)], "argument --seed: 2147483648 is not 0 or more, at most"),
