@@ -33,7 +33,15 @@ TOPICS = {
     "Tokens per second": ("tokens_per_second",),
 }
 """The metrics in each panel; avg@k and pass@k are accuracies, and each function's mean is a reward."""
-STYLES = {"eval/sampled_": ".--", "eval/pass@": ".:", "eval/": ".-", "validation/": ".--", "test/": "*", "": "-"}
+STYLES = {
+    "eval/sampled_": ".--",
+    "eval/avg@": ".--",
+    "eval/pass@": ".:",
+    "eval/": ".-",
+    "validation/": ".--",
+    "test/": "*",
+    "": "-",
+}
 """How a metric is drawn, by how its name begins; the first that fits."""
 AS_IT_IS = ("learning_rate",)
 """Metrics of steps that are no measurements: their mean would be another schedule."""

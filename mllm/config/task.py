@@ -66,8 +66,8 @@ class TaskConfig(Section):
     name: str
     """`jsonl` (files), `hub` (a data set), `package.module:function` (it returns problems), `arithmetic` or `gsm8k`."""
     train: str | None = None
-    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .csv, .parquet), also in a bucket; hub: a split, by
-    default `train`."""
+    """jsonl: a file, or a pattern of files (.jsonl, .jsonl.gz, .json, .csv, .parquet), also in a bucket; hub: a split,
+    by default `train`."""
     test: str | None = None
     """jsonl: the files of a test set; hub: its split. Training never sees its problems. Needs `eval.test`."""
     id: str | None = None

@@ -114,7 +114,7 @@ def check_turns(renderer: Renderer, tools: Tools | None) -> None:
     rendered = render(renderer, chat)
     renderer = with_tools(renderer, tools)
     if tools and render(renderer, chat) == rendered:
-        log.warning("%s leaves tools out: a model that does not know them must read of them in its prompt", template)
+        log.warning("%s leaves tools out: describe them in the prompt, if the model was not trained on them", template)
     expected = render(renderer, chat, add_generation_prompt=True)
     opening = expected.removeprefix(render(renderer, chat))
     thought = "" if "</think>" in opening else THOUGHT

@@ -85,7 +85,9 @@ def split_task(
         raise UserError(f"task.heldout: {fault}: set it lower, or give more problems")
     if repeated := len(hashes) - len({*hashes}):
         log.warning(
-            "task %s: %d problems repeat another's prompt, and are held out with it or not at all", name, repeated
+            "task %s: %d problems share a prompt with another; equal prompts are all held out, or none is",
+            name,
+            repeated,
         )
     if left_out := sum(key in tested for key in hashes):
         log.warning("task %s: %d training problems are in its test set and are left out", name, left_out)
