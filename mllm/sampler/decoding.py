@@ -59,6 +59,8 @@ Cache = tuple[LayerCache, ...]
 """The cache of all layers with attention."""
 States = tuple[DeltaState, ...]
 """Each row's state in all layers with a delta net."""
+MANY_ROWS = 64
+"""Rows of a shard from which on a TPU gathers faster than it compares, by the compiler's listing for v6e."""
 STATE_AXES = DeltaState(DELTA_INPUTS, DELTA_MEMORY)
 
 
@@ -352,8 +354,9 @@ class View(NamedTuple):
     ) -> Float[jax.Array, "X B *R"]:
         """The largest of each row's pages, -inf without one, or their sum.
 
-        A GPU gathers each row's pages: scattered, they would be added in any order. A CPU scatters them. A TPU would
-        take pages one by one either way. Its product with zeros and ones grows with the square of the rows.
+        A GPU gathers each row's pages: scattered, they would be added in any order. A CPU scatters them. A TPU takes
+        gathered pages one by one. It compares each row with all pages, unless the rows are many, and multiplies sums by
+        zeros and ones.
         """
         belongs = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
 
@@ -369,4 +372,5 @@ class View(NamedTuple):
 
         segment = {"max": jax.ops.segment_max, "sum": jax.ops.segment_sum}[name]
         scattered = jax.vmap(partial(segment, num_segments=rows))
-        return jax.lax.platform_dependent(of_pages, cpu=lambda x: scattered(x, self.rows), cuda=gathered, default=dense)
+        tpu = gathered if name == "max" and rows > MANY_ROWS else dense
+        return jax.lax.platform_dependent(of_pages, cpu=lambda x: scattered(x, self.rows), cuda=gathered, default=tpu)

@@ -14,6 +14,7 @@ from mllm.config.rollout import RolloutConfig
 from mllm.model import weights
 from mllm.model.decoder import Decoder
 from mllm.model.presets import PRESETS
+from mllm.sampler import decoding
 from mllm.sampler.completion import RolloutWork
 from mllm.sampler.decoding import DecodingWeights, View
 from mllm.sampler.paged_cache import PagedCache
@@ -86,8 +87,9 @@ def test_sequences_have_the_pages_of_their_tokens_to_themselves(data):
             assert rows.starts[one % 2, place[0]] == length // 8 * 8
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "default"])
-def test_only_pages_of_a_row_are_merged_on_every_platform(platform, monkeypatch):
+@pytest.mark.parametrize(("platform", "many"), [("cpu", 64), ("cuda", 64), ("default", 64), ("default", 0)])
+def test_only_pages_of_a_row_are_merged_on_every_platform(platform, many, monkeypatch):
+    monkeypatch.setattr(decoding, "MANY_ROWS", many)
     chosen = lambda x, **ways: ways[platform](x)  # noqa: E731
     monkeypatch.setattr(jax.lax, "platform_dependent", chosen)
     rows, none = np.array([[2, 3, 0, 2, 3, 0], [1, 1, 3, 3, 1, 2]]), 6  # of three rows; 3 is none
