@@ -67,7 +67,7 @@ def for_devices(config: RunConfig, devices: int) -> RunConfig:
         return config
     used = config.mesh.dp * config.mesh.tp
     if used > devices:
-        raise UserError(f"mesh: dp * tp = {used}, but there are {devices} devices: lower one of them")
+        raise UserError(f"mesh: dp * tp = {used}, more than the number of devices, {devices}: lower one of them")
     mesh = config.mesh.model_copy(update={"fsdp": devices // used})
     try:
         return schema().validate_python(config.model_dump() | {"mesh": mesh.model_dump()})

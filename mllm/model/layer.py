@@ -282,8 +282,8 @@ def linear(
 ) -> Float[jax.Array, "B T *O"]:
     """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, or by default in x's.
 
-    The weight is a matrix. `size` is the shape of a result, as (-1, H): XLA for TPUs would copy an array to split its
-    last dim.
+    The weight is a matrix. `size` is the shape of a token's result, such as (-1, H): XLA for TPUs would copy an array
+    to split its last dim.
     """
     matrix, offset = weight.get_value(), None if bias is None else bias[...].reshape(size)
     if isinstance(matrix, Int8Matrix):
@@ -346,7 +346,7 @@ def rms_norm(
 def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
     """Rotate the pairs (i, i + R) of the first 2R dims, as Hugging Face's checkpoints have them.
 
-    The paper pairs neighbors. The rotation has no gradient.
+    The paper pairs neighbors. Only x has a gradient.
     """
     return jax.lax.platform_dependent(x, rotation, tpu=rotate_by_product, default=rotate_halves)
 
@@ -377,14 +377,15 @@ def rotate_halves(
 def rotate_by_product(
     x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]
 ) -> Float[jax.Array, "B T N H"]:
-    """`rotate_halves`, with a product that exchanges the halves: XLA for TPUs would pad halves to 128 numbers.
+    """The result of `rotate_halves`, with a product that exchanges the halves.
 
-    Each sum of the product has one number that isn't 0, so the product is exact.
+    XLA for TPUs would pad halves to 128 numbers. Each sum of the product has at most one number that isn't 0, so the
+    product is exact.
     """
     cosine, sine = rotation
     pairs, head_dim = cosine.shape[-1], x.shape[-1]
     place = jnp.arange(head_dim)
-    partner = jnp.where(place < pairs, place + pairs, jnp.where(place < 2 * pairs, place - pairs, -1))
+    partner = place + jnp.where(place < pairs, pairs, -pairs)
     exchange = (place[:, None] == partner).astype(x.dtype)
     partners = jnp.tensordot(x, exchange, 1, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
     tail = [(0, 0)] * (cosine.ndim - 1) + [(0, head_dim - 2 * pairs)]

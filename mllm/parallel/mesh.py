@@ -48,7 +48,9 @@ def make_mesh(config: MeshConfig) -> Mesh:
     axes = config.model_dump()
     needed, devices = int(np.prod(list(axes.values()))), jax.devices()
     if needed > len(devices):
-        raise UserError(f"mesh: dp * fsdp * tp = {needed}, but there are {len(devices)} devices: lower one of them")
+        raise UserError(
+            f"mesh: dp * fsdp * tp = {needed}, more than the number of devices, {len(devices)}: lower one of them"
+        )
     if needed < len(devices) and jax.process_count() > 1:
         unused = f"the {jax.process_count()} processes have {len(devices)} devices and must use all"
         raise UserError(f"mesh: dp * fsdp * tp = {needed}, but {unused}: raise one of them")

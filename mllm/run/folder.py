@@ -44,14 +44,19 @@ def open_run(config: RunConfig, change: bool = False) -> Iterator[tuple[RunStore
     """Lock a run's folder; yields its store, and the configuration with the record of changes.
 
     All processes must enter this. `change` permits settings to differ, as in `check_changes`. UserError is raised if
-    the folder has a run of another configuration, or checkpoints or weights without a config.yaml.
+    the folder has a run of another configuration that has begun, or checkpoints or weights without a config.yaml.
     """
     store = RunStore(config.run_dir)
     with ExitStack() as stack:
         if is_writer():
             stack.enter_context(lock_run(store))
         if (existing := from_writer(partial(read_run, store))) is not None:
-            config = check_changes(store, config, change, *existing)
+            try:
+                config = check_changes(store, config, change, *existing)
+            except UserError:
+                if from_writer(partial(has_begun, store)):
+                    raise
+                config = config.model_copy(update={"changes": ()})
         elif change:
             raise UserError(f"--change: {store} holds no run; leave it out to begin one")
         else:
@@ -69,11 +74,15 @@ def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]
         for step in reversed(store.steps()):
             with suppress(Damaged):
                 return store.document(step)["config"], step, changes
-        # A start that failed before its first step leaves nothing to go on from.
-        return (settings, 0, changes) if store.steps() or store.records(METRICS) else None
+        return settings, 0, changes
     if store.steps() or any(name.endswith(".safetensors") for name in entries):
         raise UserError(f"run_dir: {store} holds checkpoints or weights and no config.yaml; give another folder")
     return None
+
+
+def has_begun(store: RunStore) -> bool:
+    """Whether a run has metrics or checkpoints. A start that failed before its first step has neither."""
+    return bool(store.steps() or store.records(METRICS))
 
 
 def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None] | None = None) -> None:

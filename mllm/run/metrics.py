@@ -156,8 +156,8 @@ def measured(record: Mapping[str, Any]) -> list[str]:
 def rewards_of(record: Mapping[str, Any], prefix: str = "") -> list[str]:
     """The metric names of the reward functions' means, if several functions have one."""
     begin, end = f"{prefix}rewards/", "/mean"
-    keys = [key for key in record if key.startswith(begin) and key.endswith(end) and math.isfinite(record[key] or 0)]
-    keys = [key for key in keys if record[key] is not None]
+    means = {key: value for key, value in record.items() if key.startswith(begin) and key.endswith(end)}
+    keys = [key for key, value in means.items() if value is not None and math.isfinite(value)]
     return keys if len(keys) > 1 else []
 
 

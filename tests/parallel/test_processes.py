@@ -245,6 +245,19 @@ def test_a_port_that_is_taken_is_an_error_in_one_line(tmp_path):
 # How processes find each other
 
 
+def test_a_flag_that_is_missing_is_named(monkeypatch):
+    def initialize(*group, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    for group, message in (
+        ((None, 2, None), "--processes 2: .*defined.; give --coordinator and --process, since JAX finds no cluster"),
+        ((None, None, None), "--cluster: .*defined.; give --coordinator and --processes and --process, since"),
+    ):
+        with pytest.raises(UserError, match=f"^{message}"):
+            group_module.join(group, {})
+
+
 def test_flags_precede_the_environment_for_processes(monkeypatch):
     """Without both a process is alone."""
 

@@ -30,7 +30,7 @@ def test_fsdp_gets_the_devices_beside_dp_and_tp(mesh, devices, fsdp):
 @pytest.mark.parametrize(
     ("mesh", "devices", "message"),
     [
-        ({"tp": 2}, 1, "mesh: dp * tp = 2, but there are 1 devices"),
+        ({"tp": 2}, 1, "mesh: dp * tp = 2, more than the number of devices, 1"),
         ({}, 3, "batch_size: 8 is not divisible by mesh.dp * mesh.fsdp (3), with all 3 devices"),
     ],
 )

@@ -166,7 +166,11 @@ def test_bad_data_are_refused_and_not_waited_for(what, tmp_path, refused):
 TOOLS = (
     ("train", "--config run/config.yaml --target v6e:2x4", "--target: is for --plan"),
     ("train", "--config run/config.yaml --plan --target v9x:2x4", "--target: target 'v9x:2x4': there are v5e, v5p, "),
-    ("train", "--config run/config.yaml --plan mesh.tp=16", "but there are 8 devices: lower one of them; or plan for "),
+    (
+        "train",
+        "--config run/config.yaml --plan mesh.tp=16",
+        "more than the number of devices, 8: lower one of them; or plan for ",
+    ),
     ("tools.export", "nowhere", "nowhere: no config.yaml; give a run_dir"),
     ("tools.export", "run --adapter", "--adapter: run trained the whole model (no model.lora): leave it out"),
     ("tools.plot", "damaged", "damaged: no metrics.jsonl with a line in it; give a run_dir"),
@@ -193,6 +197,11 @@ def test_a_tool_refuses_bad_input_with_a_one_line_error(tool, command, text, tmp
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     assert text in refused(importlib.import_module(tool), *shlex.split(command))
+
+
+def test_a_recipe_after_another_names_the_command_for_its_model(tmp_path, refused):
+    message = refused(train, "--config=tiny_grpo.yaml", f"model.source={tmp_path}/tiny_sft", f"run_dir={tmp_path}/run")
+    assert message.endswith("; train it: python train.py --config tiny_sft.yaml")
 
 
 def test_a_configuration_without_weights_says_the_ways_out(tmp_path, refused):

@@ -31,6 +31,14 @@ def test_tensorboard_reads_finite_numbers_and_hides_redone_steps(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text().splitlines()[-1] == last_line
 
 
+def test_an_evaluation_shows_the_rewards_that_were_given(tmp_path, capsys):
+    """Tools alone give no reward."""
+    log = RunLog(RunStore(tmp_path), -1, 4)
+    log.write(0, {"eval/rewards/right/mean": 0.5, "eval/rewards/length/mean": 0.25, "eval/rewards/game/mean": math.nan})
+    log.close()
+    assert capsys.readouterr().err == "step 0 of 4  eval/rewards/right/mean 0.500  eval/rewards/length/mean 0.250\n"
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("folder", "fault"), [("", "No space left on device"), ("file", "Not a directory")])
 def test_unwritable_events_are_a_warning_and_block_nothing(tmp_path, monkeypatch, caplog, folder, fault):

@@ -61,8 +61,7 @@ def test_a_symbolic_step_resolves_to_a_recorded_number(first, tmp_path, monkeypa
     for (name, mine), theirs in zip(by_name(policy.initial_params()).items(), jax.tree.leaves(masters), strict=True):
         np.testing.assert_array_equal(mine, compute_copy(theirs, rounding, name))
     Path(settings.run_dir).mkdir()
-    run_dir.write(store := RunStore(settings.run_dir), pinned)
-    store.write("metrics.jsonl", b'{"step": 0}\n')
+    run_dir.write(RunStore(settings.run_dir), pinned)
     with run_dir.open_run(settings) as (_, resumed):
         assert resumed == pinned
 
