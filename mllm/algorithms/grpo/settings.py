@@ -157,7 +157,7 @@ class RolloutRun(RunConfig, ABC):
     """Problems with rewards."""
     rollout: RolloutConfig
     """How completions are sampled."""
-    grpo: GrpoConfig
+    grpo: GrpoConfig = GrpoConfig()
     """The objective over completions."""
 
     @property
