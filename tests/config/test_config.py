@@ -111,6 +111,7 @@ def test_a_configuration_is_found_by_its_name_in_configs(tmp_path, monkeypatch):
         (SFT, "data.validation={split: test}", "data.validation.split: is not used with source: train.jsonl: give"),
         (SFT, "checkpoint.keep_best=true", "checkpoint.keep_best: needs an eval section or data.validation"),
         (VALIDATED, "checkpoint.keep_best=true", "(3) is not a multiple of checkpoint.every (null): the evaluated"),
+        (SFT.replace("batch_size: 8", ""), None, "batch_size: this setting is required"),
         (DISTILL, "head.impl=mosaic_gpu", "head.impl: mosaic_gpu has no divergences"),
         (DATA, "distill.estimator=sampled", "distill.estimator: unknown setting"),
         (DISTILL, "distill={estimator: sampled, kind: jsd}", "distill.kind: sampled estimates reverse_kl, not jsd"),
