@@ -34,15 +34,13 @@ TOPICS = {
 }
 """The metrics in each panel; avg@k and pass@k are accuracies, and each function's mean is a reward."""
 STYLES = {
-    "eval/sampled_": ".--",
-    "eval/avg@": ".--",
+    ("eval/sampled_", "eval/avg@", "validation/"): ".--",
     "eval/pass@": ".:",
     "eval/": ".-",
-    "validation/": ".--",
     "test/": "*",
     "": "-",
 }
-"""How a metric is drawn, by how its name begins; the first that fits."""
+"""How a metric is drawn, by the beginning of its name; the first that fits."""
 AS_IT_IS = ("learning_rate",)
 """Metrics of steps that are no measurements: their mean would be another schedule."""
 EXTREMES = {"completions/mean_length": ("completions/min_length", "completions/max_length")}
