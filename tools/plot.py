@@ -33,13 +33,8 @@ TOPICS = {
     "Tokens per second": ("tokens_per_second",),
 }
 """The metrics in each panel; avg@k and pass@k are accuracies, and each function's mean is a reward."""
-STYLES = {
-    ("eval/sampled_", "eval/avg@", "validation/"): ".--",
-    "eval/pass@": ".:",
-    "eval/": ".-",
-    "test/": "*",
-    "": "-",
-}
+SAMPLED = ("eval/sampled_", "eval/avg@", "validation/")
+STYLES = ((SAMPLED, ".--"), ("eval/pass@", ".:"), ("eval/", ".-"), ("test/", "*"), ("", "-"))
 """How a metric is drawn, by the beginning of its name; the first that fits."""
 AS_IT_IS = ("learning_rate",)
 """Metrics of steps that are no measurements: their mean would be another schedule."""
@@ -120,7 +115,7 @@ def draw(runs: dict[str, list[Record]]) -> "Figure":
 
 def draw_curve(axis: Any, records: list[Record], key: str, color: str, run: str) -> None:
     """A curve: metrics of steps are faint, under their mean over a twentieth of the run; all else is drawn as it is."""
-    style = next(style for begin, style in STYLES.items() if key.startswith(begin))
+    style = next(style for begin, style in STYLES if key.startswith(begin))
     ends = EXTREMES.get(key, (f"{key}_low", f"{key}_high"))
     shown = [key, *(end for end in ends if all(end in record for record in records))]
     steps, (values, *band) = [record["step"] for record in records], [[record[x] for record in records] for x in shown]
