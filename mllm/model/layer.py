@@ -282,12 +282,15 @@ def linear(
 ) -> Float[jax.Array, "B T *O"]:
     """x @ weight.T + bias, rounded once: operands in the dtype of x, the result in `dtype`, or by default in x's.
 
-    The weight is a matrix. `size` is the shape of a token's result, such as (-1, H): XLA for TPUs would copy an array
-    to split its last dim.
+    The weight is a matrix. `size` is the shape of a token's result, such as (-1, H).
     """
-    matrix, offset = weight.get_value(), None if bias is None else bias[...].reshape(size)
+    matrix, shape = weight.get_value(), x.shape[:2]
+    # XLA for TPUs copies an array to split its last dim. For one token the array of results is smaller than the matrix.
+    if (shape[1] == 1 or isinstance(matrix, Int8Matrix)) and (x.ndim > 3 or size != (-1,)):
+        return linear(x.reshape(*shape, -1), weight, bias, dtype).reshape(*shape, *size)
+    offset = None if bias is None else bias[...].reshape(size)
     if isinstance(matrix, Int8Matrix):
-        y = matrix.product(x.reshape(*x.shape[:2], -1)).reshape(*x.shape[:2], *size)
+        y = matrix.product(x)
         return (y if offset is None else y + offset).astype(dtype or x.dtype)
     matrix = matrix.astype(jnp.float32).reshape(*size, *x.shape[2:])
     if offset is None:
