@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Float, Float32, Int
 
 from lm_head.precision import precision_of
+from lm_head.target import platform as traced_platform
 from mllm.model.architecture import Architecture
 from mllm.model.attention import platform
 from mllm.model.delta_net import (
@@ -285,8 +286,9 @@ def linear(
     The weight is a matrix. `size` is the shape of a token's result, such as (-1, H).
     """
     matrix, shape = weight.get_value(), x.shape[:2]
-    # XLA for TPUs copies an array to split its last dim. For one token the array of results is smaller than the matrix.
-    if (shape[1] == 1 or isinstance(matrix, Int8Matrix)) and (x.ndim > 3 or size != (-1,)):
+    # XLA for TPUs copies an array to split its last dim. For one token the copy is smaller than the matrix.
+    flat = traced_platform() != "tpu" or shape[1] == 1 or isinstance(matrix, Int8Matrix)
+    if flat and (x.ndim > 3 or size != (-1,)):
         return linear(x.reshape(*shape, -1), weight, bias, dtype).reshape(*shape, *size)
     offset = None if bias is None else bias[...].reshape(size)
     if isinstance(matrix, Int8Matrix):
@@ -345,25 +347,12 @@ def rms_norm(
     return (wide * scale * (1 + factor if config.traits.norms_add_one else factor)).astype(dtype)
 
 
-@jax.custom_vjp
 def rotate(x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]) -> Float[jax.Array, "B T N H"]:
     """Rotate the pairs (i, i + R) of the first 2R dims, as Hugging Face's checkpoints have them.
 
-    The paper pairs neighbors. Only x has a gradient.
+    The paper pairs neighbors.
     """
-    return jax.lax.platform_dependent(x, rotation, tpu=rotate_by_product, default=rotate_halves)
-
-
-def rotate_back(
-    rotation: Float[jax.Array, "2 B T 1 R"], dy: Float[jax.Array, "B T N H"]
-) -> tuple[Float[jax.Array, "B T N H"], None]:
-    """The gradient: the rotation by the negative angle."""
-    by_product = lambda dy, rotation: rotate_by_product(dy, jnp.stack([rotation[0], -rotation[1]]))  # noqa: E731
-    halves = lambda dy, rotation: jax.linear_transpose(partial(rotate_halves, rotation=rotation), dy)(dy)[0]  # noqa: E731
-    return jax.lax.platform_dependent(dy, rotation, tpu=by_product, default=halves), None
-
-
-rotate.defvjp(lambda x, rotation: (rotate(x, rotation), rotation), rotate_back)
+    return (rotate_by_product if traced_platform() == "tpu" else rotate_halves)(x, rotation)
 
 
 def rotate_halves(
@@ -377,10 +366,11 @@ def rotate_halves(
     return jnp.concatenate([rotated.astype(x.dtype), tail], axis=-1) if tail.shape[-1] else rotated.astype(x.dtype)
 
 
+@jax.custom_vjp
 def rotate_by_product(
     x: Float[jax.Array, "B T N H"], rotation: Float[jax.Array, "2 B T 1 R"]
 ) -> Float[jax.Array, "B T N H"]:
-    """The result of `rotate_halves`, with a product that exchanges the halves.
+    """The result of `rotate_halves`, with a product that exchanges the halves. Only x has a gradient.
 
     XLA for TPUs would pad halves to 128 numbers. Each sum of the product has at most one number that isn't 0, so the
     product is exact.
@@ -388,10 +378,20 @@ def rotate_by_product(
     cosine, sine = rotation
     pairs, head_dim = cosine.shape[-1], x.shape[-1]
     place = jnp.arange(head_dim)
-    partner = place + jnp.where(place < pairs, pairs, -pairs)
-    exchange = (place[:, None] == partner).astype(x.dtype)
+    exchange = (place[:, None] == place + jnp.where(place < pairs, pairs, -pairs)).astype(x.dtype)
     partners = jnp.tensordot(x, exchange, 1, precision=precision_of(x.dtype), preferred_element_type=jnp.float32)
     tail = [(0, 0)] * (cosine.ndim - 1) + [(0, head_dim - 2 * pairs)]
     cosines = jnp.pad(jnp.concatenate([cosine, cosine], axis=-1), tail, constant_values=1)
     sines = jnp.pad(jnp.concatenate([-sine, sine], axis=-1), tail)
     return (x.astype(jnp.float32) * cosines + partners * sines).astype(x.dtype)
+
+
+def rotate_back(
+    rotation: Float[jax.Array, "2 B T 1 R"], dy: Float[jax.Array, "B T N H"]
+) -> tuple[Float[jax.Array, "B T N H"], None]:
+    """The gradient: the rotation by the negative angle."""
+    cosine, sine = rotation
+    return rotate_by_product(dy, jnp.stack([cosine, -sine])), None
+
+
+rotate_by_product.defvjp(lambda x, rotation: (rotate_by_product(x, rotation), rotation), rotate_back)
