@@ -91,7 +91,7 @@ def test_dr_grpo_divides_by_the_longest_allowed_completion():
 
 def test_more_than_half_of_the_completions_may_not_fail():
     assert roll_out(bad=range(4))[0].metrics["frac_groups_failed"] == 0.5
-    message = "a reward failed for 5 of 8 completions, .*; exact_match raised 5 times, first: too many; correct the"
+    message = "a reward failed for 5 of 8 completions, .*; exact_match raised 5 times, first: too many; correct it"
     with pytest.raises(StepError, match=message):
         roll_out(bad=range(5))
 

@@ -166,9 +166,9 @@ def test_logs_are_cut_at_the_checkpoint(store, caplog):
 def test_a_reader_moves_nothing_and_takes_no_damaged_or_nan_arrays(store):
     save(store, 1, 2, make_state(3, value=np.nan), keep=3)
     flip_bits(store, 2)
-    with pytest.raises(UserError, match=r"2: can't be read \(.*\); take an older step"):
+    with pytest.raises(UserError, match=r"2: can't be read \(.*\); name an older step"):
         restore_params(store, like().params, 2)
-    with pytest.raises(UserError, match=r"3: can't be read \(embed has numbers that are not finite\); take an older"):
+    with pytest.raises(UserError, match=r"3: can't be read \(embed has numbers that are not finite\); name an older"):
         restore_params(store, like().params, 3)
     params = restore_params(store, like().params, 1)
     jax.tree.map(np.testing.assert_array_equal, params, make_state(1).train.params)
