@@ -286,7 +286,7 @@ def linear(
     The weight is a matrix. `size` is the shape of a token's result, such as (-1, H).
     """
     matrix, shape = weight.get_value(), x.shape[:2]
-    # XLA for TPUs copies an array to split its last dim. For one token the copy is smaller than the matrix.
+    # XLA for TPUs copies an array to split the last dim. For one token the copy is smaller than the matrix.
     flat = traced_platform() != "tpu" or shape[1] == 1 or isinstance(matrix, Int8Matrix)
     if flat and (x.ndim > 3 or size != (-1,)):
         return linear(x.reshape(*shape, -1), weight, bias, dtype).reshape(*shape, *size)

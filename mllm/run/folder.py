@@ -81,8 +81,8 @@ def read_run(store: RunStore) -> tuple[dict[str, Any], int, list[dict[str, Any]]
 
 
 def has_begun(store: RunStore) -> bool:
-    """Whether a run has metrics or checkpoints. A start that failed before its first step has neither."""
-    return bool(store.steps() or store.records(METRICS))
+    """Whether a run has metrics or checkpoints. A start that failed before the first step leaves no metrics."""
+    return bool(store.steps() or store.read(METRICS))
 
 
 def write(store: RunStore, config: RunConfig, write_model: Callable[[Path], None] | None = None) -> None:

@@ -354,9 +354,9 @@ class View(NamedTuple):
     ) -> Float[jax.Array, "X B *R"]:
         """The largest of each row's pages, -inf without one, or their sum.
 
-        A GPU gathers each row's pages: scattered, they would be added in any order. A CPU scatters them. A TPU takes
-        gathered pages one by one. It compares each row with all pages, unless the rows are many, and multiplies sums by
-        zeros and ones.
+        A GPU gathers each row's pages: scattered, they would be added in any order. A CPU scatters them. A TPU
+        gathers pages one by one. For maxima a TPU compares few rows with all pages, and gathers the pages of many rows.
+        For sums a TPU multiplies pages by zeros and ones.
         """
         belongs = self.rows[:, None] == jnp.arange(rows)[:, None]  # X B P
 

@@ -77,7 +77,7 @@ def both_logits():
 
 @pytest.mark.slow
 def test_the_loss_equals_full_logits_at_the_temperature():
-    """With the labels' cross-entropy, which settings allow with given completions only."""
+    """With the labels' cross-entropy. Settings allow labels with given completions only."""
     coef, (mine, yours) = 0.4, both_logits()
     log_softmax = lambda z: z - np.log(np.exp(z).sum(-1, keepdims=True))  # noqa: E731
     p, q = (log_softmax(z[..., :260] / TEMPERATURE) for z in (mine, yours))

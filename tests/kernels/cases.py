@@ -90,7 +90,7 @@ def sparse_weights(n: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("impl", "softcap", "vocabulary", "collision", "dtype", "sharding"))
 def values_and_gradients(problem: Problem, cotangents: Slopes, **options: Any) -> Answer:
-    """A statistic whose cotangent is None has none, not even zeros."""
+    """A statistic without a cotangent stays None. None is not replaced by zeros."""
     given = {name: x for name, x in cotangents._asdict().items() if x is not None}
 
     def outputs(hidden: jax.Array, weight: jax.Array) -> tuple[dict[str, jax.Array], TokenLogprobs]:

@@ -218,7 +218,7 @@ def test_rows_longer_than_the_models_positions_are_refused(section):
         ("Qwen/Qwen2.5-7B", 7_615_616_512),
         ("Qwen/Qwen3-0.6B", 596_049_920),
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-        ("Qwen/Qwen3.5-0.8B", 0.75e9),  # and those of their texts' part
+        ("Qwen/Qwen3.5-0.8B", 0.75e9),  # and the sizes of the text part
         ("Qwen/Qwen3.5-4B", 4.2e9),
         ("Qwen/Qwen3.5-9B", 9e9),
         ("Qwen/Qwen3.5-27B", 26.9e9),

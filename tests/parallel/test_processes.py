@@ -212,7 +212,7 @@ def test_files_may_lie_elsewhere_on_another_machine_and_all_else_is_equal(monkey
 
 @pytest.mark.slow
 def test_each_process_reads_its_part_and_one_failure_ends_all(tmp_path):
-    """One start for both, which takes most of the time. Other faults: tests/faults/test_campaign.py."""
+    """Both faults share one start. The start takes most of the time. Other faults: tests/faults/test_campaign.py."""
     call = f"test_processes.check_rows_and_reading({str(tmp_path / 'run')!r}) or test_processes.fail_in_one()"
     script = f"import test_processes; from mllm.errors import command, run_main; run_main(command(lambda: {call}))"
     processes = start_group(["-c", script], 2, 4)

@@ -241,7 +241,7 @@ IN_16_SLOTS = {"stops": (3,), "room": DecodeLimits(16)}
 
 @pytest.fixture(scope="module")
 def long_completions(model, prompts):
-    """64 completions of 8 prompts, most of which wait for one of 16 slots; and the work that they took."""
+    """64 completions of 8 prompts in 16 slots, and the work of the rollout. Most sequences wait for a slot."""
     work = RolloutWork()
     return complete(model, prompts[:8] * 8, LONG, work=work, **IN_16_SLOTS), work
 

@@ -19,7 +19,7 @@ from lm_head import token_logprobs, token_loss
 
 Loss = Callable[..., tuple[Array, Array | None]]
 """(hidden [N, D], weight [V, D], labels [N], weights [N], by_logprob [N], by_lse [N]) -> a sum over rows, and the
-log-probabilities [N], None where a library keeps them to itself."""
+log-probabilities [N], None where a library returns the sum alone."""
 Call = Callable[..., tuple[Any, ...]]
 """(hidden, weight, labels, ...) -> (value, log-probabilities) or (value, log-probabilities, dh, dW)."""
 WORKSPACE = 640 << 20
